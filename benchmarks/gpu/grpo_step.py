@@ -1,18 +1,20 @@
-"""A whole colocated GRPO step on one GPU: furlong with SGLang against TRL's GRPOTrainer with its engines.
+"""Time a full colocated GRPO step on one GPU: furlong with SGLang against TRL's GRPOTrainer.
 
     pip install trl==1.16.0
     python benchmarks/gpu/grpo_step.py --shape 0.6b
     python benchmarks/gpu/grpo_step.py --shape 0.6b --trl-engine vllm     # colocated, asleep while TRL trains
-    python benchmarks/gpu/grpo_step.py --shape 0.6b --no-furlong --trl-steps 0     # one step, with its warming up
+    python benchmarks/gpu/grpo_step.py --shape 0.6b --no-furlong --trl-steps 0     # one step, warm-up included
     python benchmarks/gpu/grpo_step.py --shape 4b --trl-rows 8 --trl-generation-rows 128   # TRL needs minutes a step
 
-Both get the same random Qwen3 model in bfloat16, the same prompts (64 of 512 tokens, 8 samples each), a random reward
-and 1,024 new tokens; the end-of-sequence token is one of 151,936, so that less than 1 % of the responses end before
-that. GRPO without KL, one AdamW step a rollout. A step is everything from one step's end to the next: generation,
-reward, loss, backward pass, optimizer, moving memory between trainer and engine, weights to the engine.
+Both train the same random Qwen3 model in bfloat16 on the same prompts (64 prompts of 512 tokens, 8 samples each) with a
+random reward and up to 1,024 new tokens. The vocabulary has 151,936 tokens and one end-of-sequence token, so fewer than
+1 % of responses stop early. GRPO runs without KL, with one AdamW step per rollout. Step time is measured from the end
+of one step to the end of the next: generation, reward, loss, backward pass, optimizer step, memory hand-over between
+trainer and engine, and the weight update.
 
-Precision differs in TRL's favour: its weights and AdamW are in bfloat16, furlong's masters and moments in float32. TRL
-trains `--trl-rows` sequences and generates `--trl-generation-rows` at a time, the most that fit; its memory is printed.
+Precision favors TRL: it keeps weights and AdamW states in bfloat16, while furlong keeps float32 master weights and
+moments. TRL trains `--trl-rows` sequences at a time and generates `--trl-generation-rows` at a time; set both to the
+largest values that fit. The script prints TRL's peak memory.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LR = 1e-6
 
 
 def write_inputs(folder: Path, shape: str, prompts: int, prompt_len: int) -> tuple[Path, Path]:
-    """A random model with a tokenizer of characters, and prompts of `prompt_len` tokens, all different."""
+    """Write a random model with a character tokenizer, and distinct prompts of `prompt_len` tokens."""
     import torch
     from train_mfu import SHAPES, random_model
 
@@ -63,7 +65,7 @@ def write_inputs(folder: Path, shape: str, prompts: int, prompt_len: int) -> tup
 
 
 def furlong_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Train with `furlong train`; the rows of metrics.jsonl."""
+    """Train with `furlong train` and return the rows of metrics.jsonl."""
     words = furlong_words(
         model,
         data,
@@ -85,7 +87,7 @@ def furlong_steps(model: Path, data: Path, folder: Path, options: argparse.Names
 
 
 def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[float]:
-    """Seconds of TRL's steps after the first, in a process of its own."""
+    """Run TRL in a subprocess and return the seconds of each step after the first."""
     result = folder / "trl.json"
     command = [sys.executable, __file__, "--trl-worker", str(model), str(data), str(result)]
     command += ["--trl-steps", str(options.trl_steps), "--prompts", str(options.prompts), "--new", str(options.new)]
@@ -97,15 +99,15 @@ def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace
     try:
         subprocess.run(command, check=True, timeout=options.timeout, env=env)
     except subprocess.TimeoutExpired:
-        print(f"TRL: not done after {options.timeout:g} s; the steps before count", flush=True)
+        print(f"TRL: stopped after {options.timeout:g} s; only completed steps count", flush=True)
     answer = json.loads(result.read_text())
     print(f"TRL: generation {answer['generate']} s, peak {answer['peak_gib']:.1f} GiB", flush=True)
-    print(f"TRL: steps of {answer['seconds']} s", flush=True)
+    print(f"TRL: step times {answer['seconds']} s", flush=True)
     return answer["seconds"][1:] or answer["seconds"]
 
 
 def worker_config(result: Path, options: argparse.Namespace) -> Any:
-    """TRL's settings, of the engine too."""
+    """Return TRL's configuration, including the engine's."""
     import torch
 
     engine: dict[str, Any] = {}
@@ -134,7 +136,7 @@ def worker_config(result: Path, options: argparse.Namespace) -> Any:
 
 
 def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespace) -> None:
-    """Train with TRL and write what its steps took."""
+    """Train with TRL and write its step times."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -174,25 +176,29 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
 
 
 def main() -> None:
-    """Measure both and print the ratio."""
+    """Time furlong and TRL, and print the ratio."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="0.6b", choices=["tiny", "0.6b", "1.7b", "4b"])
-    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that warms up")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one warm-up step")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=NEW)
-    parser.add_argument("--max-tokens", type=int, default=32768, help="of furlong's micro-batches")
-    parser.add_argument("--trl-rows", type=int, default=16, help="sequences that TRL trains at a time")
-    parser.add_argument("--trl-generation-rows", type=int, default=0, help="that TRL generates at a time; 0: a step's")
-    parser.add_argument("--trl-steps", type=int, default=2, help="timed steps; with 0 the one that warms up is")
+    parser.add_argument("--max-tokens", type=int, default=32768, help="maximum tokens of furlong's micro-batches")
+    parser.add_argument("--trl-rows", type=int, default=16, help="sequences per TRL training micro-batch")
+    parser.add_argument(
+        "--trl-generation-rows", type=int, default=0, help="sequences per TRL generation batch; 0: all of a step"
+    )
+    parser.add_argument("--trl-steps", type=int, default=2, help="timed steps of TRL; 0 times the warm-up step")
     parser.add_argument("--trl-engine", choices=["transformers", "vllm"], default="transformers")
-    parser.add_argument("--trl-vllm-frac", type=float, default=0.5, help="of the GPU's memory, for vLLM")
-    parser.add_argument("--trl-path", type=Path, help="folder with packages that TRL alone is to find, such as vLLM")
+    parser.add_argument("--trl-vllm-frac", type=float, default=0.5, help="fraction of GPU memory for vLLM")
+    parser.add_argument(
+        "--trl-path", type=Path, help="directory added to PYTHONPATH for TRL only, such as one with vLLM"
+    )
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--no-rival", action="store_true")
     parser.add_argument("--no-furlong", action="store_true")
     parser.add_argument("--trl-worker", nargs=3, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("furlong", nargs="*", help="further flags of `furlong train`, after `--`")
+    parser.add_argument("furlong", nargs="*", help="additional flags of `furlong train`, after `--`")
     options = parser.parse_args()
     if options.trl_worker:
         trl_worker(*options.trl_worker, options)
@@ -207,11 +213,11 @@ def main() -> None:
                 shown = {n: round(v, 3) for n, v in row.items() if n.startswith("perf/") and n.endswith("time")}
                 print(f"furlong step {row['step']}: {shown}", flush=True)
             ours = statistics.median(row["perf/step_time"] for row in rows[1:])
-            print(f"furlong: {ours:.2f} s a step", flush=True)
+            print(f"furlong: {ours:.2f} s/step", flush=True)
         if options.no_rival:
             return
         theirs = statistics.median(trl_steps(model, data, folder, options))
-        print(f"TRL with {options.trl_engine}: {theirs:.2f} s a step")
+        print(f"TRL with {options.trl_engine}: {theirs:.2f} s/step")
         if ours is not None:
             print(f"furlong is {theirs / ours:.2f} times as fast")
 

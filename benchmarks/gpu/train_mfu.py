@@ -1,25 +1,26 @@
-"""Model FLOPs utilisation of training on one GPU, against plain transformers on the same tokens.
+"""Measure model FLOPs utilization (MFU) of training on one GPU, against plain transformers on the same tokens.
 
     python benchmarks/gpu/train_mfu.py                       # Qwen3 shapes of 0.6B, 1.7B and 4B parameters
     python benchmarks/gpu/train_mfu.py --shapes 4b --profile trace.json --no-rival
     python benchmarks/gpu/train_mfu.py --shapes 4b --mixed --no-rival      # sequences of 1/8 to 1 x --seq-len
     python benchmarks/gpu/train_mfu.py --shapes 4b --backend fsdp megatron --no-rival
 
-One step is `--micro-batches` micro-batches of `--tokens` packed tokens in sequences of `--seq-len`, each forward and
-backward with the GRPO loss on all response tokens, and the optimizer step on float32 masters. What is timed is all of
-it: making the micro-batches from the rollout, the plan of their attention, every synchronisation. Weights are random,
-made on the GPU; nothing is read or downloaded.
+A step is `--micro-batches` micro-batches of `--tokens` packed tokens in sequences of `--seq-len`: forward and backward
+with the GRPO loss on all response tokens, then the optimizer step on float32 master weights. The time includes packing
+micro-batches from the rollout, planning attention and every synchronization. Weights are random and initialized on the
+GPU; nothing is downloaded.
 
-    FLOPs of a step = 6 (P - E) T + 6 E R + 6 layers heads head_dim sum(L^2)
+    FLOPs per step = 6 (P - E) T + 6 E R + 6 layers heads head_dim sum(L^2)
 
-with P parameters, E those of the embedding (which is the head; looking tokens up costs nothing), T tokens, R response
-tokens, L sequence lengths; causal attention counts half of the score matrix. Recomputation is not counted, so MFU is
-of useful work. The peak is 989 TFLOP/s, the data sheet's dense bf16 rate of an H100 or H200 SXM.
+P is the number of parameters, E those of the embedding (tied to the LM head; the lookup itself counts as zero), T the
+number of tokens, R of response tokens, and L the sequence lengths. Causal attention counts half of the score matrix.
+Recomputation is not counted, so MFU measures useful work only. The peak is 989 TFLOP/s: the dense bf16 rate in the data
+sheet of an H100 or H200 SXM.
 
-The rival: the same model from transformers with SDPA attention, sequences in a dense batch, its own loss (full logits,
-cross-entropy in float32), parameters and AdamW in bfloat16. That is less precise than float32 masters and takes a
-quarter of their memory. Whole micro-batches, single sequences and gradient checkpointing are tried, the fastest that
-fits counts.
+The baseline is the same model in transformers with SDPA attention, sequences in a dense batch, the model's own loss
+(full logits, cross-entropy in float32), and parameters and AdamW states in bfloat16. That is less precise than float32
+master weights and needs a quarter of their memory. The script tries full micro-batches and single sequences, with
+gradient checkpointing if they do not fit without, and reports the fastest that fits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Shape:
     vocab_size: int = 151936
 
     def config(self) -> Qwen3Config:
-        """As transformers knows it."""
+        """Return the transformers config."""
         return Qwen3Config(
             **vars(self),
             tie_word_embeddings=True,
@@ -82,7 +83,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Qwen3-30B-A3B with fewer layers, and smaller ones of the same kind."""
+    """Dimensions of Qwen3-30B-A3B with fewer layers, or of a smaller MoE model."""
 
     num_hidden_layers: int
     hidden_size: int = 2048
@@ -95,7 +96,7 @@ class MoeShape:
     vocab_size: int = 151936
 
     def config(self) -> Qwen3MoeConfig:
-        """As transformers knows it."""
+        """Return the transformers config."""
         return Qwen3MoeConfig(
             **vars(self),
             intermediate_size=3 * self.hidden_size,
@@ -132,14 +133,14 @@ class Task:
     mixed: bool = False
 
     def lengths(self) -> list[list[int]]:
-        """Sequence lengths of each micro-batch, which add up to `tokens`."""
+        """Return the sequence lengths of each micro-batch; each list sums to `tokens`."""
         rng = np.random.default_rng(1)
         batches: list[list[int]] = []
         for _ in range(self.micro_batches):
             left, lengths = self.tokens, list[int]()
             while left:
                 length = int(rng.integers(self.seq_len // 8, self.seq_len + 1)) if self.mixed else self.seq_len
-                # what would be left must be long enough to have a response
+                # the remainder must be long enough to contain a response
                 length = left if left - length <= self.prompt_len else length
                 lengths.append(length)
                 left -= length
@@ -147,7 +148,7 @@ class Task:
         return batches
 
     def flops(self, shape: AnyShape, num_parameters: int) -> float:
-        """Of one step, as the module's text defines them; of experts, `num_parameters` has those of one token."""
+        """Return the FLOPs of one step (see the module docstring); pass only active parameters for an MoE model."""
         lengths = np.concatenate(self.lengths()).astype(np.float64)
         embedding = shape.vocab_size * shape.hidden_size
         width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
@@ -155,7 +156,7 @@ class Task:
         return float(6.0 * linear + 6.0 * width * (lengths**2).sum())
 
     def batch(self, vocab_size: int) -> RolloutBatch:
-        """Random samples, each with a prompt of its own."""
+        """Return a batch of random samples, each with a different prompt."""
         rng = np.random.default_rng(0)
         lengths = np.concatenate(self.lengths())
         n, response_lengths = len(lengths), lengths - self.prompt_len
@@ -178,7 +179,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of each timed step and the peak of memory in bytes."""
+    """Seconds of each timed step, and peak memory in bytes."""
 
     seconds: list[float]
     peak_bytes: int
@@ -186,17 +187,17 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median step time in seconds."""
         return statistics.median(self.seconds)
 
 
 def settings_of(folder: str, **options: Any) -> BackendSettings:
-    """Settings of either backend."""
+    """Return settings for either backend."""
     return BackendSettings(hf_checkpoint=Path(folder), **{"optim": OptimFlags(lr=1e-6)} | options)
 
 
 class RandomBackend(FsdpBackend):
-    """The FSDP trainer on random weights made on its device instead of a folder's; on several ranks by the first."""
+    """FSDP backend that initializes random weights on its device (on rank 0) instead of loading a checkpoint."""
 
     def __init__(self, shape: AnyShape, *, ranks: Ranks | None = None, **options: Any) -> None:
         self._shape = shape
@@ -218,7 +219,7 @@ class RandomBackend(FsdpBackend):
 
 
 def used_parameters(shape: AnyShape) -> int:
-    """Parameters that a token meets: all, less the experts that it is not sent to. Of two embeddings one counts."""
+    """Return the active parameters per token: inactive experts and an untied input embedding are not counted."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config())
     count = sum(p.numel() for p in model.parameters())
@@ -230,19 +231,19 @@ def used_parameters(shape: AnyShape) -> int:
 
 
 def megatron_backend(config: Any, ranks: Ranks, **options: Any) -> Any:
-    """The Megatron trainer on random weights, as Megatron-core makes them."""
+    """Return a Megatron backend with Megatron-core's random initial weights."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
     from furlong.training.megatron import megatron_backend as backend
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # nothing is read
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(backend, "fill"):  # skip loading weights
         config.save_pretrained(folder)
         return backend.MegatronBackend(settings_of(folder, **options), ranks=ranks)
 
 
 def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """Make a model directly on `device`."""
+    """Initialize a random model directly on `device`."""
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
@@ -251,7 +252,7 @@ def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, atte
 def timed(
     step: Callable[[], Any], count: int, device: torch.device, how: Callable[[], str], *, warmup: int = WARMUP_STEPS
 ) -> Result:
-    """Time `count` steps after warming up."""
+    """Time `count` steps after `warmup` untimed ones."""
 
     def wait() -> float:
         if device.type == "cuda":
@@ -272,7 +273,7 @@ def timed(
 
 
 def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert: int = 1) -> Any:
-    """One of furlong's backends, one rank of it."""
+    """Build the furlong backend `name` for one rank."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks}
     if name == "fsdp":
         return RandomBackend(shape, **options)
@@ -295,7 +296,7 @@ def furlong_result(
     ranks: Ranks = Ranks(),  # noqa: B008  frozen
     expert: int = 1,
 ) -> Result:
-    """Train with one of furlong's backends; on several ranks each takes the whole of `task`."""
+    """Time training with a furlong backend; with multiple ranks, each processes all of `task`."""
     backend = build(name, shape, device, ranks, expert)
     batch, loss = task.batch(shape.vocab_size), PolicyLoss(AlgoFlags())
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
@@ -324,24 +325,24 @@ def furlong_result(
 
 
 def rival_result(shape: Shape, task: Task, device: torch.device) -> Result:
-    """Train with plain transformers; the fastest way of running it that fits."""
+    """Time training with plain transformers; return the fastest configuration that fits."""
     results: list[Result] = []
     for rows in sorted({1, task.tokens // task.seq_len}):
         for checkpointing in (False, True):
             try:
                 results.append(plain_transformers(shape, task, device, rows, checkpointing=checkpointing))
             except torch.OutOfMemoryError:
-                print(f"  rival, {rows} sequences, checkpointing {checkpointing}: out of memory", flush=True)
+                print(f"  baseline, {rows} sequences, checkpointing {checkpointing}: out of memory", flush=True)
             else:
-                print(f"  rival, {results[-1].how}: {results[-1].median:.3f} s/step", flush=True)
-                break  # checkpointing only costs time where it is not needed
+                print(f"  baseline, {results[-1].how}: {results[-1].median:.3f} s/step", flush=True)
+                break  # checkpointing is only slower where it is not needed
             finally:
                 free()
     return min(results, key=lambda result: result.median)
 
 
 def plain_transformers(shape: Shape, task: Task, device: torch.device, rows: int, *, checkpointing: bool) -> Result:
-    """Forward and backward of `rows` sequences at a time through the model's own loss, then AdamW in bfloat16."""
+    """Time forward and backward of `rows` sequences at a time with the model's own loss, and AdamW in bfloat16."""
     model = random_model(shape, torch.bfloat16, device, "sdpa").train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -363,7 +364,7 @@ def plain_transformers(shape: Shape, task: Task, device: torch.device, rows: int
 
 
 def write_profile(step: Callable[[], Any], path: Path) -> None:
-    """Print where one step's GPU time goes and write its trace."""
+    """Print a breakdown of one step's GPU time and write its trace."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
@@ -371,7 +372,7 @@ def write_profile(step: Callable[[], Any], path: Path) -> None:
         torch.cuda.synchronize()
     kinds = {
         "attention": ("flash", "fmha", "sdpa"),
-        "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+        "GEMMs": ("gemm", "nvjet", "cutlass", "xmma"),
         "optimizer": ("multi_tensor", "adam"),
         "compiled elementwise": ("triton_",),
         "copies": ("memcpy", "memset"),
@@ -394,14 +395,14 @@ def write_profile(step: Callable[[], Any], path: Path) -> None:
 
 
 def free() -> None:
-    """Give cached memory back between measurements."""
+    """Release cached memory between measurements."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def report(name: str, who: str, result: Result, flops: float, tokens: int) -> None:
-    """One line of the table."""
+    """Print one row of the table."""
     mfu = flops / result.median / PEAK_FLOPS
     spread = (max(result.seconds) - min(result.seconds)) / result.median
     print(
@@ -412,23 +413,25 @@ def report(name: str, who: str, result: Result, flops: float, tokens: int) -> No
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--backend", nargs="+", choices=["fsdp", "megatron"], default=["fsdp"])
-    parser.add_argument("--tokens", type=int, default=32768, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--mixed", action="store_true", help="lengths from 1/8 to 1 x --seq-len; wants --no-rival")
+    parser.add_argument(
+        "--mixed", action="store_true", help="sequence lengths from 1/8 to 1 x --seq-len; requires --no-rival"
+    )
     parser.add_argument("--no-rival", action="store_true")
-    parser.add_argument("--profile", type=Path, help="also profile one step and write its trace here; `-` only prints")
+    parser.add_argument("--profile", type=Path, help="also profile one step and write its trace here; `-`: print only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     device = torch.device(options.device)
     if options.mixed and not options.no_rival:
-        parser.error("--mixed wants --no-rival: the rival takes dense batches")
+        parser.error("--mixed requires --no-rival: the transformers baseline supports only dense batches")
     task = Task(options.tokens, options.seq_len, options.prompt_len, options.micro_batches, options.mixed)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {where}, {task}", flush=True)
@@ -444,7 +447,7 @@ def main() -> None:
         if not options.no_rival:
             rival = rival_result(shape, task, device)
             report(name, "transformers", rival, flops, tokens)
-            print(f"{name:>5}  {rival.median / best:.2f} times the tokens per second", flush=True)
+            print(f"{name:>5}  {rival.median / best:.2f} times the tokens/s of transformers", flush=True)
 
 
 if __name__ == "__main__":

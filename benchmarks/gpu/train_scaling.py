@@ -1,18 +1,18 @@
-"""Training on several GPUs of one machine: what each of them does, against one alone.
+"""Measure training throughput per GPU on several GPUs of one machine, relative to a single GPU.
 
-    python benchmarks/gpu/train_scaling.py                                 # FSDP2 on 1, 2, 4 GPUs, as many as there are
+    python benchmarks/gpu/train_scaling.py                                 # FSDP2 on 1, 2, 4 GPUs, up to those present
     python benchmarks/gpu/train_scaling.py --ways tp2 dp2 --shapes 4b --tokens 8192
     python benchmarks/gpu/train_scaling.py --ways moe-fsdp2 moe-ep2 --tokens 16384
     python benchmarks/gpu/train_scaling.py --device cpu --shapes tiny --tokens 256 --seq-len 64 --prompt-len 16
 
-A step is that of `train_mfu.py`; every GPU has the same tokens however many there are (with tensor parallelism two GPUs
-have them together, and twice as many micro-batches). Each row is a run of its own, in processes of their own that end
-after `--limit` seconds. `each` is tokens a second of each GPU over that of the first row of the same shape; for `tp2`
-it is wanted to be at least 0.75 of `dp2`, for `fsdp2` at least 0.90 of `fsdp1`.
+A step is the same as in `train_mfu.py`. Tokens per GPU are constant across configurations: with TP, two GPUs share each
+micro-batch and process twice as many. Each row runs in separate processes, stopped after `--limit` seconds. `relative`
+is tokens per second per GPU divided by that of the first row with the same shape. Targets: `tp2` at least 0.75 of
+`dp2`, and `fsdp2` at least 0.90 of `fsdp1`.
 
-    fsdpN       --train-backend fsdp, N GPUs
-    dpN, tp2    --train-backend megatron: N data-parallel ranks; two that share each layer, by tokens outside of it
-    moe-...     Qwen3-30B-A3B with `--moe-layers` of its layers; epN: an Nth of the experts on each GPU
+    fsdpN       --train-backend fsdp on N GPUs
+    dpN, tp2    --train-backend megatron with DP over N GPUs, or TP 2 with sequence parallelism
+    moe-...     Qwen3-30B-A3B with `--moe-layers` layers; epN: EP over N GPUs
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY_MOE = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "n
 
 @dataclass(frozen=True)
 class Way:
-    """How GPUs share the work."""
+    """A backend and its parallel sizes."""
 
     backend: str
     gpus: int
@@ -61,14 +61,14 @@ WAYS = {
 
 
 def shape_of(name: str, way: Way, args: argparse.Namespace) -> AnyShape:
-    """The model of a row."""
+    """Return the model shape of a row."""
     if not way.is_moe:
         return SHAPES[name]
     return MoeShape(args.moe_layers, **TINY_MOE) if name == "tiny" else MoeShape(args.moe_layers)
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One process of one row; the first writes what it measured."""
+    """Run one rank of a row; rank 0 writes the measurements."""
     way, rank = WAYS[args.ways[0]], args.rank
     ranks = Ranks(rank, way.gpus, tensor=way.tensor)
     device = torch.device(args.device)
@@ -82,7 +82,7 @@ def rank_main(args: argparse.Namespace) -> None:
     task = Task(args.tokens, args.seq_len, args.prompt_len, args.micro_batches * way.tensor)
     result = furlong_result(way.backend, shape, task, args.steps, device, ranks=ranks, expert=way.expert)
     if rank == 0:
-        tokens = task.tokens * task.micro_batches / way.tensor  # of each GPU
+        tokens = task.tokens * task.micro_batches / way.tensor  # per GPU
         flops = task.flops(shape, used_parameters(shape)) / way.tensor
         row = {
             "seconds": result.seconds,
@@ -96,14 +96,14 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def run(name: str, way_name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure a row in processes of its own. A row that fails or takes too long has an `error`."""
+    """Measure one row in separate processes; return a dict with `error` if it fails or times out."""
     out, port = folder / f"{name}-{way_name}.json", free_port()
     options = ["--shapes", name, "--ways", way_name, "--out", str(out), "--port", str(port)]
     for key in ("tokens", "seq_len", "prompt_len", "micro_batches", "steps", "device", "limit", "moe_layers"):
@@ -119,7 +119,7 @@ def run(name: str, way_name: str, args: argparse.Namespace, folder: Path) -> dic
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    time.sleep(0 if all(rank.poll() == 0 for rank in ranks) else 2)  # the others may say why, too
+    time.sleep(0 if all(rank.poll() == 0 for rank in ranks) else 2)  # let the other ranks log their errors
     codes = [rank.poll() for rank in ranks]
     for rank in ranks:
         rank.kill()
@@ -133,24 +133,24 @@ def run(name: str, way_name: str, args: argparse.Namespace, folder: Path) -> dic
         tail = "\n".join(
             f"--- rank {rank}, exit {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
         )
-        return {"error": f"not done within {args.limit} s" if None in codes else "failed", "log": tail}
+        return {"error": f"timed out after {args.limit} s" if None in codes else "failed", "log": tail}
     return json.loads(out.read_text())
 
 
 def main() -> None:
-    """Measure all rows and print."""
+    """Measure all rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: FSDP2 on 1, 2 and 4 GPUs")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--micro-batches", type=int, default=2, help="of each GPU in a step")
+    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per GPU and step")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--moe-layers", type=int, default=8)
-    parser.add_argument("--limit", type=int, default=240, help="seconds of a row")
+    parser.add_argument("--limit", type=int, default=240, help="time limit of a row in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     for name, kind in (("rank", int), ("port", int), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -165,18 +165,18 @@ def main() -> None:
             first = None
             for way in ways:
                 if WAYS[way].gpus > count:
-                    parser.error(f"{way} needs {WAYS[way].gpus} GPUs, there are {count}")
+                    parser.error(f"{way} needs {WAYS[way].gpus} GPUs, but only {count} are available")
                 started = time.monotonic()
                 row = {"shape": shape, "way": way, **run(shape, way, args, Path(folder))}
                 rows.append(row)
-                took = f"({time.monotonic() - started:.0f} s in all)"
+                took = f"({time.monotonic() - started:.0f} s total)"
                 if "error" in row:
                     print(f"{shape:>5}  {way:<10} {row['error']} {took}\n{row.pop('log')}", flush=True)
                     continue
                 first = first or row["tokens_per_gpu"]
                 each = row["tokens_per_gpu"] / first
                 print(
-                    f"{shape:>5}  {way:<10} {row['tokens_per_gpu']:9,.0f} tokens/s a GPU  each {each:5.3f}"
+                    f"{shape:>5}  {way:<10} {row['tokens_per_gpu']:9,.0f} tokens/s per GPU  relative {each:5.3f}"
                     f"  {row['mfu']:6.1%} MFU  {row['gib']:6.1f} GiB  {row['how']}  {took}",
                     flush=True,
                 )
