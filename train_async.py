@@ -1,4 +1,4 @@
-"""Train with rollouts running ahead of training: `python train_async.py FLAGS`."""
+"""Train asynchronously with slime's command line: `python train_async.py FLAGS`."""
 
 from furlong.cli import main_async
 

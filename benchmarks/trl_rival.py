@@ -1,6 +1,6 @@
-"""What benchmarks against TRL give both sides: GRPO without KL, one AdamW step a rollout, random rewards.
+"""Settings shared by the benchmarks against TRL: GRPO without KL, one AdamW step per rollout, random rewards.
 
-Scripts that use it say what differs: lengths, precision, engines, how much is trained at a time.
+Each script sets the rest: lengths, precision, engine and micro-batch size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CLIP, EPS_CLIP = 1.0, 0.2
 def furlong_words(
     model: Path, data: Path, output: Path, *, prompts: int, samples: int, new: int, lr: float, **more: Any
 ) -> list[str]:
-    """The command line of furlong's side; `more` are flags by field name, True for a switch."""
+    """Return furlong's command line. `more` maps field names to flag values; True turns a switch on."""
     from furlong.inference.supervisor.server_launch import argv_from_options
 
     return argv_from_options(
@@ -42,7 +42,7 @@ def furlong_words(
 
 
 def trl_config(output: Path, *, samples: int, new: int, lr: float, max_steps: int, **more: Any) -> Any:
-    """TRL's settings that do what these flags do; `more` are further ones of its GRPOConfig."""
+    """Return the GRPOConfig equivalent to these flags. `more` sets further GRPOConfig fields."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -68,10 +68,10 @@ def trl_config(output: Path, *, samples: int, new: int, lr: float, max_steps: in
 
 
 def random_reward() -> Callable[..., list[float]]:
-    """A reward of 0 or 1 for TRL, as `--rm-type random` is."""
+    """Return a TRL reward function that draws 0 or 1, like `--rm-type random`."""
     rng = random.Random(0)
 
-    def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's signature
         return [float(rng.randrange(2)) for _ in completions]
 
     return reward

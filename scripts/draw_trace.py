@@ -1,7 +1,7 @@
 """Draw one step of a trace as SVG: `draw_trace.py RUN/trace.json --step 2 > docs/guides/trace.svg`.
 
-One row per process and kind of work; requests and rewards are areas. docs/guides/profiling.md shows the result. To
-explore a trace, open it in ui.perfetto.dev.
+The SVG has one row per process and kind of work. Requests and rewards are drawn as areas. docs/guides/profiling.md
+shows the result. To explore a trace interactively, open it in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     """Read a trace and print the SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--step", type=int, default=2, help="the weight update that ends the drawn interval")
+    parser.add_argument("--step", type=int, default=2, help="weight update at the end of the interval to draw")
     args = parser.parse_args()
     events: list[Event] = json.loads(args.trace.read_text())["traceEvents"]
     spans = _flights(events) + [(e, e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def _processes(events: Sequence[Event]) -> dict[int, str]:
-    """Names of processes by id, in the order of the trace."""
+    """Return the process names by id, in trace order."""
     return {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
 
 
 def _flights(events: Sequence[Event]) -> list[tuple[Event, float, float]]:
-    """Pairs of begin and end of what overlaps."""
+    """Pair the begin and end events of overlapping (async) spans."""
     begun = {(e["cat"], e["id"]): e for e in events if e["ph"] == "b"}
     return [(begun[e["cat"], e["id"]], begun[e["cat"], e["id"]]["ts"], e["ts"]) for e in events if e["ph"] == "e"]
 
@@ -97,7 +97,7 @@ def _bars(row: Sequence[Span], top: float) -> list[str]:
 
 
 def _area(row: Sequence[Span], top: float) -> list[str]:
-    """How many of the spans are open at each moment; the highest number stands beside."""
+    """Draw the number of open spans over time, with the maximum as a label."""
     changes = sorted([(a, 1) for a, _, _ in row] + [(b, -1) for _, b, _ in row])
     most = count = 0
     for _, change in changes:
@@ -115,7 +115,7 @@ def _area(row: Sequence[Span], top: float) -> list[str]:
 
 
 def _axis(duration: float, scale: float, height: float) -> list[str]:
-    """Ticks in milliseconds."""
+    """Draw the time axis with ticks in milliseconds."""
     step = next(s for s in (10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if duration / 1e3 / s <= 12)
     parts: list[str] = []
     for number in range(int(duration / 1e3 // step) + 1):

@@ -1,4 +1,4 @@
-"""Griffe extension for the API reference: put doctest examples of docstrings into code blocks (see mkdocs.yml)."""
+"""Griffe extension for the API reference: wrap doctest examples in code blocks (see mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-# From a line with `>>>` up to the next empty line.
+# From a line that starts with `>>>` to the next blank line.
 EXAMPLE = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.MULTILINE)
 
 

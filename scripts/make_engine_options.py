@@ -1,8 +1,8 @@
-"""Print the option lists of SGLang and sglang-router that furlong ships, as their own parsers have them.
+"""Print the SGLang and sglang-router options shipped with furlong, read from their argument parsers.
 
 usage: python scripts/make_engine_options.py > src/furlong/config/engine_options.json
 
-It wants both installed, and a GPU; without one, after `make sglang-cpu`, with these in the environment:
+Both packages must be installed. The script needs a GPU; to run it on a CPU, first run `make sglang-cpu`, then set:
 
     SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/real_sglang/standins:.sglang-cpu:src
 """
@@ -22,10 +22,10 @@ Entry = dict[str, Any]
 
 
 def entry_of(action: argparse.Action) -> tuple[str, Entry]:
-    """Name and facts of one option: how its values are written, which there are, and its other names."""
+    """Return the name of an option and its entry: value kind, choices and aliases."""
     name, *aliases = (word.removeprefix("--") for word in action.option_strings if word.startswith("--"))
     if isinstance(action, argparse.BooleanOptionalAction):
-        return name, {"kind": "toggle"}  # --no-NAME is for the other value
+        return name, {"kind": "toggle"}  # --no-NAME sets the opposite value
     kind = "text"
     if action.nargs == 0:
         kind = "switch"
@@ -44,14 +44,14 @@ def entry_of(action: argparse.Action) -> tuple[str, Entry]:
 
 
 def listed(package: str, add: Any) -> Entry:
-    """Version and options of a program whose options `add` adds to a parser."""
+    """Return the version of `package` and the options that `add` adds to a parser."""
     parser = argparse.ArgumentParser(add_help=False)
     add(parser)
     return {"version": version(package), "options": dict(sorted(map(entry_of, parser._actions)))}
 
 
 def main() -> None:
-    """Print one option a line."""
+    """Print the JSON file with one option per line."""
     lists = {
         "sglang": listed("sglang", ServerArgs.add_cli_args),
         "router": listed("sglang-router", RouterArgs.add_cli_args),

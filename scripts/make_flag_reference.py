@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the flags' declarations: python scripts/make_flag_reference.py."""
+"""Generate docs/configuration.md from the flag declarations: python scripts/make_flag_reference.py."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ lr: 1.0e-6
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def flag_row(spec: FlagSpec) -> tuple[str, ...]:
-    """One line of a section's table."""
+    """Return the table row of one flag."""
     values = "" if spec.kind in ("switch", "off_switch") else spec.type_name
     if spec.within:
         values += f" in {spec.within.text}"
@@ -58,7 +58,7 @@ def flag_row(spec: FlagSpec) -> tuple[str, ...]:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [INTRODUCTION, "## Files", "", *table(("flag", "meaning"), ((f"`{k}`", v) for k, v in FILE_FLAGS.items()))]
     for section, section_type in typing.get_type_hints(Config).items():
         specs = [spec for spec in flag_specs(Config).values() if spec.section == section]

@@ -1,7 +1,7 @@
-"""Write docs/troubleshooting.md from the catalogue of diagnoses: python scripts/make_troubleshooting.py [--record].
+"""Generate docs/troubleshooting.md from the catalogue of diagnoses: python scripts/make_troubleshooting.py [--record].
 
-The program's messages are in tests/faults/transcripts. With --record, the tests that inject the faults run first and
-rewrite them.
+The recorded messages are in tests/faults/transcripts. With --record, the fault injection tests run first and rewrite
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ one row of the catalogue, one function that finds it, and one test that injects 
 
 
 def entry(row: Row) -> list[str]:
-    """Return the section of one row."""
+    """Return the page section for one row."""
     when = " and ".join(MOMENTS[moment] for moment in row.moments)
     also = f" Also in: {', '.join(row.guides)}." if row.guides else ""
     path = TRANSCRIPTS / f"{row.id}.txt"
@@ -54,7 +54,7 @@ def entry(row: Row) -> list[str]:
 
 
 def record() -> None:
-    """Run the tests that inject faults, which record the program's messages."""
+    """Run the fault injection tests, which record the program's messages."""
     for path in TRANSCRIPTS.glob("*.txt"):
         if path.stem not in CATALOGUE:
             path.unlink()
@@ -76,7 +76,7 @@ def guides() -> list[str]:
 
 
 def reported() -> list[str]:
-    """Return the table of what users of other frameworks reported."""
+    """Return the table of issues that users of other frameworks reported."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
     from faults.symptoms import SYMPTOMS
 
@@ -110,7 +110,9 @@ def render() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="run the tests that inject the faults first")
+    parser.add_argument(
+        "--record", action="store_true", help="first run the fault injection tests and record their messages"
+    )
     if parser.parse_args().record:
         record()
     TARGET.write_text(render(), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Print the table of sizes in docs/scale-out/ray.md: python scripts/plan_sizes.py [--device h100].
+"""Print the table of model sizes in docs/scale-out/ray.md: python scripts/plan_sizes.py [--device h100].
 
-For the shape of a public model in each row, the least GPUs for which `furlong plan` says that a run fits, with the
-flags shown: samples of 8,192 tokens, one of them a micro-batch, bfloat16 with float32 masters and AdamW. Only
-config.json is needed, and is written here.
+Each row is the shape of a public model with the fewest GPUs on which a run fits, according to `furlong plan`. The run
+uses samples of 8,192 tokens, one sample per micro-batch, and bfloat16 with float32 master weights and AdamW. The plan
+reads only config.json, which this script writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
 }  # fmt: skip
-CACHE_GIB = 8.0  # that an engine has at least on each of its GPUs
+CACHE_GIB = 8.0  # minimum KV cache per engine GPU
 COLUMNS = (
     "shape", "parameters (10^9)", "trainer", "GPUs", "GiB per GPU", "GPUs of an engine", "weights, GiB per GPU",
     "cache, GiB per GPU", "GB of an update",
@@ -42,7 +42,7 @@ CUT = ("--train-backend", "megatron", "--sequence-parallel")
 
 @dataclass(frozen=True)
 class Size:
-    """A shape, the number of GPUs of which training takes a multiple, and how it is cut (FSDP without flags)."""
+    """A model shape, the step in which training GPUs are added, and the parallel layout (FSDP if empty)."""
 
     name: str
     config: dict[str, Any]
@@ -51,7 +51,7 @@ class Size:
 
 
 def cut(tensor: int, pipeline: int, expert: int, *more: str) -> tuple[str, ...]:
-    """Flags of a layout on Megatron."""
+    """Return the flags of a Megatron layout."""
     return (
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--expert-model-parallel-size", str(expert), "--expert-tensor-parallel-size", "1", *more,
@@ -82,7 +82,7 @@ SIZES = (
 
 
 def planned(folder: Path, size: Size, device: int, trainers: int, engine: int) -> MemoryPlan:
-    """The plan of a run of this many training GPUs, with one engine of `engine` GPUs."""
+    """Return the memory plan of a run with `trainers` training GPUs and one engine on `engine` GPUs."""
     nodes, each = (trainers // 8, 8) if trainers > 8 else (1, trainers)
     words = [
         "--hf-checkpoint", folder, "--prompt-data", folder / "prompts.jsonl", "--label-key", "label",
@@ -97,7 +97,7 @@ def planned(folder: Path, size: Size, device: int, trainers: int, engine: int) -
 
 
 def rows(folder: Path, device: int) -> Iterator[str]:
-    """A line of the table for each size."""
+    """Yield one table row per size."""
     for size in SIZES:
         (folder / "config.json").write_text(json.dumps(size.config))
         tp = 1
@@ -120,9 +120,9 @@ def _cache(engine: Phase) -> float:
 
 
 def main() -> None:
-    """Write the table to stdout."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="h100", help="a GPU that `furlong plan` knows, or GiB")
+    parser.add_argument("--device", default="h100", help="GPU name known to `furlong plan`, or memory in GiB")
     args = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|")

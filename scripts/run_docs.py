@@ -1,8 +1,8 @@
 """Run the code blocks of the documentation, each page in an empty folder: `run_docs.py README.md docs`.
 
 Blocks fenced as `bash` or `python` run in order, in one folder per page. A block that fails or takes more than ten
-minutes fails the page. A fence with a title is not run, and the title says why: `bash title="needs a GPU"`.
-Two pages run at a time, each block on one thread.
+minutes fails the page. Blocks with a title are skipped, and the title gives the reason: `bash title="needs a GPU"`.
+Two pages run at a time, and each block uses one thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_page(page: Path) -> bool:
-    """Run the blocks of one page, up to the first that fails. Return whether all succeeded."""
+    """Run the blocks of one page until one fails. Return whether all succeeded."""
     with tempfile.TemporaryDirectory() as folder:
         for language, title, code in FENCE.findall(page.read_text()):
             if language not in ("bash", "python") or title.strip():
@@ -52,7 +52,7 @@ def run_page(page: Path) -> bool:
 
 
 def run_block(language: str, code: str, folder: Path) -> str:
-    """Run one block. Return the problem, or an empty string."""
+    """Run one block. Return an error message, or an empty string on success."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
@@ -61,7 +61,7 @@ def run_block(language: str, code: str, folder: Path) -> str:
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"did not end within {LIMIT_S} s"
+        return f"timed out after {LIMIT_S} s"
     if done.returncode == 0:
         return ""
     return f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -1,4 +1,4 @@
-"""Write a Megatron-LM checkpoint from a Hugging Face folder: `furlong convert hf-to-megatron`."""
+"""Convert a Hugging Face checkpoint to a Megatron-LM checkpoint: `furlong convert hf-to-megatron`."""
 
 import sys
 

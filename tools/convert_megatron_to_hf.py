@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder from a Megatron-LM checkpoint: `furlong convert megatron-to-hf`."""
+"""Convert a Megatron-LM checkpoint to a Hugging Face checkpoint: `furlong convert megatron-to-hf`."""
 
 import sys
 

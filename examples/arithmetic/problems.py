@@ -1,4 +1,4 @@
-"""Writes the problems of the quickstart into a folder and prints where its model is: `python problems.py FOLDER`."""
+"""Write the quickstart's problems to a folder and print the path of its model: `python problems.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from furlong.quickstart.quickstart import model_folder
 
 
 def main(folder: Path) -> None:
-    """Write 5,000 problems to train on, and 200 of those that are held out."""
+    """Write 5,000 training problems and 200 held-out problems."""
     task.write_prompts(folder / "problems.jsonl", task.problems(5_000, seed=7))
     task.write_prompts(folder / "held_out.jsonl", task.held_out_problems()[:200])
     print(model_folder())

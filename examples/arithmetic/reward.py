@@ -1,4 +1,4 @@
-"""A reward of one's own: credit for every right digit, and the kind of mistake beside it."""
+"""A custom reward: partial credit for each correct digit, and an error category."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from furlong import Sample
 
 
 def reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:  # noqa: ARG001  slime's signature
-    """Return `score` to train on (--reward-key), `exact` to evaluate (--eval-reward-key), and `kind` to count.
+    """Return `score` for training (--reward-key), `exact` for evaluation (--eval-reward-key), and `kind`.
 
-    `rollout/error_cat/<kind>` in metrics.jsonl is the share of each kind (--log-reward-category).
+    With --log-reward-category kind, metrics.jsonl reports the fraction of each kind as `rollout/error_cat/<kind>`.
     """
     answer, right = sample.response.removesuffix("<|im_end|>"), str(sample.label)
     exact = float(answer == right)
@@ -20,7 +20,7 @@ def reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:  # noqa:
 
 
 def kind_of(sample: Sample, answer: str, exact: float) -> str:
-    """Say what is wrong with an answer."""
+    """Classify an answer as correct or as one kind of mistake."""
     a, b = (int(number) for number in str(sample.prompt).rstrip("=").split("+"))
     if exact:
         return "right"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train the quickstart's model on sums: `bash run.sh [math|reward|tool_use] [FLAGS]`, for example
+# Train the quickstart's model on addition: `bash run.sh [math|reward|tool_use] [FLAGS]`, for example
 #   bash run.sh reward --num-rollout 30 --lr 2e-4
-# Data and run go to $OUT, by default outputs/arithmetic-VARIANT, which must be new.
+# Data and run output are written to $OUT (default: outputs/arithmetic-VARIANT), which must not contain a run yet.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 variant="${1:-math}"
@@ -12,7 +12,7 @@ case "$variant" in
     --log-reward-category kind) ;;
   tool_use) score=(--custom-generate-function-path "$here/tool_use.py:generate" --rollout-max-response-len 32
     --log-multi-turn) ;;
-  *) echo "no variant $variant: there are math, reward and tool_use" >&2 && exit 2 ;;
+  *) echo "unknown variant $variant; choose math, reward or tool_use" >&2 && exit 2 ;;
 esac
 
 out="${OUT:-outputs/arithmetic-$variant}"
