@@ -1,4 +1,4 @@
-"""What every data source promises, for each of them."""
+"""Contract of data sources, run over all implementations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[[], DataSource]
 
 
 class SavedList:
-    """A user's data source: two epochs of the rows, saved as JSON files."""
+    """A user-defined data source: two epochs of the rows, with state saved as JSON files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.next, self.returned = folder, 0, []
@@ -57,7 +57,7 @@ class SavedList:
 
 @pytest.fixture(params=["table", "stream", "shuffled table", "shuffled stream", "parquet stream", "custom"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Opens the same source anew, as a resumed run does."""
+    """Return a function that reopens the same source, as a resumed run does."""
     name: str = request.param
     path = write_jsonl(tmp_path / "a.jsonl", numbered_rows(NUM_ROWS))
     if "parquet" in name:

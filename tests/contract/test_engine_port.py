@@ -42,7 +42,7 @@ def build(request: Any) -> Callable[[], Engine]:
 
 @pytest.fixture(autouse=True)
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow decode steps down to 2 ms, so that requests are still running when something happens to them."""
+    """Slow decode steps down to 2 ms, so that requests are still running when a test acts on them."""
     step = SlotBatch.run
 
     def run(batch: SlotBatch, *, admit: bool, interrupted: Callable[[], bool]) -> None:
@@ -54,10 +54,10 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def started(engine: Engine, count: int = 3, *, session: str | None = None) -> list[asyncio.Task[Any]]:
-    """Number of running requests."""
+    """Start `count` requests, and wait until an embedded engine runs them all."""
     tasks = [asyncio.create_task(engine.generate([5, 6, 7 + i], LONG, session=session)) for i in range(count)]
     inner = getattr(engine, "embedded", engine)
-    while isinstance(inner, EmbeddedEngine) and inner.stats().running < count:  # its thread takes them when it can
+    while isinstance(inner, EmbeddedEngine) and inner.stats().running < count:  # its thread admits them asynchronously
         assert not any(task.done() for task in tasks)
         await asyncio.sleep(0.001)
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_pause_finish_lets_running_requests_finish(build):
     async def body():
         tasks = await started(engine)
         await engine.pause("finish")
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)  # while paused: nothing but these could finish
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)  # running requests finish while paused
         late = asyncio.create_task(engine.generate([5], SamplingParams(max_new_tokens=2, ignore_eos=True)))
         await asyncio.sleep(0.005)
         assert not late.done()

@@ -1,4 +1,4 @@
-"""What every implementation of ports.Reward promises, checked over all of them."""
+"""Contract of `ports.Reward`, run over all implementations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Contract of every weight transport, with `furlong serve` in a separate process.
 
-Bits arrive; what differs from what the trainer sent is refused, and then the engine does not serve.
+Weights arrive bit for bit. An engine rejects tensors that differ from those of the trainer, and then does not serve.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def transport_of(way, path, folder):
 
 
 class Spoiling:
-    """A transport that sends other tensors than were recorded, from the second publication on."""
+    """A transport that sends tensors other than the recorded ones, from the second weight update on."""
 
     def __init__(self, inner, spoil):
         self.inner, self.spoil, self.count = inner, spoil, 0
@@ -86,7 +86,7 @@ class Spoiling:
 
 @contextlib.asynccontextmanager
 async def syncing(url, trainer, transport):
-    client = await asyncio.to_thread(connect, url)  # the server may be in this thread
+    client = await asyncio.to_thread(connect, url)  # the server may run in this thread
     engine = HttpEngine([client])
     sync = LocalSync(trainer, engine.reachable, transport)
     try:
@@ -123,7 +123,7 @@ def test_bits_arrive_each_time(way, url, folder, state, tmp_path):
     assert (reports[-1].wire_bytes is not None) == way.startswith("delta")
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "gloo broadcast"])  # whose ends are two processes
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "gloo broadcast"])  # it needs two processes
 def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
     config = family_config("qwen3_moe")
     models = [hf.build_model(config, seed=seed) for seed in (0, 1)]

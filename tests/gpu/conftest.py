@@ -1,4 +1,4 @@
-"""For all GPU tests: cuBLAS reads this when it is first used, and only `--deterministic-mode` needs it."""
+"""Settings for all GPU tests: cuBLAS reads this variable on first use; only `--deterministic-mode` needs it."""
 
 from __future__ import annotations
 

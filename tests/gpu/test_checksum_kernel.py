@@ -1,4 +1,4 @@
-"""Checksums made by the kernel on a GPU are those of torch's operations on the host."""
+"""Checksums computed by the GPU kernel equal those computed by torch operations on the host."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_a_publication_records_is_what_was_sent_though_memory_is_reused_at_
     given = {f"model.layers.{i}.mlp.down_proj.weight": i for i in range(12)}
 
     def gathered():
-        for name, i in given.items():  # as of a sharded model: made when it is asked for, and dropped
+        for name, i in given.items():  # as in a sharded model: built on demand, then freed
             yield name, torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda")
 
     for _ in sent.recording(WeightSource(gathered)).open():

@@ -1,4 +1,4 @@
-"""Several GPUs train like one: the checks of `tests/property/test_ranks_agree.py` over NCCL."""
+"""Training on several GPUs equals training on one: the checks of `tests/property/test_ranks_agree.py` over NCCL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found in each case, by the case's name and the number of ranks: `qwen2-4`."""
+    """Return the results of each rank by case; names contain the number of ranks, as in `qwen2-4`."""
     folder = tmp_path_factory.mktemp("ranks")
     write_models(folder, "qwen2", "qwen3", "qwen3_moe")
     groups = [
@@ -66,7 +66,7 @@ def test_bfloat16_and_compiled_layers_differ_by_rounding_only(results, name):
 def test_gpus_that_share_sequences_train_like_one(results):
     for name in ("context-2", "context-4"):
         if name in results:
-            assert_equal_runs(results[name][::2], results["qwen2-1"], rel=2e-4, abs=2e-5)  # of two sharers the first
+            assert_equal_runs(results[name][::2], results["qwen2-1"], rel=2e-4, abs=2e-5)  # first rank of each CP group
     assert_equal_runs(results["compiled-context-2"][:1], results["bf16-1"], rel=0.05, abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Packed attention on CUDA against attention written out in float64, one sequence at a time."""
+"""Packed attention on CUDA compared with plain float64 attention, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = random_batch(prompts=[9, 4, 30], responses=[[5, 12, 1], [40, 3], [2, 2]]
 
 
 def written_out(q, k, v, lengths, *, scale, window, sinks):
-    """Attention of each sequence in the inputs' precision."""
+    """Compute plain attention for each sequence in the precision of the inputs."""
     parts = []
     for q_THE, k_TKE, v_TKE in zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True):
         repeats, size = q_THE.shape[1] // k_TKE.shape[1], len(q_THE)
@@ -68,7 +68,7 @@ def test_kernels_and_their_gradients_equal_attention_in_float64(lengths, window,
 
 
 def distance(got, want):
-    """Relative to the norm of `want`."""
+    """Return the norm of the difference, relative to the norm of `want`."""
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm())
 
@@ -92,7 +92,7 @@ def test_both_kernels_give_the_same_log_denominators_so_that_either_can_go_backw
         stats.append(lse)
     torch.testing.assert_close(*stats, rtol=1e-4, atol=1e-4)
     for got, want in zip(*grads, strict=True):
-        assert not torch.equal(got, want)  # they are two kernels
+        assert not torch.equal(got, want)  # the two kernels differ
         assert distance(got, want) < 0.01
 
 
@@ -125,7 +125,7 @@ def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, dty
     assert (got.cpu().float() - want).abs().mean() < log_prob_tolerance
     for (name, parameter), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
-        if parameter.grad is not None and ".experts." not in name:  # in bf16 a token may choose another expert
+        if parameter.grad is not None and ".experts." not in name:  # bf16 may route a token to another expert
             assert distance(parameter.grad.cpu(), other.grad) < grad_tolerance or other.grad.norm() < 1e-3, name
 
 

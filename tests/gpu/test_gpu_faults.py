@@ -1,6 +1,6 @@
-"""What a GPU can do to a run, each told and mended; and the same flags give the same bits.
+"""GPU faults are diagnosed with a working fix; runs with the same flags are bitwise reproducible.
 
-With `pytest -s` the runs' logs show the diagnoses.
+With `pytest -s`, the logs of the runs show the diagnoses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def engines(monkeypatch) -> ForkedEngines:
 
 
 def test_a_model_beyond_this_gpu_is_told_before_the_run_with_a_change_that_fits(tmp_path):
-    """MEM01, of the GPU that the driver names."""
+    """MEM01, for the GPU that the driver reports."""
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SHAPE))
@@ -63,11 +63,11 @@ def test_memory_that_another_process_has_is_told_before_the_run(tmp_path, monkey
     is_held = FORKED.Event()
     other = FORKED.Process(target=faulty_engines.hold_memory, args=(5 << 30, is_held), daemon=True)
     other.start()
-    monkeypatch.setattr(devices, "_own_processes", lambda: {str(os.getpid())})  # this one has started the other
+    monkeypatch.setattr(devices, "_own_processes", lambda: {str(os.getpid())})  # exclude the child process
     try:
         assert is_held.wait(60)
         [found] = [each for each in preflight(examine(words)[0].config) if each.id == "GPU04"]
-        assert main(["doctor", *words]) == 0  # a warning
+        assert main(["doctor", *words]) == 0  # only a warning
     finally:
         other.kill()
         other.join()
@@ -77,7 +77,7 @@ def test_memory_that_another_process_has_is_told_before_the_run(tmp_path, monkey
 
 
 def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_path):
-    """MEM03, as the GPU's driver measures it."""
+    """MEM03, as measured by the GPU driver."""
     engines.fault = faulty_engines.leaks_device_memory
     shared = {"num_rollout": 3, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **shared)
@@ -91,7 +91,7 @@ def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_pat
 
 
 def test_a_kernel_that_writes_where_nothing_is_ends_its_engine(engines, tmp_path):
-    """ENG01, as CUDA says it."""
+    """ENG01, with the error reported by CUDA."""
     engines.fault = faulty_engines.writes_to_freed_memory
     one = {"num_rollout": 1, "rollout_num_gpus": 1, "colocate": True}
     code, found = run(tmp_path / "run", **one)
@@ -114,7 +114,7 @@ def test_an_engine_gets_its_memory_back_from_a_trainer_that_had_it(tmp_path):
 
 @contextlib.contextmanager
 def woken_after(seconds: float) -> Iterator[None]:
-    """Let stopped processes of this one go on then, so that they can be ended."""
+    """Resume stopped child processes after `seconds`, so that they can be terminated."""
 
     def wake() -> None:
         for process in psutil.Process().children(recursive=True):
@@ -132,7 +132,7 @@ def woken_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_a_stopped_sglang_server_does_not_take_its_weights(tmp_path):
-    """SYNC01: what computes in the server is stopped, what answers health checks is not."""
+    """SYNC01: the server's schedulers are stopped, but it still answers health checks."""
     transport = "nccl" if torch.cuda.device_count() > 1 else "ipc"  # the server is on the last GPU
     words = {"num_rollout": 1, "rollout_num_gpus": 1, "engine": "sglang", "sglang_max_total_tokens": 1 << 16}
     words |= {"sglang_disable_cuda_graph": True, "update_weight_transport": transport, "update_weight_timeout": 10}

@@ -1,4 +1,4 @@
-"""Training on CUDA as a user does it: precision, compiled layers, checkpoints, and the quickstart in one process."""
+"""Training on CUDA: precision, compiled layers, checkpoints, and the quickstart in one process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bfloat16_with_float32_masters_learns_like_float32(folder):
 
 @pytest.fixture
 def exact():
-    """FlashAttention's backward pass adds up in any order otherwise."""
+    """Use deterministic kernels: FlashAttention's backward pass otherwise accumulates in any order."""
     with deterministic_kernels():
         yield
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_continues_bit_for_bit(folder, tmp_path):
         assert torch.equal(got, want)
 
 
-@pytest.mark.filterwarnings("default")  # torch's compiler raises some that it hides itself, unless they are errors
+@pytest.mark.filterwarnings("default")  # the compiler raises warnings that it filters itself
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_compiled_layers_agree_with_plain_ones(tmp_path, share_prompts):
     config = Qwen3Config(
@@ -116,7 +116,7 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, share_prompts):
         assert (got - want).abs().mean() < 0.01
         for backend in (plain, compiled):
             backend.forward_backward(micro(batch), PolicyLoss(AlgoFlags()))
-        assert layers.num_recomputed == (3 if i == 0 else 0)  # the first pass measures, there is memory for the others
+        assert layers.num_recomputed == (3 if i == 0 else 0)  # only the measuring pass recomputes
     for name, want, got in zip(plain.optimizer.names, plain.optimizer.masters, compiled.optimizer.masters, strict=True):
         assert float((got.grad - want.grad).norm() / want.grad.norm()) < 0.05, name
 

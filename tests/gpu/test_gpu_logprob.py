@@ -1,4 +1,4 @@
-"""The output layer on CUDA: values and gradients against float64, and the memory it takes."""
+"""The output layer on CUDA: values and gradients compared with float64, and memory use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from furlong.models.working_memory import logits_bytes
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # torch's compiler raises some that it hides itself, unless they are errors
+    pytest.mark.filterwarnings("default"),  # the compiler raises warnings that it filters itself
 ]
 R, V, D = 400, 151_936, 64
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""The trainer on CUDA: variable-length attention against the CPU's float32, and a step that repeats bit for bit."""
+"""The trainer on CUDA: variable-length attention compared with float32 on the CPU, and bitwise reproducible steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(folder, family, *, device, dtype, share_prompts=True):
     return fsdp_backend(folder, optim=OptimFlags(lr=1e-3), dtype=dtype, device=device, share_prompts=share_prompts)
 
 
-GROUPS = random_batch(prompts=[60, 50], responses=[[30] * 8, [40] * 8])  # each prompt's tokens are seen eight times
+GROUPS = random_batch(prompts=[60, 50], responses=[[30] * 8, [40] * 8])  # eight responses share each prompt
 
 
 def run(backend, batch=BATCH):
@@ -84,7 +84,7 @@ def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, t
                 assert backend.onload().num_bytes == moved.num_bytes
                 backend._host.wait_for_deferred()
                 assert all(torch.equal(a, b) for a, b in zip(before, on_device(backend), strict=True))
-                backend.offload(), backend.onload()  # and used at once, with the moments on their way
+                backend.offload(), backend.onload()  # used at once, while the moments are still copied
             found = run(backend)
         results.append(found)
     assert kept == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Four ranks of Megatron-core on GPUs train as FSDP on one, with every layout of dense and MoE models."""
+"""Training with Megatron-core on four GPUs equals FSDP on one, with every layout of dense and MoE models."""
 
 from __future__ import annotations
 

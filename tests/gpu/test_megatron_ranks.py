@@ -1,4 +1,4 @@
-"""Megatron-core on GPUs trains as FSDP does: the checks of `tests/property/test_megatron_layouts.py` over NCCL."""
+"""Megatron-core on GPUs matches FSDP: the checks of `tests/property/test_megatron_layouts.py` over NCCL."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def test_compiled_layers_in_bfloat16_differ_only_by_rounding(found):
 def test_weights_are_exported_as_loaded_and_checkpoints_are_restored(found):
     for name in (name for name in CASES if "fsdp" not in name):
         for rank in found[name]:
-            assert rank["is_exported_as_loaded"] or "half" in name, name  # those are rounded from the loaded weights
+            assert rank["is_exported_as_loaded"] or "half" in name, name  # "half" rounds the loaded weights
             assert rank["is_restored"], name

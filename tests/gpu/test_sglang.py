@@ -1,4 +1,4 @@
-"""SGLang servers that furlong starts: generation, log-probs against the trainer's model, weights, abort and pause."""
+"""SGLang servers started by furlong: generation, log-probs vs. the trainer's model, weight updates, abort, pause."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_held_request_continues_after_resume(runner, engine):
 
 
 def write_experts(folder) -> RoutingShape:
-    """A model with very different experts and routers that are often close to another choice."""
+    """Write a model with very different experts, whose routers often nearly choose another expert."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
@@ -151,7 +151,7 @@ def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Co
 
 
 def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:
-    """Mean difference of log-probs from the engine, and the fraction of its expert choices that the trainer shares."""
+    """Return the mean log-prob difference between engine and trainer, and the fraction of equal expert choices."""
     trained = fsdp_backend(folder, optim=OptimFlags(lr=1e-3), routing_replay=replay, **where)
     micro = pack_micro_batch(batch, np.arange(len(batch)), batch.loss_masks.astype(np.float32), device=trained.device)
     micro = micro.with_columns(

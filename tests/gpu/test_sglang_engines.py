@@ -1,10 +1,10 @@
 """Complete runs on SGLang engines with several GPUs: each kind of parallelism, and speculative decoding.
 
-Weights change much from step to step, so that log-probs of engine and trainer would not agree if any process of an
-engine had old ones. In the environment FURLONG_TEST_ATTENTION names another attention backend than Triton's.
+Weights change a lot with each step, so stale weights in any process of an engine show up as a log-prob difference.
+The environment variable FURLONG_TEST_ATTENTION selects an attention backend other than Triton.
 
-Two GPUs are enough: where there is no third, the trainer is on a machine of its own that has one of the engine's GPUs.
-NCCL refuses two processes on one GPU of a machine, but joins those of several machines, by sockets.
+Two GPUs are enough. Without a third, the trainer runs on a simulated second machine that shares a GPU with the engine:
+NCCL rejects two processes on one GPU of the same machine, but connects processes of different machines by sockets.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ pytestmark = [
 SGLANG = {
     "engine": "sglang",
     "sglang_attention_backend": os.environ.get("FURLONG_TEST_ATTENTION", "triton"),
-    "sglang_max_total_tokens": 1 << 16,  # little of a GPU, so that several may share it
+    "sglang_max_total_tokens": 1 << 16,  # small, so that engines can share a GPU
     "sglang_disable_cuda_graph": True,
     "sglang_server_start_timeout": 400,
     "rollout_max_response_len": 48,
 }
 WIDTH, MAX_GAP = 256, 0.02
-WITH_EXPERTS = {"sglang_enforce_disable_flashinfer_allreduce_fusion": True}  # kernels that take minutes to be built
+WITH_EXPERTS = {"sglang_enforce_disable_flashinfer_allreduce_fusion": True}  # these kernels take minutes to build
 PAIR = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is proved of weights, flags
+FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, logged weight verification, flags
     "tensor": (3, WHOLE, PAIR),
     "attention": (3, WHOLE, {**PAIR, "sglang_dp_size": 2, "sglang_enable_dp_attention": True}),
     "experts": (3, WHOLE, {**PAIR, **WITH_EXPERTS, "sglang_ep_size": 2}),
@@ -57,7 +57,7 @@ FORMS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name: GPUs, what is pro
 
 
 def machines(*shares: str) -> Mapping[str, dict[str, Any]]:
-    """Machines for `connected_machines`, by the numbers of the GPUs that each has."""
+    """Return machines for `connected_machines`, given the GPU indices of each."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     own: dict[str, dict[str, Any]] = {}
     for number, share in enumerate(shares, 1):
@@ -92,7 +92,7 @@ def test_an_engine_on_several_gpus_serves_each_version(form, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 def test_an_engine_on_two_nodes_serves_each_version(tmp_path):
-    # Its fast way to add up would take the two for one machine, which they are.
+    # SGLang's custom all-reduce would detect that both nodes are on one machine.
     with connected_machines(machines("0", "1", "2")):
         trained = run(
             write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, sglang_log_dir=tmp_path / "logs",

@@ -1,4 +1,4 @@
-"""Weights of Megatron trainers in every parallel layout reach SGLang bit for bit, by CUDA IPC and NCCL."""
+"""Weight updates from Megatron trainers to SGLang are bitwise exact in every parallel layout, by CUDA IPC and NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:
 
 disable_nccl_cumem()
 
-LAYOUTS = {  # name: model, transport, how the ranks share it
+LAYOUTS = {  # name: model, transport, layout
     "one": ("dense", "ipc", {}),
     "tensor": ("dense", "ipc", {"tensor": 2, "sequence_parallel": True}),
     "pipeline": ("dense", "nccl", {"pipeline": 2}),
@@ -34,7 +34,7 @@ LAYOUTS = {  # name: model, transport, how the ranks share it
 
 
 def write_model(folder, kind: str, seed: int):
-    """A model wide enough for SGLang's kernels, and the same with plain attention."""
+    """Write a model wide enough for SGLang's kernels, and a copy with plain attention."""
     common = {
         "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": None,
@@ -65,7 +65,7 @@ def engine(request, runner, tmp_path_factory):
 
 
 def sizes_of(args: dict) -> tuple[int, dict]:
-    """Ranks of a layout, and its other arguments."""
+    """Return the number of ranks of a layout, and its other arguments."""
     world = args.get("world", args.get("tensor", 1) * args.get("pipeline", 1) * args.get("expert", 1))
     return world, {name: value for name, value in args.items() if name != "world"}
 
@@ -84,7 +84,7 @@ def test_weights_of_every_layout_arrive(engine, runner, name):
     server = generating.servers[0]
     case = {
         "name": name, "function": "publish", "world": world,
-        "first_gpu": device_count() - 1 if transport == "ipc" else 0,  # the server is on the last
+        "first_gpu": device_count() - 1 if transport == "ipc" else 0,  # the server uses the last GPU
         "args": {
             "family": f"trained-{version}", "url": server.url, "transport": transport, "version": version,
             "device": "cuda", **sizes,

@@ -1,7 +1,7 @@
-"""Whole runs on SGLang servers that are not all alike, on one GPU: prefill apart from decode, a judge beside the actor.
+"""Complete runs with different SGLang servers on one GPU: separate prefill and decode, or an actor with a judge.
 
-`--sglang-config` gives each engine GPUs of its own. Here all of them are put on the first one, and nothing else is
-changed: flags, servers, routers, requests and weights are those of a run with a GPU for each.
+`--sglang-config` gives each engine its own GPUs. These tests place all engines on the first GPU. Flags, servers,
+routers, requests and weights are the same as in a run with one GPU per engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = [
 logger = logging.getLogger(__name__)
 TRANSFER = next((name for name in ("nixl", "mooncake") if importlib.util.find_spec(name)), "")
 MAX_GAP = 0.02
-# A bound on cached tokens: a share of the memory that is free would depend on which server looks first.
+# Limit cached tokens: a fraction of the free memory would depend on which server starts first.
 SGLANG = {
     "engine": "sglang",
     "update_weight_transport": "disk",
@@ -60,7 +60,7 @@ sglang:
 
 @pytest.fixture
 def on_one_gpu(monkeypatch) -> list[tuple[str, str, int]]:
-    """Put all engines on the first GPU; collects (role, address, version) of verified weights that a server has."""
+    """Put all engines on the first GPU, and collect (role, address, version) of each verified weight update."""
     loaded: list[tuple[str, str, int]] = []
     finish = SglangServer.finish_loading
 
@@ -73,13 +73,13 @@ def on_one_gpu(monkeypatch) -> list[tuple[str, str, int]]:
         return [[HostGpus(LocalHost(), 0, 1)] for _ in range(2)]
 
     monkeypatch.setattr("furlong.wiring.serving_parts.local_engine_placements", places)
-    monkeypatch.setattr(Topology, "shortage", lambda topology, available: "")  # GPU01
+    monkeypatch.setattr(Topology, "shortage", lambda topology, available: "")  # disable check GPU01
     monkeypatch.setattr(SglangServer, "finish_loading", noted)
     return loaded
 
 
 def run_on(layout: str, folder: Path, **changes: Any) -> tuple[Trained, list[str]]:
-    """Train; returns the run and the log of each engine."""
+    """Train, and return the run and the log of each engine."""
     (folder / "engines.yaml").write_text(layout)
     trained = run(
         write_wide(folder / "model", 64), folder, max_gap=MAX_GAP, sglang_config=folder / "engines.yaml",
@@ -89,14 +89,14 @@ def run_on(layout: str, folder: Path, **changes: Any) -> tuple[Trained, list[str
 
 
 def counts(log: str) -> tuple[int, int]:
-    """Numbers of prefills with tokens and decode steps with requests in a log."""
+    """Count the prefills with tokens and the decode steps with requests in a log."""
     prefills = [int(found) for found in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
     decodes = [int(found) for found in re.findall(r"Decode batch.*?#running-req: (\d+)", log)]
     return sum(found > 0 for found in prefills), sum(found > 0 for found in decodes)
 
 
 def versions_by(loaded: Sequence[tuple[str, str, int]], key: int) -> dict[str, list[int]]:
-    """Versions in the order of loading, by role (0) or address (1)."""
+    """Return versions in loading order, by role (0) or address (1)."""
     found: dict[str, list[int]] = {}
     for row in loaded:
         found.setdefault(str(row[key]), []).append(row[2])
@@ -130,7 +130,7 @@ def test_a_judge_model_keeps_its_weights_and_scores_every_sample(on_one_gpu, tmp
         f"the judge's label {labels}; rewards {sorted({s.reward for s in samples})}"
     )
     logger.warning(found)
-    assert list(versions.values()) == [list(range(ROLLOUTS + 1))], found  # of one server, the actor's
+    assert list(versions.values()) == [list(range(ROLLOUTS + 1))], found  # only the actor's server
     assert len(labels) == 1, found
     assert "update_weights_from_disk" not in logs[1], found
     assert all(s.reward == float(s.metadata["judge"][1][0] % 2) for s in samples), found

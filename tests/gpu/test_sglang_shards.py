@@ -1,4 +1,4 @@
-"""SGLang servers with two processes, with and without data-parallel attention: shards of all weights."""
+"""Weight shards of SGLang servers with two processes, with and without data-parallel attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def runner():
 
 @pytest.fixture(scope="module", params=[{}, {"dp_size": 2, "enable_dp_attention": True}], ids=["tp2", "tp2-dp2"])
 def shared(request, runner, tmp_path_factory):
-    """A model with uneven shards and one key/value head, and an engine with two processes that serves it."""
+    """Return a model with uneven shards and one key/value head, and an engine with two processes that serves it."""
     folder = tmp_path_factory.mktemp("shared")
     config = Qwen3Config(
         vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
@@ -52,7 +52,7 @@ def shared(request, runner, tmp_path_factory):
 @pytest.mark.parametrize("transport", ["disk", "nccl"])
 def test_every_tensor_of_both_processes_is_verified(shared, runner, tmp_path, transport, caplog, monkeypatch):
     model, engine = shared
-    if torch.cuda.device_count() < 3:  # NCCL refuses two processes on one GPU, unless they call themselves two machines
+    if torch.cuda.device_count() < 3:  # NCCL needs different host IDs to share a GPU
         monkeypatch.setenv("NCCL_HOSTID", "trainer")
     version = {"disk": 1, "nccl": 2}[transport]
     state = model.state_dict()
