@@ -103,7 +103,7 @@ def test_gspo_equals_ppo_on_responses_of_length_one(seed, groups, low, high):
 @QUICK
 @given(batch=_batches(), name=st.sampled_from(["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]))
 def test_at_ratio_one_every_algorithm_has_reinforces_gradient(batch, name):
-    """The gradient of -sum of w A log pi, with one advantage per response."""
+    """Compare with the gradient of -sum of w A log pi, with one advantage per response."""
     constant = np.repeat(batch.rewards.astype(np.float64), batch.response_lengths)
     columns = {k: v for k, v in batch.columns.items() if k != "old_log_probs"}
     batch = dataclasses.replace(batch, columns=columns).with_columns(advantages=constant)

@@ -23,7 +23,7 @@ def test_k3_is_never_negative_and_zero_iff_equal(pairs, dtype):
     live, ref = torch.tensor(pairs, dtype=dtype).T
     k3 = kl_estimate(live, ref, "k3")
     assert (k3 >= 0).all()
-    apart = (live - ref).abs() > 1e-15  # below that the square underflows in float32
+    apart = (live - ref).abs() > 1e-15  # the square of a smaller value underflows in float32
     assert (k3[apart] > 0).all()
     assert (kl_estimate(live, live, "k3") == 0).all()
 

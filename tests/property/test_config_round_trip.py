@@ -1,4 +1,4 @@
-"""Config -> argv -> Config is the identity, for every value that a flag can hold."""
+"""Config -> argv -> Config is the identity for every value that a flag accepts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPECS = list(flag_specs(Config).values())
 
 
 def read_flags(argv: list[str]) -> Config:
-    """What the words say: no files of them are read, and nothing is derived."""
+    """Parse flags without reading files or deriving defaults."""
     scan = _scan(argv, flag_specs(Config))
     assert scan.problems == []
     return config_from_values(scan.values)

@@ -25,7 +25,7 @@ MAX_ROWS = 23
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of every length, some rows too long for the limit, some with a blank line before them."""
+    """Write files of every length, with some rows over the length limit and some blank lines."""
     path = tmp_path_factory.mktemp("data")
     for n in range(1, MAX_ROWS + 1):
         rows = [{"input": "x" * (1 + i * 5 % 9), "label": str(i)} for i in range(n)]
@@ -50,14 +50,14 @@ CONFIGS = st.fixed_dictionaries(
         "workers": st.sampled_from([0, 0, 0, 2]),
     }
 )
-# Each step: take n groups; give some of those that are out back; save, throw the source away and restore, or go on.
+# Each step: take n groups, return some unfinished groups, and optionally save and restore into a new source.
 STEPS = st.lists(
     st.tuples(st.integers(0, 9), st.lists(st.integers(0, 20), max_size=3), st.booleans()), min_size=3, max_size=10
 )
 
 
 def open_source(folder: Path, config: dict[str, Any]) -> RolloutDataSource | None:
-    """The source that a configuration describes; None where no row is left of its slice."""
+    """Open the source that a configuration describes; return None if its slice has no usable row."""
     stop = config["rows"] if config["stop"] is None else min(config["stop"], config["rows"])
     if not any(config["limit"] is None or 1 + i * 5 % 9 <= config["limit"] for i in range(config["start"], stop)):
         return None
@@ -80,7 +80,7 @@ def open_source(folder: Path, config: dict[str, Any]) -> RolloutDataSource | Non
 
 
 def run(folder: Path, config: dict[str, Any], steps: list[Any], *, restoring: bool) -> list[Any]:
-    """What the source hands out; where `restoring`, every save is followed by a restore into a new source."""
+    """Return what the source yields; with `restoring`, restore into a new source after each save."""
     data = open_source(folder, config)
     if data is None:
         return []

@@ -1,4 +1,4 @@
-"""A seeded completion is bitwise the same whatever else the engine does at the time."""
+"""A seeded completion is bitwise reproducible, whatever other requests the engine runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ KINDS = [
 PROMPTS = [[(7 * i + 3 * j + 4) % 104 for j in range(length)] for i, length in enumerate((1, 2, 5, 30, 31, 33, 70))]
 FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
-    "qwen3": {"num_key_value_heads": 4},  # one query head a group
+    "qwen3": {"num_key_value_heads": 4},  # one query head per group
     "llama": {"num_key_value_heads": 1},
 }
-# Heads of width 32: below 16 * 16 * 16 multiply-adds, PyTorch's bfloat16 products take another kernel.
+# Heads of width 32: PyTorch uses another kernel for bfloat16 matmuls below 16 * 16 * 16 multiply-adds.
 MODELS = {family: tiny_model(family, head_dim=32, **changes) for family, changes in FAMILIES.items()}
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Twenty requests: samples of one prompt, all kinds of sampling, many lengths."""
+    """Return twenty requests: samples of one prompt, all kinds of sampling, many lengths."""
     made = []
     for i in range(20):
         params = SamplingParams(
@@ -45,7 +45,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def play(family: str, dtype: torch.dtype, *, num_slots: int, order: list[int], delays: list[int], hold: bool):
-    """Answer `requests()` in an order, some of them later than others; returns tokens and log-probs by request."""
+    """Run `requests()` in the given order, some after a delay, and return tokens and log-probs by request."""
     config, model = MODELS[family]
     engine = tiny_engine(config, model.state_dict(), num_slots=num_slots, dtype=dtype)
     wanted = requests()
@@ -70,7 +70,7 @@ def play(family: str, dtype: torch.dtype, *, num_slots: int, order: list[int], d
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request by itself in an engine with one slot."""
+    """Run each request alone in an engine with one slot."""
     cache: dict = {}
 
     def get(family: str, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""Whatever happens to a run, its ledger's audit is clean; whatever is done wrong, the audit finds it."""
+"""The ledger audit passes for every sequence of valid events, and detects every injected fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from furlong.data.prompt import PromptFormat
 from furlong.data.source import RolloutDataSource
 
 NUM_ROWS = 11
-logging.getLogger("furlong.data.ledger").setLevel(logging.ERROR)  # torn lines are logged, and common here
+logging.getLogger("furlong.data.ledger").setLevel(logging.ERROR)  # torn lines are logged, and frequent here
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ class Run:
         self.source.restore(saved["source"])
         self.step = saved["step"]
         self.waiting = [Group.from_dict(g) for g in saved["waiting"]]
-        if self.rng.random() < 0.5:  # ledgers of before there was such an event are without
+        if self.rng.random() < 0.5:  # older ledgers lack this event
             self.ledger.restored([group.index for group in self.waiting], self.step)
         unfinished = [Group.from_dict(g) for g in saved["running"]]
-        if self.rng.random() < 0.5:  # both are right: a resume ends what was running
+        if self.rng.random() < 0.5:  # optional: a resume implicitly ends running groups
             for group in unfinished:
                 self.ledger.returned(group, "resume")
         self.source.return_groups(unfinished)
@@ -154,7 +154,7 @@ def _lose(run: Run) -> None:
 
 def _lose_returned(run: Run) -> None:
     group = run.running.pop(run.rng.randrange(len(run.running)))
-    run.ledger.returned(group, "partial")  # and never to the source
+    run.ledger.returned(group, "partial")  # but not to the source
 
 
 def _skip_row(run: Run) -> None:
@@ -166,7 +166,7 @@ def _train_unissued(run: Run) -> None:
 
 
 def _resume_without_running(run: Run) -> None:
-    """A checkpoint that forgets what was in flight."""
+    """Resume from a checkpoint without the groups in flight."""
     run.save()
     assert run.checkpoint is not None
     saved = json.loads(run.checkpoint["json"])
@@ -175,7 +175,7 @@ def _resume_without_running(run: Run) -> None:
 
 
 def _resume_behind(run: Run) -> None:
-    """A data position older than the ledger's mark: rows come again under new numbers."""
+    """Resume from a data position older than the ledger's mark: rows repeat under new numbers."""
     saved = run.source.state()
     groups = run.source.next_groups(2)
     run.ledger.issued(groups, run.step)
@@ -193,13 +193,13 @@ FAULTS = [_lose, _lose_returned, _skip_row, _train_unissued, _resume_without_run
 def test_an_injected_fault_is_found_after_any_history(rows: Path, actions: list[str], seed: int, fault: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = play(rows, Path(folder), actions[:12], seed)
-        fresh = run.source.next_groups(2)  # so that there is something to lose, twice
+        fresh = run.source.next_groups(2)  # faults can lose these, twice
         if len(fresh) < 2:
             return
         run.ledger.issued(fresh, run.step)
         run.running += fresh
         if fault in (_skip_row, _resume_behind) and run.source.state()["next_group"] > 4 * NUM_ROWS - 2:
-            return  # these need new rows to go wrong with
+            return  # these faults need new rows
         fault(run)
         run.finish()
         run.ledger.close()

@@ -61,7 +61,7 @@ def test_a_rollout_that_fails_ends_the_run_with_its_error():
 
 
 class Unproven(FakeSync):
-    """Serves weights of which it is known later that they are wrong."""
+    """Serves weights whose verification fails later."""
 
     wrong = 2
 

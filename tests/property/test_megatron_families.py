@@ -1,4 +1,4 @@
-"""Every family equals transformers and --train-backend fsdp, with every layout of Megatron-core."""
+"""Every model family matches transformers and --train-backend fsdp, with every layout of Megatron-core."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def found(tmp_path_factory):
             for name in LOADED
         ]
     )
-    # Ranks wait for each other half of the time, so two run at once; the first case that needs files of others waits.
+    # Ranks wait for each other half of the time, so two cases run at once; the first that reads others' files waits.
     after = (next(iter(resumed)), f"loaded-{next(iter(LOADED))}")
     cases = [{**case, "at_once": 2, "is_after": case["name"] in after} for case in cases]
     return plain, run_cases("megatron_cases", folder, cases, deadline_s=240)

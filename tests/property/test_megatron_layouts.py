@@ -1,4 +1,4 @@
-"""Megatron-core trains as FSDP does, with every layout."""
+"""Training with Megatron-core matches FSDP, with every layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA3_ROPE = {
 MODELS = {
     "llama": ("llama", {"attention_bias": False, "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"pad_token_id": 7}),  # a token of the samples
+    "qwen3": ("qwen3", {"pad_token_id": 7}),  # occurs in the samples
     "tied": ("qwen3", {"tie_word_embeddings": True, "pad_token_id": 7}),
     "moe": ("qwen3_moe", {}),
     "moe-normed": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -37,7 +37,7 @@ MODELS = {
         {"tie_word_embeddings": True, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6},
     ),
 }
-# name: model, and settings that fsdp gets, too
+# name: model, settings for both backends
 VARIANTS = {
     "tied-sgd": ("tied", {"optimizer": "sgd", "freeze": [r"\.layers\.1\."]}),
     "qwen3-last": (
@@ -131,9 +131,9 @@ FROM_CORE = {
     "core-experts-in-stages-to-shared": ("moe-normed", "stages-fully", SHARED),
     "core-interleaved-to-stages": ("deep", "stages-fully", {"pipeline": 2}),
 }
-# The first of the cases that need checkpoints of earlier ones.
+# First case of each group that reads checkpoints of earlier cases.
 READS_OTHERS = (next(iter(RESUMED)), "loaded-tied", "loaded-moe", "read-from-core")
-# Layouts that update an engine over HTTP; the others have the layout of "tensor" and "pipeline".
+# Layouts that update an engine over HTTP; the skipped ones repeat the layouts "tensor" and "pipeline".
 PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
 
 

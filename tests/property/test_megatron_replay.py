@@ -1,4 +1,4 @@
-"""Routing replay, router losses and expert biases are equal with every backend and layout."""
+"""Routing replay, router losses and expert biases are the same with every backend and layout."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ranks_zoo import run_together
 
 pytestmark = pytest.mark.slow
 
-# Ranks that a model of each family is trained on; Qwen2 has tied embeddings, Qwen3 has not.
+# Numbers of ranks by family; embeddings are tied in Qwen2, but not in Qwen3.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}
 PART = {
     "only_train_params_name_list": ["mlp", "norm"],
@@ -25,7 +25,7 @@ PART = {
 BF16 = {"family": "gpt_oss", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}
 MOE = {"family": "qwen3_moe", "optim": {"optimizer": "adam", "lr": 1e-3}}
 BF16_ADAM = {"family": "qwen2", "dtype": "bfloat16", "optim": {"optimizer": "adam", "lr": 1e-3}}
-# Of each run that is saved: ranks, bytes of a file, options; and the ranks that go on with it.
+# Saved runs: ranks, bytes per file, options. RESUMES: numbers of ranks that resume each.
 SAVES = {"moe": (2, 12_000, MOE), "one": (1, 2**30, MOE), "bf16": (3, 2**30, BF16_ADAM)}
 RESUMES = {"moe": (1, 3), "one": (2,), "bf16": (3,)}
 
@@ -62,7 +62,7 @@ LATER: dict[str, Case] = {
     for world in worlds
 } | {
     "damaged": case(2, "damaged_half", of="saved-moe", **MOE),
-    "leave": case(2, "leave_together", family="qwen3"),  # the last of its ranks, as they have no group then
+    "leave": case(2, "leave_together", family="qwen3"),  # last: it destroys the process group
 }
 
 

@@ -1,4 +1,4 @@
-"""Every issued group ends exactly once, with failures, filters, aborts and rollouts in flight."""
+"""Every issued group ends exactly once, despite failures, filters, aborts and rollouts in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_NEW = 6
 
 
 class Erratic(ScriptedEngine):
-    """Takes a random number of turns; the response of a prompt does not depend on when it is asked for."""
+    """Takes a random number of loop turns; the response depends only on the prompt."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(lambda prompt, params: [3] * (1 + prompt[0] % MAX_NEW))
@@ -47,7 +47,7 @@ class Erratic(ScriptedEngine):
 
 
 class ErraticReward(LabelReward):
-    """Takes a random number of turns and fails at random."""
+    """Takes a random number of loop turns, and fails at random."""
 
     def __init__(self, rng: random.Random, failing: float) -> None:
         self.rng, self.failing = rng, failing
@@ -144,7 +144,7 @@ def parts_of(how, ledger, source, rng):
 
 
 def run_loop(parts, plan):
-    """Run the loop; returns how many rollouts were trained, 0 where the data ended before the first was full."""
+    """Run the loop and return the number of trained rollouts, 0 if the data ended before the first was full."""
     try:
         return asyncio.run(train(parts, plan, Checkpoints()))
     except DataError as error:
@@ -174,11 +174,11 @@ def test_every_group_ends_exactly_once(how):
     plan = RunSchedule(num_rollout=how["num_rollout"], ahead=how["ahead"])
     try:
         steps = run_loop(parts, plan)
-    except RolloutError:  # only where everything fails
+    except RolloutError:  # only if everything fails
         assert how["failing"] or how["custom"] == "failing"
         return
 
-    # MemoryLedger refuses every move that cannot be: a group trained twice, dropped after training, lost and so on.
+    # MemoryLedger rejects invalid transitions: a group trained twice, dropped after training, lost and so on.
     by_state = {state: {g for g, s in ledger.states.items() if s == state} for state in set(ledger.states.values())}
     assert set(by_state) <= {"trained", "dropped", "returned"}
     assert by_state.get("trained", set()) == set(trained)

@@ -1,4 +1,4 @@
-"""Every process of a tensor-parallel server is proven to have its share of every tensor, and no other."""
+"""Weight verification detects every wrong shard in a process of a tensor-parallel server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def state_of(family="qwen3", *, num_kv_heads=2, vocab=70, width=12, is_tied=False, dtype=torch.bfloat16):
-    """The tensors of a model of four query heads, as a trainer publishes them."""
+    """Return the tensors of a model with four query heads, as a trainer sends them."""
     head_dim, inner = 6, 20
     sizes = {"q_proj": 4 * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
     shapes = {EMBEDDING: (vocab, width), "model.norm.weight": (width,)}
@@ -44,7 +44,7 @@ def state_of(family="qwen3", *, num_kv_heads=2, vocab=70, width=12, is_tied=Fals
         for mlp in mlps:
             shapes |= {f"{mlp}.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")}
             shapes[f"{mlp}.down_proj.weight"] = (width, inner)
-        if family in ("qwen2", "llama"):  # the latter with attention_bias
+        if family in ("qwen2", "llama"):  # llama with attention_bias
             shapes |= {f"{layer}.self_attn.{name}.bias": (size,) for name, size in sizes.items()}
         if family == "llama":
             shapes[f"{layer}.self_attn.o_proj.bias"] = (width,)
@@ -55,12 +55,12 @@ def state_of(family="qwen3", *, num_kv_heads=2, vocab=70, width=12, is_tied=Fals
 
 
 class Server(Sglang):
-    """One of several."""
+    """One of several servers."""
 
     def __init__(self, state, family="qwen3", *, num_kv_heads=2, name="engine", **answer):
         super().__init__(state, **answer)
         self.url, self.family, self.num_kv_heads = f"http://{name}", family, num_kv_heads
-        self.wrong = {}  # tensors by rank
+        self.wrong = {}  # wrong tensors by rank
         if HEAD not in state:
             self.missing = [HEAD]
 
@@ -69,7 +69,7 @@ class Server(Sglang):
 
 
 def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
-    """What the proof of one publication says."""
+    """Return the verification result of one weight update."""
 
     async def body():
         sent = record_for(servers)
@@ -106,7 +106,7 @@ def test_every_tensor_of_every_process_is_compared(
     state = state_of(family, num_kv_heads=num_kv_heads, vocab=vocab, width=width, is_tied=is_tied, dtype=dtype)
     items = list(state.items())
     if not is_tied and not has_experts and shuffled.random() < 0.5:
-        items[2] = (HEAD, state[EMBEDDING])  # a trainer that publishes a tied tensor under both names
+        items[2] = (HEAD, state[EMBEDDING])  # a trainer that sends a tied tensor under both names
         state, is_tied = state | {HEAD: state[EMBEDDING]}, True
     shuffled.shuffle(items)
     answer = {"tp_size": tp_size}
@@ -163,7 +163,7 @@ def test_a_wrong_bit_of_one_process_is_found_and_it_and_the_tensor_are_named(nam
 
 
 class Odd(Server):
-    """A server whose processes answer as `change` has it."""
+    """A server whose processes' answers are modified by `change`."""
 
     def __init__(self, change, state=None, family="qwen3", **answer):
         super().__init__(STATE if state is None else state, family, **answer)
@@ -200,7 +200,7 @@ def test_processes_that_are_missing_exchanged_or_unlike_their_copies_are_an_erro
 
 
 def test_processes_that_share_an_attention_in_another_order_are_an_error():
-    def interleaved(ranks):  # as if the processes of one attention were every second one
+    def interleaved(ranks):  # as if attention groups were interleaved
         part = next(name for name in NAMES if "qkv" in name)
         own = dict(ranks)
         return [(rank, own[rank] | {part: own[rank // 2][part]}) for rank in own]

@@ -1,4 +1,4 @@
-"""A step does not depend on how its samples are packed, split or ordered, and its gradient is the derivative."""
+"""A step does not depend on the packing, splits or order of its samples; its gradient matches finite differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 def backend(folder):
     backend = fsdp_backend(folder, dtype=torch.float64)
     for module in backend.actor.model.modules():
-        if type(module).__name__.endswith("RMSNorm"):  # transformers' own rounds to float32
+        if type(module).__name__.endswith("RMSNorm"):  # the version in transformers rounds to float32
             module.forward = functools.partial(_rms_norm, module)
     return backend
 
@@ -50,7 +50,7 @@ groups = st.lists(
 
 
 def filled(batch, seed=0):
-    """The columns that the loss reads, off-policy enough for the clip to matter."""
+    """Fill the columns that the loss reads, off-policy enough for clipping to apply."""
     rng = np.random.default_rng(seed)
     count = len(batch.loss_masks)
     return batch.with_columns(
@@ -61,7 +61,7 @@ def filled(batch, seed=0):
 
 
 def step(backend, batch, splits, *, share_prompts=True):
-    """Loss and gradients of one step, micro-batch by micro-batch."""
+    """Return loss and gradients of one step, computed in micro-batches."""
     rows = [np.asarray(part) for part in splits]
     weights = loss_weights(batch, [np.concatenate(rows)], mode="rollout", constant_len=None)
     backend.actor.share_prompts = share_prompts
@@ -137,7 +137,7 @@ def test_a_layout_computes_every_token_once_and_shows_each_sequence_its_own(shap
             seen.append(tuple(tokens_U[row[:length]].tolist()))
             start += width
     cu = micro.cu_seqlens_S1.tolist()
-    unread = int(layout.run_U is not None)  # with shared prompts the last response token, which predicts nothing
+    unread = int(layout.run_U is not None)  # shared prompts drop the last token, which predicts nothing
     want = [tuple(tokens_T[a : b - unread].tolist()) for a, b in pairwise(cu)]
     assert len(seen) == len(want)
     assert all(any(s[: len(w)] == w for s in seen) for w in want)

@@ -1,4 +1,4 @@
-"""The record of what was sent is the same however the weights come, and as SGLang's server has them."""
+"""Checksums of sent weights do not depend on buckets or memory layout, and match those of an SGLang server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_state(seed, dtype):
 
 
 def recorded(items, *, flush_bytes=1 << 30, bucket_bytes=1 << 30, is_live=False):
-    """The record of a source that was sent in buckets."""
+    """Return the record of a source sent in buckets."""
 
     async def send():
         source = sent.recording(WeightSource(lambda: iter(items), is_live=is_live))
@@ -68,7 +68,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
     right = held(state)
     items = list(state.items())
     shuffled.shuffle(items)
-    if is_moved:  # copies, at addresses that are not of whole words, as views or with gaps
+    if is_moved:  # copies at unaligned addresses, views, or with gaps
         items = [
             (name, torch.cat([tensor.new_zeros(1), tensor.view(-1)])[1:].view_as(tensor)) for name, tensor in items
         ]
@@ -79,7 +79,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
     for name, rows in sent.rows.items():
         assert torch.equal(rows, state[name][:ROWS])
     assert len(sent.rows) >= SAMPLES
-    assert sent.rows.keys() >= {name for name in state if state[name].dim() == 1}  # fewer than SAMPLES
+    assert sent.rows.keys() >= {name for name in state if state[name].dim() == 1}  # smaller than SAMPLES
 
 
 @settings(max_examples=15, deadline=None)
@@ -115,7 +115,7 @@ def test_change_at_same_address_is_in_next_record_and_server_without_it_is_detec
 def test_experts_that_come_one_by_one_have_the_checksums_of_the_servers_two_tensors_in_any_order_and_precision(
     seed, sizes, shuffled: random.Random, flush_bytes, is_moved, is_live
 ):
-    num_experts, width, hidden = sizes  # of some a piece has several tiles, of others all pieces are in one
+    num_experts, width, hidden = sizes  # some sizes have several tiles per piece, others one tile for all
     state, generator = random_state(seed, torch.bfloat16), torch.Generator().manual_seed(seed)
     for layer in range(2):
         for expert in range(num_experts):
@@ -162,7 +162,7 @@ def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change
         pass
     assert not sent.fused
     sent.start()
-    for tensor in state.values():  # as the next optimizer step does
+    for tensor in state.values():  # like the next optimizer step
         tensor.zero_()
     sent.finish()
     sent.finish()
@@ -189,13 +189,13 @@ def test_copies_of_live_weights_in_a_servers_precision_do_not_pile_up():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 class Stream:
-    """Writes down what it waits for."""
+    """Records the events that it waits for."""
 
     def __init__(self, name, calls):
         self.name, self.calls = name, calls
