@@ -1,20 +1,20 @@
-"""Decode time of the embedded engine against the matrix products it is made of, and against transformers' generate.
+"""Compare the embedded engine's decode time with its matmuls alone and with transformers' generate.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu/decode.py [--threads 1] [--slots 32 128] [--prompt-len 32] [--new 64]
 
-For random Qwen2-style models of 3.2M and 11.8M parameters (`3m` and `12m` are the presets of `trl_step.py`), in float32
-and bfloat16, one table row each:
+The models are random Qwen2-style models with 3.2M and 11.8M parameters (`3m` and `12m` are the presets of
+`trl_step.py`). The table has one row per model, dtype (float32, bfloat16) and number of slots, with these columns:
 
-- `step`: CPU time per decode step of the engine, sampling and bookkeeping included (which is its wall time with one
-  thread; a machine that others use disturbs it less);
-- `linear`: the step's products with weights alone (QKV, output, gate/up, down, head), same shapes, same run;
-- `+attn`: the same with the step's attention products (QK and PV, at the step's cached length) between them;
-- `blocked`: the same as `+attn` with the weights in oneDNN's layout, as the engine keeps them on x86 CPUs;
-- the ratios of `step` to all three, and tokens per second of CPU time of engine and `generate` (static batch, same
-  prompts).
+- `step`: CPU time per decode step of the engine, including sampling and bookkeeping. With one thread it equals wall
+  time, and other load on the machine affects it less;
+- `linear`: only the step's weight matmuls (QKV, output, gate/up, down, head), with the same shapes in the same run;
+- `+attn`: `linear` plus the step's attention matmuls (QK and PV, at the step's cached length);
+- `blocked`: `+attn` with the weights in oneDNN's blocked layout, which the engine uses on x86 CPUs;
+- the ratios of `step` to these three, and tokens per second of CPU time for the engine and for `generate` (static
+  batch, same prompts).
 
-Read ratios, not seconds: steps and products alternate in one run. `--profile` prints where a step goes instead of the
-table (`decode_parts.py`).
+Compare ratios, not seconds: steps and matmuls alternate in one run. `--profile` prints a breakdown of the step instead
+of the table (`decode_parts.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 def build(name: str, vocab_size: int) -> tuple[Qwen2Config, Qwen2ForCausalLM]:
-    """A random model; heads of width 64, two query heads a key/value head where the shape does not say it."""
+    """Return a random model with head dimension 64. By default, two query heads share a key/value head."""
     shape = MODELS[name]
     config = Qwen2Config(
         **{"num_key_value_heads": shape["num_attention_heads"] // 2, **shape},
@@ -75,7 +75,7 @@ def build(name: str, vocab_size: int) -> tuple[Qwen2Config, Qwen2ForCausalLM]:
 
 
 def best(function: Callable[[], Any], reps: int) -> float:
-    """Fewest CPU seconds of `reps` calls."""
+    """Return the lowest CPU time in seconds over `reps` calls."""
     times: list[float] = []
     for _ in range(reps):
         began = time.process_time()
@@ -85,7 +85,7 @@ def best(function: Callable[[], Any], reps: int) -> float:
 
 
 def products(config: Any, n: int, length: int, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """The weight products of one decode step of `n` slots; with attention over `length` positions; and in blocks."""
+    """Return the matmuls of one decode step of `n` slots: weights only, with attention over `length`, and blocked."""
     E, H, K, inner = (
         config.hidden_size,
         config.num_attention_heads,
@@ -136,7 +136,7 @@ def products(config: Any, n: int, length: int, dtype: torch.dtype) -> list[Calla
 
 
 def generate_rate(model: Any, prompts: list[list[int]], new: int, dtype: torch.dtype, reps: int) -> float:
-    """Tokens per second of CPU time of transformers' generate on all prompts as one batch."""
+    """Return the tokens per CPU second of transformers' generate on all prompts as one batch."""
     ids = torch.tensor(prompts)
     model = model.to(dtype)
 
@@ -155,16 +155,16 @@ def generate_rate(model: Any, prompts: list[list[int]], new: int, dtype: torch.d
 
 
 def _ignore(_result: Any) -> None:
-    """Take a result of the batch."""
+    """Discard a result of the batch."""
 
 
 def decode_model(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype) -> DecodeModel:
-    """The engine's model on the CPU."""
+    """Return the engine's model on the CPU."""
     return model_from_state(config, state, dtype=dtype, device=torch.device("cpu"), max_length=1024)
 
 
 def admit(batch: SlotBatch, args: argparse.Namespace) -> None:
-    """Fill the slots with requests that end late."""
+    """Fill all slots with long requests."""
     n, params = batch.num_slots, SamplingParams(max_new_tokens=1000)
     prompts = [tuple((7 * (i // args.samples) + j) % args.vocab for j in range(args.prompt_len)) for i in range(n)]
     batch.add(Request(str(i), prompt, params, (), 1000, (i, 0), _ignore) for i, prompt in enumerate(prompts))
@@ -173,7 +173,7 @@ def admit(batch: SlotBatch, args: argparse.Namespace) -> None:
 
 
 def print_profiles(args: argparse.Namespace) -> None:
-    """Print where the steps of each model go, and all steps again with an allocator that gives nothing back."""
+    """Print a step breakdown for each model, then all step times again with an allocator that retains freed memory."""
     decode_parts.print_machine()
     batches: dict[str, SlotBatch] = {}
     for name in args.models:
@@ -187,7 +187,7 @@ def print_profiles(args: argparse.Namespace) -> None:
                 decode_parts.print_profile(title, batch)
                 batches[title] = batch
     if decode_parts.keep_freed_memory():
-        print("\nwith an allocator that keeps what was freed:")
+        print("\nwith an allocator that retains freed memory:")
         for title, batch in batches.items():
             decode_parts.print_step(title, batch)
 
@@ -195,10 +195,10 @@ def print_profiles(args: argparse.Namespace) -> None:
 def step_times(
     config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype, n: int, args: argparse.Namespace
 ) -> list[float]:
-    """Seconds of one decode step, its weight products, all its products, and those in blocks.
+    """Return the seconds of one decode step, its weight matmuls, all its matmuls, and all its matmuls blocked.
 
-    Steps and products alternate in blocks, products at the step's own cached length; the best of each block counts,
-    and blocks are averaged, so that a busy machine slows both alike.
+    Steps and matmuls alternate in groups of BLOCK calls, and matmuls use the step's cached length. The best time of
+    each group counts and groups are averaged, so load on the machine affects steps and matmuls equally.
     """
     batch = SlotBatch(decode_model(config, state, dtype), num_slots=n, kv_tokens=1 << 30, **BATCH)
     sums = [0.0] * 4
@@ -218,7 +218,7 @@ def step_times(
 
 
 async def engine_rate(engine: EmbeddedEngine, prompts: list[list[int]], new: int, reps: int) -> float:
-    """Tokens per second of CPU time of the engine, prefill and bookkeeping included."""
+    """Return the tokens per CPU second of the engine, including prefill and bookkeeping."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     times: list[float] = []
     for _ in range(reps):
@@ -240,14 +240,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--vocab", type=int, default=48)
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate out")
-    parser.add_argument("--profile", action="store_true", help="print where a step goes instead")
+    parser.add_argument("--no-generate", action="store_true", help="skip transformers' generate")
+    parser.add_argument("--profile", action="store_true", help="print a breakdown of the step instead of the table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.profile:
         print_profiles(args)
         return
-    print(f"threads {args.threads}, prompt {args.prompt_len}, new {args.new}, {args.samples} samples a prompt")
+    print(f"threads {args.threads}, prompt {args.prompt_len}, new {args.new}, {args.samples} samples per prompt")
     print(
         "model dtype    slots |  step ms linear ms  +attn ms blocked ms | /linear  /+attn /blocked |"
         " engine tok/s generate tok/s ratio"

@@ -1,12 +1,12 @@
-"""Where a decode step of the embedded engine goes: what `decode.py --profile` prints.
+"""Break down a decode step of the embedded engine, for `decode.py --profile`.
 
-For each model and dtype:
+For each model, dtype and number of slots, it prints:
 
-- the step, its page faults, and both once more while glibc's allocator keeps what was freed (`mallopt`);
-- CPU time of each part as it runs in the step, without the parts inside it;
-- PyTorch's operators by their own time, and oneDNN's kernels by name;
-- other ways to compute the step's attention, over the caches of all layers in turn: time, and how far the result is
-  from that of the engine's way.
+- step time and page faults, and both again with glibc's allocator set to retain freed memory (`mallopt`);
+- CPU time of each part of the step, excluding nested parts;
+- PyTorch operators by self time, and oneDNN kernels by name;
+- alternative implementations of the step's attention over the caches of all layers: time, and the largest difference
+  from the engine's result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEPT_BYTES = 1 << 30
 
 
 class PartClock:
-    """Seconds of each named part of a step, without the parts inside it."""
+    """Accumulates the seconds of each named part of a step, excluding nested parts."""
 
     def __init__(self) -> None:
         self.seconds: collections.Counter[str] = collections.Counter()
@@ -48,7 +48,7 @@ class PartClock:
         self._inside: list[float] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, on the clock."""
+        """Wrap `function` to add its time to part `name`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(0.0)
@@ -67,22 +67,22 @@ class PartClock:
 
 @contextlib.contextmanager
 def on_the_clock(batch: SlotBatch, clock: PartClock) -> Generator[None]:
-    """Time the parts of `batch`'s decode steps inside."""
+    """Time the parts of `batch`'s decode steps within the context."""
     model: Any = batch.model
     places: list[tuple[Any, str, str]] = [
         (batch, "_decode_step", "bookkeeping before the model"),
-        (batch, "_reserve", "making room in the cache"),
+        (batch, "_reserve", "reserving KV cache"),
         (batch, "_draw", "bookkeeping after the model"),
         (batch._sampler, "sample", "sampling"),
-        (model, "decode", "embedding, logits, what is between parts"),
-        (DecodeSteps, "__init__", "memory for steps of a shape"),
+        (model, "decode", "embedding, logits, other"),
+        (DecodeSteps, "__init__", "step buffers"),
         (DecodeSteps, "move_to", "positions, mask"),
         (DecodeSteps, "norm", "norms"),
         (DecodeSteps, "write_heads", "rotary embedding, cache"),
         (DecodeSteps, "attend", "attention"),
         (DecodeSteps, "gate", "SwiGLU"),
-        (DecodeLinear, "__call__", "products"),
-        (DecodeLinear, "added_to", "products with a sum"),
+        (DecodeLinear, "__call__", "matmuls"),
+        (DecodeLinear, "added_to", "matmuls with residual add"),
     ]
     before = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in places]
     for owner, name, label in places:
@@ -98,7 +98,7 @@ def on_the_clock(batch: SlotBatch, clock: PartClock) -> Generator[None]:
 
 
 def steps(batch: SlotBatch, count: int = STEPS) -> tuple[float, float]:
-    """Median milliseconds of a step, and page faults a step."""
+    """Return the median milliseconds and the average page faults of a step."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     times: list[float] = []
     for _ in range(count):
@@ -110,7 +110,7 @@ def steps(batch: SlotBatch, count: int = STEPS) -> tuple[float, float]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed; returns whether this C library can."""
+    """Set glibc's allocator to retain freed memory. Return whether the C library supports it."""
     try:
         library = ctypes.CDLL(None)
         return bool(library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES) and library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
@@ -119,7 +119,7 @@ def keep_freed_memory() -> bool:
 
 
 def onednn_kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
-    """Name, calls and milliseconds of each oneDNN kernel that `step` runs."""
+    """Return name, calls and milliseconds of each oneDNN kernel that `step` runs."""
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verbose"
@@ -148,7 +148,7 @@ def onednn_kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
 
 
 def operators(step: Callable[[], None]) -> list[tuple[str, int, float]]:
-    """Name, calls a step and microseconds a step of PyTorch's operators, by their own time."""
+    """Return name, calls per step and microseconds per step of PyTorch's operators, sorted by self time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(STEPS):
             step()
@@ -197,7 +197,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 
 
 def attention_ways(batch: SlotBatch, reps: int = 20) -> list[tuple[str, float, float]]:
-    """Name, microseconds a layer and largest difference of ways to attend over the batch's caches."""
+    """Return name, microseconds per layer and largest difference of each attention implementation."""
     model: Any = batch.model
     n, K, D = padded_rows(len(batch.running)), model.num_kv_heads, model.head_dim
     length = batch._cache.length
@@ -234,7 +234,7 @@ def attention_ways(batch: SlotBatch, reps: int = 20) -> list[tuple[str, float, f
 
 
 def print_machine() -> None:
-    """Print what decides about kernels."""
+    """Print the hardware and library versions that determine which kernels run."""
     model_names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     print(f"{model_names[0].partition(': ')[2] if model_names else platform.processor()}, kernel {platform.release()}")
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, C library {platform.libc_ver()}")
@@ -244,21 +244,21 @@ def print_machine() -> None:
 
 
 def print_profile(title: str, batch: SlotBatch) -> None:
-    """Print where the steps of a batch with admitted requests go."""
+    """Print the step breakdown of a batch with admitted requests."""
     with torch.inference_mode():
         steps(batch, 4)
         ms, faults = steps(batch)
         print(
-            f"\n{title}: {ms:.2f} ms a step, {faults:.0f} page faults, attention over {batch._cache.length} positions"
+            f"\n{title}: {ms:.2f} ms per step, {faults:.0f} page faults, attention over {batch._cache.length} positions"
         )
         clock = PartClock()
         with on_the_clock(batch, clock):
             steps(batch)
         for name, seconds in clock.seconds.most_common():
             print(f"  {name:<42}{1e6 * seconds / STEPS:9.0f} us  {clock.calls[name] / STEPS:5.0f} calls")
-        print(f"  {'together':<42}{1e6 * sum(clock.seconds.values()) / STEPS:9.0f} us")
+        print(f"  {'total':<42}{1e6 * sum(clock.seconds.values()) / STEPS:9.0f} us")
         for name, microseconds, apart in attention_ways(batch):
-            print(f"  attention of a layer, {name:<22}{microseconds:9.0f} us  {apart:.1e} away")
+            print(f"  attention per layer, {name:<21}{microseconds:9.0f} us  max difference {apart:.1e}")
         for name, calls, microseconds in operators(batch._decode_step):
             print(f"  {name:<42}{microseconds:9.0f} us  {calls:5d} calls")
         for name, calls, milliseconds in onednn_kernels(batch._decode_step):
@@ -266,8 +266,8 @@ def print_profile(title: str, batch: SlotBatch) -> None:
 
 
 def print_step(title: str, batch: SlotBatch) -> None:
-    """Print the time of a step and its page faults."""
+    """Print the time and page faults of a step."""
     with torch.inference_mode():
         steps(batch, 4)
         ms, faults = steps(batch)
-    print(f"{title}: {ms:.2f} ms a step, {faults:.0f} page faults")
+    print(f"{title}: {ms:.2f} ms per step, {faults:.0f} page faults")

@@ -1,15 +1,15 @@
-"""Seconds that a step costs beyond the model's own work: data, tasks, rewards, conversion, packing, metrics, ledger.
+"""Measure the driver's overhead per step: everything except the model's computation.
 
     python benchmarks/cpu/driver_overhead.py
 
-A run is built from flags exactly as `furlong train` builds it; then the engine's `generate` is replaced by one that
-answers at once with 32 tokens, forward and backward passes and the optimizer by ones that do nothing, and weights are
-not published. What is left is the driver: the data source, one asyncio task a sample, the `math` reward in process, the
-conversion to columns, planning and packing of micro-batches, advantages, loss weights, all metrics, the ledger,
-metrics.jsonl, TensorBoard and the console. The first table gives it for growing rollouts; the last column should not
-grow. The second puts it beside a real step of the same 1,024 samples with the model of one million parameters.
+The run is built from flags exactly as `furlong train` builds it. Then stubs replace the model: `generate` returns 32
+tokens immediately, the forward pass, backward pass and optimizer step do nothing, and weight updates are skipped. The
+driver remains: the data source, one asyncio task per sample, the `math` reward in process, conversion to columns,
+micro-batch planning and packing, advantages, loss weights, all metrics, the ledger, metrics.jsonl, TensorBoard and
+console output. The table shows this time for growing rollouts; the last column should stay constant. The last lines
+compare it with a real step on 1,024 samples with a model of one million parameters.
 
-Every figure is the median over the timed steps; the range is in brackets. `--profile` prints where the time goes.
+Each figure is the median over the timed steps, with the range in parentheses. `--profile` prints a profile.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ SAMPLES, NEW = 8, 32
 
 
 class Stopwatch:
-    """A tracker that notes when each step ends: wall and CPU time."""
+    """A tracker that records the wall and CPU time at the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:  # noqa: ARG002  the port's
-        """Note both."""
+    def log(self, step: int, metrics: dict[str, float]) -> None:  # noqa: ARG002  the port's signature
+        """Record the current wall and CPU time."""
         self.ends.append((time.perf_counter(), time.process_time()))
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
-    """The parts of a run, as `furlong train` makes them."""
+    """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
     from furlong.machine import choose_threads, import_without_gc
     from furlong.run.process_setup import raise_gc_threshold, set_threads
@@ -78,7 +78,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 
 
 def without_model(built: Any) -> Any:
-    """The same parts with nothing left of the model's work."""
+    """Return the same parts with the model's computation stubbed out."""
     from furlong.interfaces import Completion, OptimReport, SamplingParams
     from furlong.weight_sync.memory_sync import NoWeightSync
 
@@ -108,7 +108,7 @@ def without_model(built: Any) -> Any:
 
 
 def step_times(built: Any, parts: Any, profiler: cProfile.Profile | None = None) -> tuple[list[float], list[float]]:
-    """Run the loop; wall and CPU seconds of each step but the first."""
+    """Run the loop. Return the wall and CPU seconds of every step except the first."""
     from furlong.loop.train import train
 
     watch = Stopwatch()
@@ -131,17 +131,19 @@ def step_times(built: Any, parts: Any, profiler: cProfile.Profile | None = None)
 
 
 def shown(times: list[float], scale: float = 1.0) -> str:
-    """Median and range."""
+    """Format the median and range."""
     return f"{statistics.median(times) * scale:8.3f} ({min(times) * scale:.3f} - {max(times) * scale:.3f})"
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table and the comparison with a real step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="samples of a rollout")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each size")
-    parser.add_argument("--no-real", action="store_true", help="leave the real step out")
-    parser.add_argument("--profile", action="store_true", help="print the profile of each size")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="rollout sizes in samples"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per size")
+    parser.add_argument("--no-real", action="store_true", help="skip the real step")
+    parser.add_argument("--profile", action="store_true", help="print a profile for each size")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     from furlong.models.presets import write_preset
@@ -153,7 +155,7 @@ def main() -> None:
         scratch = Path(name)
         model = write_preset("tiny", scratch / "tiny", seed=0)
         task.write_prompts(scratch / "problems.jsonl", task.problems(4096, seed=0))
-        print("samples  wall s a step                 wall s per 1,024 samples      CPU s per 1,024 samples")
+        print("samples  wall s per step               wall s per 1,024 samples      CPU s per 1,024 samples")
         for size in args.sizes:
             out = scratch / f"run{size}"
             built = build_run(model, scratch / "problems.jsonl", out, samples=size, steps=args.steps + 1)
@@ -170,8 +172,10 @@ def main() -> None:
         built = build_run(model, scratch / "problems.jsonl", scratch / "real", samples=1024, steps=args.steps + 1)
         wall, cpu = step_times(built, built.parts)
         by_wall, by_cpu = (own / statistics.median(real) for own, real in zip(shares, (wall, cpu), strict=True))
-        print(f"a real step of 1,024 samples, tiny model, {NEW} tokens at most: {shown(wall)} s, CPU {shown(cpu)} s")
-        print(f"the driver's share of it: {by_wall:.2%} of wall time, {by_cpu:.2%} of CPU time")
+        print(
+            f"a real step of 1,024 samples, tiny model, at most {NEW} new tokens: {shown(wall)} s, CPU {shown(cpu)} s"
+        )
+        print(f"driver share of the real step: {by_wall:.2%} of wall time, {by_cpu:.2%} of CPU time")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""CPU time of this process for each request to an engine server: what the client costs beside the engine.
+"""Measure the client's CPU time per request to an engine server.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu/http_client.py [--requests 1024] [--prompt-len 256] [--response-len 256]
 
-A server in a process of its own answers at once with a recorded reply of SGLang's form (log-probs of every token), so
-that all that is measured is the way there and back. All requests are in flight at the same time, four samples of each
-prompt. Ways, in turn in every round:
+A server in a separate process immediately returns a fixed reply in SGLang's format (with log-probs for every token),
+so only client and transport costs are measured. All requests are in flight at once, four samples per prompt. These
+clients alternate in every round:
 
-- `aiohttp`, and with `--httpx` slime's client `httpx`: the same requests, replies parsed by orjson and nothing more;
-- `direct`: furlong's HttpEngine; `router`: HttpEngine through sglang-router (if that is installed).
+- `aiohttp`, and with `--httpx` also slime's client `httpx`: the same requests, with replies only parsed by orjson;
+- `direct`: furlong's HttpEngine; `router`: HttpEngine through sglang-router, if installed.
 
-Columns: CPU microseconds of this process a request, wall seconds of all requests, and the CPU seconds of the router's
-process. Read ratios.
+Columns: CPU microseconds of this process per request, wall seconds for all requests, and CPU seconds of the router
+process. Compare ratios, not seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Way = Callable[[Requests, SamplingParams], Awaitable[int]]
 
 
 def recorded(num_tokens: int) -> bytes:
-    """A reply with random tokens and log-probs."""
+    """Return a reply with random tokens and log-probs."""
     rng = random.Random(0)
     tokens = [rng.randrange(150_000) for _ in range(num_tokens)]
     meta = {
@@ -58,22 +58,22 @@ def recorded(num_tokens: int) -> bytes:
 
 
 class Answering(asyncio.Protocol):
-    """HTTP/1.1 that answers every POST with the recorded reply, and every GET as a healthy server."""
+    """An HTTP/1.1 server that answers every POST with the fixed reply and every GET as a healthy server."""
 
     reply = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection."""
+        """Store the transport."""
         self._transport: Any = transport
         self._data = bytearray()
 
     def data_received(self, data: bytes) -> None:
-        """Answer each request that is complete."""
+        """Answer each complete request."""
         self._data += data
         while (end := self._data.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._data[:end]).lower()
             at = head.find(b"content-length:")
-            if head.startswith(b"pri "):  # the router asks whether HTTP/2 is spoken here
+            if head.startswith(b"pri "):  # the router probes for HTTP/2
                 self._transport.abort()
                 return
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
@@ -87,7 +87,7 @@ class Answering(asyncio.Protocol):
 
 
 def serve(port: int, num_tokens: int) -> None:
-    """Body of the server's process."""
+    """Run the server process."""
     Answering.reply = recorded(num_tokens)
 
     async def run() -> None:
@@ -98,13 +98,13 @@ def serve(port: int, num_tokens: int) -> None:
 
 
 def body_of(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    """What HttpEngine sends for it."""
+    """Return the request body that HttpEngine sends."""
     asked = {"input_ids": prompt, "sampling_params": sampling_json(params), "return_logprob": True, "stream": False}
     return asked | {"rid": name}
 
 
 def httpx_way(url: str) -> Way:
-    """One AsyncClient, as slime has it."""
+    """Send all requests with one httpx.AsyncClient, as slime does."""
     import httpx
 
     async def way(requests: Requests, params: SamplingParams) -> int:
@@ -121,7 +121,7 @@ def httpx_way(url: str) -> Way:
 
 
 def aiohttp_way(url: str) -> Way:
-    """One ClientSession."""
+    """Send all requests with one aiohttp.ClientSession."""
     import aiohttp
 
     async def way(requests: Requests, params: SamplingParams) -> int:
@@ -139,7 +139,7 @@ def aiohttp_way(url: str) -> Way:
 
 
 def furlong_way(engine: HttpEngine) -> Way:
-    """The Engine port."""
+    """Send all requests with furlong's HttpEngine."""
 
     async def way(requests: Requests, params: SamplingParams) -> int:
         done = await asyncio.gather(*(engine.generate(prompt, params, session=name) for name, prompt in requests))
@@ -149,7 +149,7 @@ def furlong_way(engine: HttpEngine) -> Way:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """(CPU s of this process, wall s, CPU s of the router) of each way, one a round."""
+    """Return (CPU s of this process, wall s, CPU s of the router) for each client and round."""
     host = LocalHost()
     [port] = await host.reserve_ports(1)
     await host.release_ports([port])
@@ -179,7 +179,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[tupl
                 tokens = await way(requests, params)
                 row = (time.process_time() - cpu, time.perf_counter() - begun, _cpu_s(pid) - of_router)
                 if tokens != len(requests) * args.response_len:
-                    raise SystemExit(f"{name}: {tokens} tokens came")
+                    raise SystemExit(f"{name}: wrong number of tokens received: {tokens}")
                 if number:
                     found.setdefault(name, []).append(row)
     finally:
@@ -199,22 +199,24 @@ def _cpu_s(pid: int | None) -> float:
 
 
 def main() -> None:
-    """Measure and print one row a way."""
+    """Measure, then print one row per client."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--response-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--policy", default="cache_aware", help="of sglang-router")
-    parser.add_argument("--httpx", action="store_true", help="that client too, whose time grows with those in flight")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--policy", default="cache_aware", help="routing policy of sglang-router")
+    parser.add_argument(
+        "--httpx", action="store_true", help="also measure httpx, whose CPU time per request grows with concurrency"
+    )
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args()
     gc.freeze()
-    gc.set_threshold(100 * args.requests, 10, 10)  # as runs have it
+    gc.set_threshold(100 * args.requests, 10, 10)  # as in a run
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(args, Path(folder)))
     print(f"{args.requests} requests, {args.prompt_len} + {args.response_len} tokens, medians of {args.rounds} rounds")
-    print(f"{'way':8s} {'CPU us/request':>15s} {'/ aiohttp':>10s} {'wall s':>8s} {'router CPU s':>13s}")
+    print(f"{'client':8s} {'CPU us/request':>15s} {'/ aiohttp':>10s} {'wall s':>8s} {'router CPU s':>13s}")
     base = statistics.median(row[0] for row in found["aiohttp"])
     for name, rows in found.items():
         cpu, wall, of_router = (statistics.median(column) for column in zip(*rows, strict=True))

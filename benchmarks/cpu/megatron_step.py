@@ -1,13 +1,13 @@
-"""One optimizer step of --train-backend megatron against one of fsdp, on one rank, in one process.
+"""Compare one optimizer step of --train-backend megatron with fsdp, on one rank in one process.
 
     python benchmarks/cpu/megatron_step.py
 
-Both are given the same micro-batches of the same random model and take forward pass, backward pass and AdamW step in
-turn (A B, A B, ...), after two steps that are not timed; losses and gradient norms of the first steps have to agree.
-`x fsdp` is the time of a step over fsdp's in the same round, median and quartiles, and `x cpu` the same of CPU times.
+Both backends train the same random model on the same micro-batches. Their steps (forward, backward, AdamW) alternate
+(A B, A B, ...) after two untimed warm-up steps. Losses and gradient norms of the first step must agree. `x fsdp` is
+megatron's step time divided by fsdp's in the same round (median and quartiles); `x cpu` is the same for CPU time.
 
-With `own prompts` every sample has a prompt of its own, so the work is equal. With `shared prompts` eight samples have
-one, which fsdp computes once for all of them and megatron for each.
+With prompts `own`, every sample has a different prompt, so both backends do the same work. With `shared`, eight samples
+share a prompt, which fsdp computes once for all of them and megatron once per sample.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compared(model: Path, dtype: str, prompts: str, rounds: int) -> str:
-    """Time steps of both in turn; a row of the table. Raises SystemExit if they do not do the same."""
+    """Time alternating steps and return a table row. Raises SystemExit if the results differ."""
     from furlong.training.megatron.megatron_backend import MegatronBackend
 
     settings = BackendSettings(hf_checkpoint=model, optim=OptimFlags(lr=1e-4), dtype=getattr(torch, dtype))
@@ -78,7 +78,7 @@ def compared(model: Path, dtype: str, prompts: str, rounds: int) -> str:
 
 
 def step(backend: Any, micros: list[MicroBatch]) -> tuple[float, float, float, float]:
-    """Wall time and CPU time of one step, its loss and gradient norm."""
+    """Run one step. Return its wall time, CPU time, loss and gradient norm."""
     wall, cpu = time.perf_counter(), time.process_time()
     if isinstance(backend, FsdpBackend):
         metrics = [backend.forward_backward(micro, PolicyLoss(SETTINGS)) for micro in micros]
@@ -89,7 +89,7 @@ def step(backend: Any, micros: list[MicroBatch]) -> tuple[float, float, float, f
 
 
 def batches(vocab_size: int, prompts: str) -> list[MicroBatch]:
-    """Four micro-batches of eight samples each."""
+    """Return four micro-batches of eight samples each."""
     rng = np.random.default_rng(0)
     heads = rng.integers(4, vocab_size, (SAMPLES, PROMPT))
     if prompts == "shared":
@@ -119,7 +119,7 @@ def batches(vocab_size: int, prompts: str) -> list[MicroBatch]:
 
 
 def spread(ratios: list[float]) -> str:
-    """Median and quartiles."""
+    """Format the median and quartiles."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
