@@ -1,4 +1,4 @@
-"""Timed publications of weights, stage by stage; for `weight_sync.py` and `switch.py`."""
+"""Time weight updates by stage; shared by `weight_sync.py` and `switch.py`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from furlong.weight_sync.weight_record import WeightRecord
 ProofMode = Literal["off", "before", "beside"]
 PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")
 
-STAGES = {  # spans of `core.trace`, and what they are
-    "read bucket": "read (with what records it)",
-    "start checksums": "of it launches of checksums",
-    "finish checksums": "of it wait for the trainer's checksums",
-    "pack bucket": "wire: pack",
-    "allocate buffer": "of it memory for buffers",
-    "describe buffer": "of it handles for the server",
-    "broadcast bucket": "wire: broadcast",
-    "engines load bucket": "receive and load in the server",
-    "engine's checksums": "the server's checksums",
+STAGES = {  # span names of `core.tracing`, and their labels
+    "read bucket": "read tensors, including recording",
+    "start checksums": "launch the trainer's checksums (part of read)",
+    "finish checksums": "wait for the trainer's checksums",
+    "pack bucket": "pack buckets",
+    "allocate buffer": "allocate buffers (part of pack)",
+    "describe buffer": "create IPC handles (part of pack)",
+    "broadcast bucket": "broadcast buckets",
+    "engines load bucket": "server receives and loads",
+    "engine's checksums": "server's checksums",
 }
 
 
 @dataclass(frozen=True)
 class Series:
-    """Publications of one kind, without the first; `stages`: seconds of each in one publication, some at a time."""
+    """Weight updates of one kind, without the first. `stages`: seconds per stage and update; stages may overlap."""
 
     way: str
     proof: ProofMode
@@ -47,26 +47,26 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Seconds of a publication."""
+        """Median seconds per weight update."""
         return statistics.median(report.seconds for report in self.reports)
 
     @property
     def verify_share(self) -> float:
-        """Part of the time in which this process works at the proof or waits for it, beside sending or not."""
+        """Share of the update time that this process spends on verification or waits for it, overlapped or not."""
         return statistics.median(report.verify_s / report.seconds for report in self.reports)
 
     def show(self) -> None:
-        """Print the medians."""
+        """Print the medians and stages."""
         num_bytes = self.reports[0].num_bytes
         later = f", verified {statistics.median(self.later_s):.4f} s later" if self.proof == "beside" else ""
         print(
-            f"{self.way:5s} proof {self.proof:6s}: median {self.median:.4f} s  {num_bytes / self.median / 1e9:.2f} GB/s"
-            f"  verify {self.verify_share:.1%}{later}"
+            f"{self.way:5s} verification {self.proof:6s}: median {self.median:.4f} s  "
+            f"{num_bytes / self.median / 1e9:.2f} GB/s  verify {self.verify_share:.1%}{later}"
         )
         show_stages(self.stages)
 
     def figures(self) -> dict[str, object]:
-        """For the JSON file."""
+        """Return the values for the JSON file."""
         return {
             "seconds": self.median, "verify_share": self.verify_share, "num_bytes": self.reports[0].num_bytes,
             "stages": self.stages,
@@ -76,7 +76,7 @@ class Series:
 async def publications(
     sync: RemoteSync, change: Callable[[], None], way: str, rounds: int, proof: ProofMode, *, shows: bool = True
 ) -> Series:
-    """Publish `rounds` times after a first that is not counted; `sync` proves beside serving if `proof` says so."""
+    """Update weights `rounds` times after one warm-up; `proof="beside"` needs a `sync` that verifies while serving."""
     reports: list[SyncReport] = []
     later_s: list[float] = []
     with tempfile.TemporaryDirectory() as folder, without_proof() if proof == "off" else contextlib.nullcontext():
@@ -103,7 +103,7 @@ async def publications(
 
 @contextlib.contextmanager
 def without_proof() -> Generator[None]:
-    """Neither record what is sent nor ask servers what they have; furlong has no such setting."""
+    """Disable recording and verification, which furlong has no setting for."""
 
     def counted(self: WeightRecord, source: WeightSource) -> WeightSource:
         def read() -> Iterator[NamedTensor]:
@@ -124,7 +124,7 @@ def without_proof() -> Generator[None]:
 
 
 async def traced(sync: RemoteSync, version: int) -> tuple[SyncReport, dict[str, float], dict[str, list[float]]]:
-    """Publish once; its report, its stages, and of each stage the seconds of its parts in turn (the buckets)."""
+    """Update weights once; return the report, seconds per stage, and per stage the seconds of each bucket."""
     with tempfile.TemporaryDirectory() as folder:
         tracer.start(Path(folder), "benchmark")
         try:
@@ -137,20 +137,20 @@ async def traced(sync: RemoteSync, version: int) -> tuple[SyncReport, dict[str, 
 
 
 def show_stages(stages: dict[str, float]) -> None:
-    """Print the seconds of each."""
+    """Print the seconds of each stage."""
     for name, seconds in stages.items():
         print(f"      {seconds:8.4f} s  {STAGES.get(name, name)}", flush=True)
 
 
 def stages_of(spans: dict[str, list[tuple[float, float]]], rounds: int, total_s: float) -> dict[str, float]:
-    """Seconds of one publication in which each kind of span was open, and in which none was."""
+    """Return the seconds per weight update covered by each kind of span; `rest`: by none."""
     found = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
     anything = covered([span for name in found for span in spans[name]]) / 1e6
     return found | {"rest": max(total_s - anything, 0.0) / rounds}
 
 
 def spans_of(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """When each kind of span was open, in microseconds, of the traces in a folder."""
+    """Return the intervals in microseconds of each kind of span, from the traces in a folder."""
     spans: dict[str, list[tuple[float, float]]] = {}
     begun: dict[str, float] = {}
     for path in folder.glob("*.jsonl"):
@@ -166,7 +166,7 @@ def spans_of(folder: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         length += max(end - max(begin, reached), 0.0)
@@ -175,12 +175,12 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def cost_of_proof(found: Sequence[Series], step_s: float | None) -> Iterator[str]:
-    """Lines that say what proofs cost against none, of the same way and the same run."""
+    """Yield lines with the cost of verification relative to none, for each transport of this run."""
     without = {series.way: series.median for series in found if series.proof == "off"}
     for series in found:
         if series.proof == "off" or series.way not in without:
             continue
         cost = series.median - without[series.way]
-        line = f"{series.way}: verification {series.proof} serving costs {cost:+.4f} s"
-        line += f", {cost / series.median:.1%} of a publication"
-        yield line if step_s is None else f"{line}, {cost / step_s:.3%} of a step of {step_s:g} s"
+        line = f"{series.way}: verification ({series.proof}) costs {cost:+.4f} s"
+        line += f", {cost / series.median:.1%} of a weight update"
+        yield line if step_s is None else f"{line}, {cost / step_s:.3%} of a {step_s:g} s step"

@@ -1,20 +1,23 @@
-"""Generation through furlong against SGLang asked directly, on the same server settings.
+"""Compare generation throughput through furlong with SGLang called directly, on the same server settings.
 
     python benchmarks/gpu/rollout.py                                   # Qwen3-0.6B shape, 256 prompts x 4 samples
     python benchmarks/gpu/rollout.py --shapes 0.6b:160 1.7b:128 4b:64 --rounds 6 -- --attention-backend fa3
     python benchmarks/gpu/rollout.py --policies cache_aware round_robin manual --rounds 2
-    python benchmarks/gpu/rollout.py --engine embedded --shapes tiny:16  # the whole script on a CPU, with furlong serve
+    python benchmarks/gpu/rollout.py --engine embedded --shapes tiny:16  # check the script on a CPU, with furlong serve
 
-A server of each shape is started by furlong's own launcher, all at once, with random weights made on the spot and
-whatever options follow `--`; its cache holds 1.15 times what the requests need, so that several fit on one GPU. One
-after the other is measured. The same requests (fixed prompt and response lengths, ignore_eos, log-probs of every token,
-all samples of a prompt) go several ways, each round in another order: `raw` hands all of them to the server in one
-batch, as SGLang's offline engine does, which costs the client nothing; `direct` is furlong's HttpEngine without a
-router, one request a sample; the others are HttpEngine through sglang-router, one for each of `--policies`. Each way is
-timed from the first request to the last answer. The ratio printed is the median over rounds of tokens per second
-against `raw` in the same round; 1.00 is no loss. Of furlong's ways it also says when the first answer came, the CPU
-time of this process, and of all ways how much of the prompts came from the server's cache: the samples of a prompt
-share it if the first of them was prefilled before the others.
+furlong's launcher starts one server per shape, all at the same time, with generated random weights and the options
+after `--`. Each server's KV cache is 1.15 times what the requests need, so that several servers fit on one GPU. The
+servers are measured one after another. The requests have fixed prompt and response lengths, ignore_eos and log-probs of
+every token. They are sent in several ways, whose order changes with each round:
+
+    raw       all requests in one batch to the server, like SGLang's offline engine, at no cost for the client
+    direct    furlong's HttpEngine without a router, one request per sample
+    POLICY    HttpEngine through sglang-router, one row for each of `--policies`
+
+Time runs from the first request to the last response. The ratio is tokens per second relative to `raw` in the same
+round (median over rounds); 1.00 means no overhead. furlong's rows also show the time of the first response and the CPU
+time of this process. All rows show the share of prompt tokens read from the server's cache: the samples of a prompt
+share it if the first of them is prefilled before the others.
 """
 
 from __future__ import annotations
@@ -53,18 +56,18 @@ Way = Callable[[list[list[int]], SamplingParams], Awaitable[int]]
 
 
 def write_model(shape: str, folder: Path, device: str) -> Path:
-    """Write a random model of the shape as a Hugging Face folder."""
+    """Write a random model of the shape as a Hugging Face checkpoint."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = build_model(SHAPES[shape].config(), seed=0, dtype=dtype)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     save_model(model, folder)
-    if device == "cpu":  # furlong serve wants a complete folder
+    if device == "cpu":  # furlong serve needs a tokenizer
         build_tokenizer("0123456789+=").save_pretrained(folder)
     return folder
 
 
 def options_from(words: list[str]) -> dict[str, object]:
-    """SGLang's options from its own command line."""
+    """Parse options written as on SGLang's command line."""
     found: dict[str, object] = {}
     while words:
         option = find("--sglang-" + words.pop(0).removeprefix("--"))
@@ -76,7 +79,7 @@ def options_from(words: list[str]) -> dict[str, object]:
 
 
 def raw_way(url: str) -> Way:
-    """Hand all requests to the server at once, in one batch."""
+    """Return a way that sends all requests in one batch."""
 
     async def way(prompts: list[list[int]], params: SamplingParams) -> int:
         body = {"input_ids": prompts, "sampling_params": sampling_json(params), "return_logprob": True}
@@ -90,12 +93,12 @@ def raw_way(url: str) -> Way:
 
 
 def cached_share(num_cached: int, prompts: list[list[int]]) -> str:
-    """How much of the prompts the server took from its cache: of 4 samples a prompt at most 75 %."""
+    """Format the share of prompt tokens read from the cache, at most 75 % with 4 samples per prompt."""
     return f"{100 * num_cached / sum(map(len, prompts)):.0f} % of prompts cached"
 
 
 def furlong_way(engine: HttpEngine) -> Way:
-    """The same through the Engine port."""
+    """Return a way that sends one request per sample through an HttpEngine."""
 
     async def way(prompts: list[list[int]], params: SamplingParams) -> int:
         cpu_s = time.process_time()
@@ -104,7 +107,7 @@ def furlong_way(engine: HttpEngine) -> Way:
         cpu_s = time.process_time() - cpu_s
         share = cached_share(sum(completion.cached_tokens for completion in done), prompts)
         print(
-            f"{'':9s}answers after {seconds[0]:.2f} .. {seconds[-1]:.2f} s, client {cpu_s:.2f} CPU s, {share}",
+            f"{'':9s}responses after {seconds[0]:.2f} .. {seconds[-1]:.2f} s, client {cpu_s:.2f} CPU s, {share}",
             flush=True,
         )
         return sum(len(completion.tokens) for completion in done)
@@ -113,7 +116,7 @@ def furlong_way(engine: HttpEngine) -> Way:
 
 
 async def client_of(engine: ServerProcess, concurrency: int) -> SglangServer:
-    """A client that sends all requests at once."""
+    """Return a client that sends up to `concurrency` requests at a time."""
     server = SglangServer(engine.url, ServerInfo.read({}), concurrency=concurrency)
     server.info = ServerInfo.read(await server.ask("/server_info"))
     return server
@@ -122,7 +125,7 @@ async def client_of(engine: ServerProcess, concurrency: int) -> SglangServer:
 async def measure(
     served: ServerProcess, host: LocalHost, shape: str, prompts: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, list[float]]:
-    """Tokens per second of each way, one value a round."""
+    """Return the tokens per second of each way, one value per round."""
     total = prompts * args.samples
     draw, vocab = random.Random(0), SHAPES[shape].vocab_size
     params = SamplingParams(max_new_tokens=args.response_len, ignore_eos=True)
@@ -149,7 +152,7 @@ async def measure(
                 tokens = await ways[name](requests, params)
                 seconds = time.perf_counter() - begun
                 if tokens != total * args.response_len:
-                    raise SystemExit(f"{name}: {tokens} tokens came, wanted {total * args.response_len}")
+                    raise SystemExit(f"{name}: received {tokens} tokens, expected {total * args.response_len}")
                 if number:  # the first round warms up
                     rounds.setdefault(name, []).append(tokens / seconds)
                     print(f"{shape:5s} {name:12s} {tokens / seconds:10.0f} tokens/s  {seconds:6.2f} s", flush=True)
@@ -164,7 +167,7 @@ async def measure(
 async def measure_all(
     launches: dict[str, Launch], prompts: dict[str, int], args: argparse.Namespace, folder: Path
 ) -> dict[str, dict[str, list[float]]]:
-    """Start the servers of all shapes, then measure one after the other."""
+    """Start the servers of all shapes, then measure them one after another."""
     host, started = LocalHost(), time.perf_counter()
     found: dict[str, dict[str, list[float]]] = {}
     servers: dict[str, ServerProcess] = {}
@@ -175,7 +178,7 @@ async def measure_all(
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
         for shape, server in servers.items():
             if args.engine == "sglang":
-                await (await client_of(server, 1)).freeze_objects()  # as runs do
+                await (await client_of(server, 1)).freeze_objects()  # as in training runs
             found[shape] = await measure(server, host, shape, prompts[shape], args, folder)
             report(shape, found[shape])
             await server.stop()
@@ -186,7 +189,7 @@ async def measure_all(
 
 
 def report(shape: str, rounds: dict[str, list[float]]) -> None:
-    """Print the ratios."""
+    """Print the median rates and ratios."""
     for name, values in rounds.items():
         ratios = sorted(value / raw for value, raw in zip(values, rounds["raw"], strict=True))
         print(
@@ -197,23 +200,23 @@ def report(shape: str, rounds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """Make the model, measure, print the ratios."""
+    """Generate the models, measure and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--shapes", nargs="+", default=["0.6b:256"], help=f"{', '.join(SHAPES)}, each with :PROMPTS")
+    parser.add_argument("--shapes", nargs="+", default=["0.6b:256"], help=f"SHAPE:PROMPTS; shapes: {', '.join(SHAPES)}")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--response-len", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--policies", nargs="*", default=["cache_aware"], help="of sglang-router, a way each")
+    parser.add_argument("--policies", nargs="*", default=["cache_aware"], help="sglang-router policies to measure")
     parser.add_argument("--start-timeout", type=float, default=600.0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("options", nargs="*", help="options of the SGLang server, after `--`")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = {name: int(number) for name, number in (word.split(":") for word in args.shapes)}
     gc.freeze()
-    gc.set_threshold(100 * max(prompts.values()) * args.samples, 10, 10)  # as runs have it
+    gc.set_threshold(100 * max(prompts.values()) * args.samples, 10, 10)  # as in training runs
     with tempfile.TemporaryDirectory() as scratch:
         launches: dict[str, Launch] = {}
         for shape, number in prompts.items():

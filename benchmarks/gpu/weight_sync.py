@@ -1,27 +1,28 @@
-"""How long a publication of weights takes, stage by stage, and how much of it is the proof that they arrived.
+"""Measure weight update time by stage, and how much of it is verification.
 
     python benchmarks/gpu/weight_sync.py --shape 4b --step-s 37 -- --attention-backend fa3 --mem-fraction-static 0.3
     python benchmarks/gpu/weight_sync.py --shape 4b --tensor-parallel 2 -- --mem-fraction-static 0.3
-    python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2   # the whole script on a CPU
+    python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2   # check the script on a CPU
     python benchmarks/gpu/weight_sync.py --engine embedded --shape tiny --rounds 2 --tensor-parallel 2
 
-SGLang servers with random weights of the shape are started by furlong's launcher, with whatever options follow `--`:
-one on the GPU of this process for `ipc`, and, where there is a second GPU, one there for `nccl`. With `--engine-gpus N`
-there is one, of N tensor-parallel processes on the GPUs after this process's, by `nccl`. The weights published
-are random tensors on this process's GPU, all of which change before each publication. The first by each way compiles,
-allocates and connects; it is shown and not counted.
+furlong's launcher starts SGLang servers with random weights of the shape and the options after `--`: one on this
+process's GPU for `ipc`, and, if there is a second GPU, one there for `nccl`. With `--engine-gpus N` there is a single
+server with TP over the N GPUs after this process's, updated by `nccl`. The trainer's weights are random tensors on this
+process's GPU, and all of them change before each update. The first update of each transport compiles, allocates and
+connects; it is printed but not counted.
 
-Seconds are of `WeightSync.publish`: from the first tensor read to the last checksum compared, or with the proof beside
-serving to the last tensor loaded. Proof `off` is this script's own, for the difference: that is what verification
-costs, as a share of a publication and, with `--step-s`, of a training step. `verify` is how long this process worked at
-it or waited for it, which runs beside sending where it can. Stages overlap; `rest` is time in which none of them ran.
-`checksums alone` is the work that the device does for them in this process, timed without a server.
+The time of an update starts with reading the first tensor. It ends with comparing the last checksum, or, when
+verification runs during serving, with loading the last tensor. `--proof` selects when to verify: `before` serving,
+`beside` it (during serving), or `off`, which only this script supports, as the reference. The cost of verification is
+the difference from `off`, as a share of an update and, with `--step-s`, of a training step. `verify` is the time that
+this process spends on verification or waits for it, overlapped with sending where possible. Stages overlap; `rest` is
+time outside of all stages. `trainer's checksums alone` is their time without a server.
 
-With `--tensor-parallel N` the weights are of a Megatron trainer whose N ranks, each a process with a GPU, hold parts of
-every layer; the server has one process, on the first rank's GPU (`--way nccl`: on the second's).
+With `--tensor-parallel N` the weights are those of a Megatron trainer with TP over N ranks, one process and GPU each.
+The server has one process, on the first rank's GPU (with `--way nccl`, on the second's).
 
-Then weights are written as a folder, and, with 1 % of all elements changed, as a delta to it: bytes and seconds, with
-no engine that loads them (`--no-disk` leaves that out).
+Otherwise the weights are also written to disk: in full, and as a delta after 1 % of all elements changed. The script
+prints bytes and seconds; no engine loads these files. `--no-disk` skips this part.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from furlong.weight_sync.verification import record_for
 
 
 class Weights:
-    """A trainer that has nothing but weights: random ones of a shape."""
+    """Stand-in for a trainer: random weights of a shape."""
 
     def __init__(self, shape: str, device: str) -> None:
         config = SHAPES[shape].config()
@@ -88,11 +89,11 @@ class Weights:
         self.device = device
 
     def weights(self) -> WeightSource:
-        """One pass over them."""
+        """Return a source for one pass over the weights."""
         return WeightSource(self.state.items, is_live=True, num_kv_heads=self.num_kv_heads)
 
     def change(self, fraction: float = 1.0) -> None:
-        """Change this part of all elements."""
+        """Change this fraction of all elements."""
         for tensor in self.state.values():
             if fraction == 1.0:
                 tensor.mul_(-1.015625)
@@ -108,7 +109,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Way:
-    """A transport, and the GPU of the server that it goes to."""
+    """A transport, and the GPU of the server it sends to."""
 
     name: str
     gpu: int
@@ -116,12 +117,12 @@ class Way:
 
 
 def ways(args: argparse.Namespace, device: str) -> list[Way]:
-    """Those that this machine can do."""
+    """Return the transports that this machine supports."""
     size = args.bucket_mb << 20
     if args.engine_gpus > 1:
         if torch.cuda.device_count() <= args.engine_gpus:
             raise SystemExit(
-                f"--engine-gpus {args.engine_gpus} needs one GPU more, there are {torch.cuda.device_count()}"
+                f"--engine-gpus {args.engine_gpus} needs one more GPU, available: {torch.cuda.device_count()}"
             )
         return [Way("nccl", 1, BroadcastTransport(bucket_bytes=size, backend="nccl", device=device))]
     found = [Way("ipc", 0, IpcTransport(bucket_bytes=size))]
@@ -133,7 +134,7 @@ def ways(args: argparse.Namespace, device: str) -> list[Way]:
 
 
 def build_launch(args: argparse.Namespace, folder: Path, *, num_gpus: int = 1, is_colocated: bool = False) -> Launch:
-    """The server: SGLang makes weights of its own, which the first publication replaces."""
+    """Return the server's launch; SGLang starts with dummy weights, which the first update replaces."""
     if args.engine == "embedded":
         return ServeLaunch(write_model(args.shape, folder, "cpu"), dtype="float32", device="cpu", num_slots=4)
     config = SHAPES[args.shape].config()
@@ -144,23 +145,23 @@ def build_launch(args: argparse.Namespace, folder: Path, *, num_gpus: int = 1, i
 
 
 async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
-    """Wait for a server, and for its kernels."""
+    """Wait for a server to start and to load its checksum kernels."""
     await engine.wait_until_ready(timeout_s)
     server = await client_of(engine, 1)
     if server.device_dtypes:
         await server.checksums()
     else:
-        print(f"{server.url} is {server.info.software}: its checksums are not SGLang's on a GPU", flush=True)
+        print(f"{server.url} is {server.info.software}: its checksums do not represent SGLang on a GPU", flush=True)
     return server
 
 
 def sync_to(server: SglangServer, weights: Any, transport: Transport, proof: ProofMode) -> LocalSync:
-    """Publish what `weights` has into one server."""
+    """Return a sync that sends `weights` to one server."""
     return LocalSync(weights, servers_of(server), transport, verify_while_serving=proof == "beside")
 
 
 def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> float:
-    """Median seconds of what is computed here for the comparison."""
+    """Return the median seconds of the trainer's checksums."""
     seconds: list[float] = []
     for _ in range(rounds + 1):
         weights.wait()
@@ -175,7 +176,7 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
 
 
 async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
-    """Bytes and seconds of a whole folder and of a delta."""
+    """Write full weights and a delta; return bytes and seconds of both."""
 
     async def nobody() -> list[SglangServer]:
         return []
@@ -200,7 +201,7 @@ async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
 
 
 async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device: str) -> dict[str, object]:
-    """All figures."""
+    """Run all measurements of a trainer with one process."""
     found: dict[str, object] = {}
     chosen = ways(args, device)
     engines: dict[int, ServerProcess] = {}
@@ -227,7 +228,10 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
         started = time.perf_counter()
         await server.checksums()
         asked = time.perf_counter() - started
-        print(f"checksums alone {alone:.4f} s  {weights.num_bytes / alone / 1e9:.0f} GB/s; the server's {asked:.4f} s")
+        print(
+            f"trainer's checksums alone {alone:.4f} s  {weights.num_bytes / alone / 1e9:.0f} GB/s; "
+            f"server's checksums {asked:.4f} s"
+        )
         found |= {"checksums_alone_s": alone, "server_checksums_s": asked}
     finally:
         for server in servers.values():
@@ -240,7 +244,7 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
 
 
 async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) -> dict[str, object]:
-    """Start a server and the processes of a trainer; the first of them measures."""
+    """Start a server and the trainer's ranks; rank 0 measures."""
     gpu = 1 if args.way == "nccl" else 0
     engine = await start_server(launch, 0, [HostGpus(LocalHost(), gpu, 1)], log_dir=folder)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -256,7 +260,9 @@ async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) 
         deadline = time.monotonic() + args.ranks_timeout
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-                raise SystemExit(f"trainer ranks ended with {[rank.poll() for rank in ranks]}; None: stopped")
+                raise SystemExit(
+                    f"trainer ranks failed or timed out: exit codes {[rank.poll() for rank in ranks]} (None: running)"
+                )
             await asyncio.sleep(0.1)
         return json.loads(out.read_text())
     finally:
@@ -267,7 +273,7 @@ async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) 
 
 
 def rank_main(args: argparse.Namespace, device: str) -> None:
-    """One rank of the Megatron trainer."""
+    """Run one rank of the Megatron trainer."""
     rank, world = args.rank, args.tensor_parallel
     ranks = Ranks(rank, world, tensor=world)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -281,12 +287,12 @@ def rank_main(args: argparse.Namespace, device: str) -> None:
     if rank == 0:
         print("\n".join(cost_of_proof(found, args.step_s)), flush=True)
         args.json.write_text(json.dumps({f"{one.way} tp{world} {one.proof}": one.figures() for one in found}))
-    del trainer  # which holds the group
+    del trainer  # it refers to the process group
     ranks.leave()
 
 
 async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
-    """This rank's part in all publications; the first rank's record of them."""
+    """Run this rank's part of all weight updates; return the measurements on rank 0."""
     size, peers = args.bucket_mb << 20, RankMessages(rank=ranks.rank, world_size=ranks.world_size)
     server = SglangServer(args.url, ServerInfo.read({}))
     server.info = ServerInfo.read(await server.ask("/server_info"))
@@ -331,7 +337,7 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
 
 
 def servers_of(server: SglangServer) -> Callable[[], Awaitable[list[SglangServer]]]:
-    """What asks for the engines in use."""
+    """Return a callable that lists the engines in use."""
 
     async def servers() -> list[SglangServer]:
         return [server]
@@ -340,28 +346,34 @@ def servers_of(server: SglangServer) -> Callable[[], Awaitable[list[SglangServer
 
 
 def main() -> None:
-    """Start the servers, measure, print."""
+    """Start the servers, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--proof", nargs="+", choices=PROOFS, default=PROOFS)
-    parser.add_argument("--step-s", type=float, help="seconds of a training step, to compare with")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a Megatron trainer")
-    parser.add_argument("--engine-gpus", type=int, default=1, help="of the server; not with --tensor-parallel")
-    parser.add_argument("--way", choices=["ipc", "nccl"], default="ipc", help="with --tensor-parallel, on GPUs")
+    parser.add_argument("--step-s", type=float, help="seconds per training step, to compare with")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="TP size of a Megatron trainer")
+    parser.add_argument("--engine-gpus", type=int, default=1, help="GPUs of the server; not with --tensor-parallel")
+    parser.add_argument(
+        "--way", choices=["ipc", "nccl"], default="ipc", help="transport with --tensor-parallel, on GPUs"
+    )
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=400.0)
-    parser.add_argument("--ranks-timeout", type=float, default=300.0, help="of all that a trainer's ranks do")
+    parser.add_argument(
+        "--ranks-timeout", type=float, default=300.0, help="time limit of the trainer's ranks in seconds"
+    )
     parser.add_argument("--disk", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--verbose", action="store_true", help="furlong's own log, with each publication's proof")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print furlong's log, with the verification of each update"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("options", nargs="*", help="options of the SGLang server, after `--`")
     for name, kind in (("rank", int), ("port", int), ("url", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine_gpus > 1 and (args.tensor_parallel > 1 or args.engine != "sglang"):
-        parser.error("--engine-gpus is for a server of SGLang and a trainer of one process")
+        parser.error("--engine-gpus above 1 requires --engine sglang and --tensor-parallel 1")
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = "cuda" if args.engine == "sglang" else "cpu"
     disable_nccl_cumem()
