@@ -1,21 +1,22 @@
-"""Predicted against measured memory: the trainer's phases, several ranks, offloading, a sleeping trainer, engines.
+"""Compare predicted with measured memory: training phases, multiple ranks, offload, a sleeping trainer, and engines.
 
-    python benchmarks/gpu/memory.py                           # all of it; what needs two GPUs only where there are two
+    python benchmarks/gpu/memory.py                           # all parts; two-GPU parts only if there are two GPUs
     python benchmarks/gpu/memory.py --parts trainer offload --shapes 0.6b
     python benchmarks/gpu/memory.py --parts engine --shapes 0.6b 1.7b -- --attention-backend fa3
     python benchmarks/gpu/memory.py --parts megatron --shapes 0.6b 1.7b          # Megatron-core with one rank
     python benchmarks/gpu/memory.py --parts ranks --one-gpu --shapes 0.6b 1.7b   # two ranks, each with half of one GPU
 
-Prediction: `tools.memory_phases`, which `furlong plan` shows, from dimensions alone. One line for
-each figure: predicted, measured, and predicted / measured; the goal is 0.85 to 1.15.
+Predictions come from `tools.memory_phases`, as shown by `furlong plan`, and use only the model's dimensions. Each line
+shows predicted bytes, measured bytes and their ratio; the target is 0.85 to 1.15.
 
-    trainer   PyTorch's peak of allocated memory in each phase of a second step: shapes, micro-batches, recomputation
-    offload   the same with moments, or moments and masters, on the host
-    megatron  the same of Megatron-core's trainer with one rank
-    ranks     the same on rank 0 of two, each with a GPU, or with --one-gpu with its share of one: FSDP2, and Megatron
-    sleep     what a trainer that sleeps moves to the host, and what it leaves on the device
-    engine    SGLang at `--fractions` of the device: weights, KV cache, CUDA graphs, what is in use; then released, with
-              graphs released too (SGLANG_MEMORY_SAVER_CUDA_GRAPH) and not, and whether it still answers the same
+    trainer   PyTorch's peak allocated memory per phase of the second step: shapes, micro-batches, recomputation
+    offload   the same with moments, or moments and master weights, offloaded to the host
+    megatron  the same for the Megatron-core backend with one rank
+    ranks     the same on rank 0 of two (FSDP2 and Megatron-core), each on its own GPU or, with --one-gpu, half of one
+    sleep     what a sleeping trainer moves to the host, and what remains on the device
+    engine    SGLang at `--fractions` of the device: weights, KV cache, CUDA graphs and total use; then after releasing
+              memory, with and without releasing graphs (SGLANG_MEMORY_SAVER_CUDA_GRAPH), and whether the output after
+              resuming is unchanged
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the trainer, and what the prediction has to know of it."""
+    """One trainer configuration, with the inputs of its prediction."""
 
     shape: str
     tokens: int
@@ -77,12 +78,12 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """How Megatron's ranks share the model."""
+        """Return Megatron's parallel layout."""
         return Layout(tensor=self.tensor, sequence_parallel=self.tensor > 1)
 
     @property
     def train_flags(self) -> TrainFlags:
-        """Recomputation and tensor parallelism."""
+        """Return the flags of recomputation and tensor parallelism."""
         return TrainFlags(
             recompute_activations=self.whole_layers,
             tensor_model_parallel_size=self.tensor,
@@ -91,7 +92,7 @@ class Case:
 
     @property
     def optim_flags(self) -> OptimFlags:
-        """The optimizer and its offload."""
+        """Return the flags of the optimizer and its offload."""
         return OptimFlags(
             lr=1e-6,
             offload_optimizer_states=self.offload == "moments",
@@ -100,7 +101,7 @@ class Case:
 
     @property
     def training(self) -> TrainingSetup:
-        """For the prediction."""
+        """Return the setup that the prediction takes."""
         return TrainingSetup(
             self.tokens,
             layout=self.layout if self.backend == "megatron" else None,
@@ -149,13 +150,13 @@ RANKS = (
 
 
 class Table:
-    """The figures so far; `add` prints one."""
+    """Measurements so far; `add` prints one."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, what: str, predicted: float, measured: float, note: str = "") -> None:
-        """One figure in bytes."""
+        """Print and store one measurement in bytes."""
         ratio = predicted / measured if measured else float("nan")
         figures = f"predicted {predicted / GIB:6.2f} GiB  measured {measured / GIB:6.2f} GiB  {ratio:5.2f}"
         print(f"{what:<46} {figures}  {note}", flush=True)
@@ -163,12 +164,12 @@ class Table:
 
 
 def size_of(shape: str) -> ModelSize:
-    """The dimensions that the prediction knows."""
+    """Return the dimensions that the prediction uses."""
     return ModelSize.read(SHAPES[shape].config().to_dict())
 
 
 def build(case: Case, device: torch.device, ranks: Ranks) -> Any:
-    """The trainer of a case."""
+    """Build the backend of a case."""
     sections = {"train": case.train_flags, "optim": case.optim_flags}
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, **sections}
     if case.backend == "megatron":
@@ -179,7 +180,7 @@ def build(case: Case, device: torch.device, ranks: Ranks) -> Any:
 
 
 def peaks_of(backend: Any, case: Case, device: torch.device) -> dict[str, int]:
-    """Peak bytes of each phase in the second step."""
+    """Return the peak bytes of each phase in the second step."""
     task = Task(case.tokens, min(8192, case.tokens), min(512, case.tokens // 4), 2)
     batch, loss = task.batch(SHAPES[case.shape].vocab_size), PolicyLoss(AlgoFlags())
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
@@ -208,14 +209,14 @@ def peaks_of(backend: Any, case: Case, device: torch.device) -> dict[str, int]:
 
 
 def show(table: Table, case: Case, peaks: dict[str, int], device_bytes: int) -> None:
-    """The phases of one case."""
+    """Add the phases of one case to the table."""
     for phase in training_phases(size_of(case.shape), case.training, usable(device_bytes)):
         what = f"{case.shape:>5} {case.tokens:>7,} {case.note:<19} {phase.name}"
         table.add(what, phase.total, peaks[phase.name], phase.note)
 
 
 def measure_trainer(cases: tuple[Case, ...], table: Table, args: argparse.Namespace) -> None:
-    """Cases on one GPU."""
+    """Measure cases, in this process or, for Megatron or several ranks, in subprocesses."""
     device = torch.device(args.device)
     for case in chosen(cases, args):
         if case.ranks == 1 and case.backend == "fsdp":
@@ -230,18 +231,18 @@ def measure_trainer(cases: tuple[Case, ...], table: Table, args: argparse.Namesp
 
 
 def chosen(cases: tuple[Case, ...], args: argparse.Namespace) -> Iterator[Case]:
-    """Those of the shapes that were asked for, with as few tokens as a trial on a CPU needs."""
+    """Yield the cases of the requested shapes; with `tiny`, scaled down for a CPU."""
     for case in cases:
         shape = args.shapes[0] if args.shapes == ["tiny"] else case.shape
         if shape in args.shapes:
             yield replace(case, shape="tiny", tokens=256, offload="nothing") if shape == "tiny" else case
 
 
-# ---- several ranks
+# ---- multiple ranks
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One process of a case of several ranks; the first writes what it measured."""
+    """Run one rank of a case; rank 0 writes the measurements."""
     case, rank = Case(**json.loads(args.case)), args.rank
     device = torch.device("cuda", 0 if args.one_gpu else rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -261,9 +262,9 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def take_share(count: int) -> None:
-    """Let this process have one of `count` equal shares of its GPU, and see no more of it."""
+    """Limit this process to one of `count` equal shares of its GPU, also in the free memory it sees."""
     whole = torch.cuda.get_device_properties(0).total_memory
-    outside = in_use()  # its CUDA context, and what was there
+    outside = in_use()  # the CUDA context and earlier allocations
     torch.cuda.set_per_process_memory_fraction(1 / count)
 
     def of_share(_device: Any = None) -> tuple[int, int]:
@@ -273,13 +274,13 @@ def take_share(count: int) -> None:
 
 
 def environment_of(rank: int, args: argparse.Namespace) -> dict[str, str]:
-    """NCCL takes two ranks on one GPU of one machine for a mistake; of two machines it joins them by sockets."""
+    """Return the environment of a rank. NCCL rejects two ranks on one GPU unless their host ids differ."""
     own = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"} if args.one_gpu else {}
     return {**os.environ, **own}
 
 
 def peaks_of_ranks(case: Case, args: argparse.Namespace) -> dict[str, int] | None:
-    """Run a case in processes of its own, which end within `--limit` seconds."""
+    """Run a case in subprocesses, killed after `--limit` seconds; return the peaks of rank 0."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -311,11 +312,11 @@ def peaks_of_ranks(case: Case, args: argparse.Namespace) -> dict[str, int] | Non
         return json.loads(out.read_text()) if out.exists() else None
 
 
-# ---- asleep
+# ---- sleeping trainer
 
 
 def measure_sleep(table: Table, args: argparse.Namespace) -> None:
-    """A trainer that has stepped, and then sleeps."""
+    """Measure a trainer that sleeps after training steps."""
     device = torch.device(args.device)
     for case in (Case(shape, 8192) for shape in args.shapes if shape != "tiny" or args.device == "cpu"):
         case = Case(case.shape, 256) if case.shape == "tiny" else case
@@ -328,7 +329,7 @@ def measure_sleep(table: Table, args: argparse.Namespace) -> None:
         )
         if device.type == "cuda":
             left = torch.cuda.memory_reserved()
-            print(f"{case.shape:>5} asleep, left on the device: {left / 2**20:.0f} MiB", flush=True)
+            print(f"{case.shape:>5} asleep, remaining on the device: {left / 2**20:.0f} MiB", flush=True)
         woken = backend.onload()
         print(f"{case.shape:>5} awake after {woken.seconds:.2f} s", flush=True)
         del backend
@@ -339,19 +340,19 @@ def measure_sleep(table: Table, args: argparse.Namespace) -> None:
 
 
 def in_use() -> int:
-    """Bytes of the GPU that anybody has."""
+    """Return the bytes of the GPU in use by all processes."""
     available, total = torch.cuda.mem_get_info()
     return total - available
 
 
 async def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    """Ask the server something, and wait for it."""
+    """Send a POST request to the server and return the JSON response."""
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         return (await client.post(f"{url}{path}", json=body)).raise_for_status().json()
 
 
 async def answer(url: str) -> list[int]:
-    """What the server says to a prompt without a draw, in a batch of eight: graphs are used."""
+    """Return greedily sampled tokens for a batch of eight prompts, which uses CUDA graphs."""
     prompts = [list(range(5 + i, 69 + i)) for i in range(8)]
     params = sampling_json(SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True))
     said = await post(url, "/generate", {"input_ids": prompts, "sampling_params": params, "return_logprob": True})
@@ -361,8 +362,8 @@ async def answer(url: str) -> list[int]:
 async def measure_engine(
     shape: str, fraction: float, *, frees_graphs: bool, table: Table, args: argparse.Namespace
 ) -> None:
-    """One server: as it starts, asleep, and awake again."""
-    title = f"{shape:>5} engine at {fraction:g}" + (", graphs can go" if frees_graphs else "")
+    """Measure one server after start, asleep, and after resuming."""
+    title = f"{shape:>5} engine at {fraction:g}" + (", releases graphs" if frees_graphs else "")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = write_model(shape, folder / "model", args.device)
@@ -378,7 +379,7 @@ async def measure_engine(
             whole = in_use() - before
             info = await server.ask("/server_info")
             says = next(iter(info.get("internal_states", [{}])), {}).get("memory_usage", {})
-            print(f"{title}: says {says}, max_total_num_tokens {info.get('max_total_num_tokens')}", flush=True)
+            print(f"{title}: reports {says}, max_total_num_tokens {info.get('max_total_num_tokens')}", flush=True)
             size = size_of(shape)
             plan = serving_phase(size, ServingSetup(fraction), args.device_bytes)
             for part, name in (("weights", "weight"), ("KV cache", "kvcache")):
@@ -388,35 +389,39 @@ async def measure_engine(
             table.add(f"{title}: in use", plan.total + asleep, whole, f"graphs {says.get('graph')} GiB")
             first = await answer(served.url)
             await server.release_memory(TAGS)
-            table.add(f"{title}: asleep", asleep, in_use() - before, "what stays beside a trainer")
+            table.add(f"{title}: asleep", asleep, in_use() - before, "remains allocated while the trainer runs")
             await server.resume_memory(TAGS)
             await post(served.url, "/update_weights_from_disk", {"model_path": str(model)})
-            same = "the same" if await answer(served.url) == first else "OTHER TOKENS THAN BEFORE"
-            print(f"{title}: back at {(in_use() - before) / GIB:.2f} GiB, answers {same}", flush=True)
+            same = "are unchanged" if await answer(served.url) == first else "DIFFER FROM BEFORE"
+            print(f"{title}: resumed at {(in_use() - before) / GIB:.2f} GiB, output tokens {same}", flush=True)
             await server.close()
         finally:
             await served.stop()
 
 
 def main() -> None:
-    """Measure the parts that were asked for, and print."""
+    """Measure the requested parts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("trainer", "offload", "megatron", "ranks", "sleep", "engine")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--fractions", nargs="+", type=float, default=[0.4, 0.8])
-    parser.add_argument("--one-gpu", action="store_true", help="ranks: two on one GPU, each with half of it")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case of several ranks, and of a start")
+    parser.add_argument(
+        "--one-gpu", action="store_true", help="part `ranks`: run two ranks on one GPU, each with half of its memory"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="time limit in seconds of a multi-rank case, and of an engine start"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     for name, kind in (("case", str), ("rank", int), ("port", int), ("out", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    parser.add_argument("options", nargs="*", help="options of the SGLang server, after `--`")
     args = parser.parse_args()
     if args.rank is not None:
         rank_main(args)
         return
-    args.device_bytes, name = 16 * GIB, "a CPU: nothing is measured"
+    args.device_bytes, name = 16 * GIB, "CPU: memory is not measured"
     if args.device == "cuda":
         args.device_bytes, name = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, {name}, {args.device_bytes / GIB:.1f} GiB", flush=True)
@@ -441,7 +446,7 @@ def main() -> None:
                             asyncio.run(measure_engine(shape, fraction, frees_graphs=frees, table=table, args=args))
     measured = [row for row in table.rows if row["measured"]]
     outside = [row["what"].strip() for row in measured if not 0.85 <= row["ratio"] <= 1.15]
-    print(f"{len(measured)} figures, {len(outside)} of them off by more than 15 %: {outside}")
+    print(f"{len(measured)} measurements, {len(outside)} with a ratio outside 0.85-1.15: {outside}")
     if args.json:
         args.json.write_text(json.dumps(table.rows, indent=1))
 

@@ -1,23 +1,25 @@
-"""Trainer and engine taking turns on one GPU: what every switch costs.
+"""Measure the cost of memory hand-overs between a trainer and an engine that share one GPU.
 
     python benchmarks/gpu/switch.py --shape 4b -- --attention-backend fa3 --mem-fraction-static 0.35
-    python benchmarks/gpu/switch.py --pinning 24                      # ways to get 24 GiB of pinned host memory
-    python benchmarks/gpu/switch.py --engine embedded --shape tiny    # the whole script on a CPU, where nothing moves
+    python benchmarks/gpu/switch.py --pinning 24                      # compare ways to pin 24 GiB of host memory
+    python benchmarks/gpu/switch.py --engine embedded --shape tiny    # check the script on a CPU, where nothing moves
 
-A trainer with random weights in bfloat16, float32 masters and AdamW's moments, which a first optimizer step makes, and
-an SGLang server started by furlong's launcher share the GPU as under --colocate (`loop.device_sharing.Colocated`).
-A cycle is: the engine releases its memory, the trainer wakes, takes an optimizer step on a few tokens, publishes its
-weights by ipc with every checksum compared, sleeps, and the engine takes its memory again.
+A trainer and an SGLang server started by furlong's launcher share the GPU as with --colocate
+(`loop.device_sharing.Colocated`). The trainer has random bfloat16 weights, float32 master weights and AdamW moments,
+which a first optimizer step allocates. In each cycle, the engine releases its memory; the trainer wakes, takes an
+optimizer step on a few tokens, updates the engine's weights by ipc with full checksum verification, and sleeps; then
+the engine resumes its memory.
 
-A cycle publishes twice, the second time (`again`) with nothing moved in between; each is shown stage by stage, and the
-last one bucket by bucket. What the first one takes more comes of memory that was given away and taken again. Whose that
-is shows in variants, some cycles each (`--variants 0` leaves them out): the buffers that buckets are packed into are
-kept, the engine keeps its memory, the trainer does.
+Each cycle updates the weights twice, the second time (`again`) without a hand-over in between. Both are shown by stage,
+and the last one by bucket. The difference between the two is the cost of releasing and reallocating memory. Variants
+attribute it: one keeps the packing buffers, one keeps the engine's memory, one keeps the trainer's. Each runs a few
+cycles (`--variants 0` skips them).
 
-The switch is what is neither training nor publishing: release, wake, sleep, both times that the engine takes memory.
-The goal is 2 s together at 4b. A trainer is awake when all but the moments are there; how long they take after that is
-shown, too, and is not counted, as they arrive during the first passes. The first sleep pins host memory; it is shown
-and not counted. `host` is what was moved by the rate of the bare copy in the same run (`--no-copy` leaves that out).
+Switch time excludes training and weight updates: it is the sum of release, wake, sleep, and both steps in which the
+engine resumes memory. The target is 2 s in total at 4b. The trainer counts as awake when everything but the moments is
+on the device. Moments arrive during the first passes; their remaining time is shown but not counted. The first sleep
+also pins host memory; it is shown but not counted. `host` is the rate of raw copies in the same run, for comparison
+(`--no-copy` skips them).
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ SWITCHES = {
 
 
 class SmallSteps:
-    """The part of `interfaces.Trainer` that device sharing uses, over a backend that trains on a few random tokens."""
+    """The subset of `interfaces.Trainer` that device sharing uses, with a backend trained on a few random tokens."""
 
     def __init__(self, shape: str, device: torch.device, tokens: int) -> None:
         self.backend = RandomBackend(
@@ -91,25 +93,25 @@ class SmallSteps:
         self.backend.optim_step()
 
     def weights(self) -> WeightSource:
-        """The policy's weights."""
+        """Return the policy's weights."""
         return WeightSource(self.backend.named_weights, is_live=self.backend.weights_are_views)
 
     async def offload(self) -> MemoryTransfer:
-        """Leave the device."""
+        """Move the trainer's memory to the host."""
         self.moved = self.backend.offload()
         return self.moved
 
     async def onload(self) -> MemoryTransfer:
-        """Come back."""
+        """Move the trainer's memory back to the device."""
         return self.backend.onload()
 
     async def device_memory(self) -> DeviceMemory | None:
-        """Memory of the device."""
+        """Return the memory of the device."""
         return device_memory(self.backend.device)
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Run it and wait for the device."""
+    """Run `work`, wait for the device, and return the seconds."""
     started = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -119,7 +121,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Seconds and metrics by name; stages of its publications, and of the first the seconds of each bucket."""
+    """Seconds and metrics by name, stages of both weight updates, and seconds per bucket of the first."""
 
     row: dict[str, float]
     stages: dict[str, float]
@@ -128,15 +130,15 @@ class Cycle:
 
 
 class Kept(_CudaPacker):
-    """Buffers that outlive publications, and with them the trainer's sleep."""
+    """Packer whose buffers stay allocated after a weight update and while the trainer sleeps."""
 
     def close(self) -> None:
-        """Keep them."""
+        """Keep the buffers."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is other than in a run."""
+    """Differences from a training run."""
 
     name: str
     keeps_buffers: bool = False
@@ -152,7 +154,7 @@ VARIANTS = (
 
 
 async def cycle(trainer: SmallSteps, http: HttpEngine, sync: LocalSync, shared: Colocated, version: int) -> Cycle:
-    """Train, publish `version` and the one after it, generate."""
+    """Train, update weights to `version` and `version + 1`, and generate."""
     async with shared.training():
         row = {"moments": seconds_of(lambda: None), "step": seconds_of(trainer.step)}
     async with shared.updating_weights():
@@ -170,23 +172,24 @@ async def cycle(trainer: SmallSteps, http: HttpEngine, sync: LocalSync, shared: 
 
 
 async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Measure cycles after a first one, then those of the variants; medians by name."""
+    """Measure cycles after one warm-up, then those of the variants; return medians by name."""
     trainer = SmallSteps(args.shape, device, args.tokens)
     trainer.step()
     first = await trainer.offload()
     print(
-        f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, with memory pinned for it", flush=True
+        f"first sleep {first.num_bytes / GIB:.2f} GiB in {first.seconds:.2f} s, including pinning host memory",
+        flush=True,
     )
     engine = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder)
     try:
         await engine.wait_until_ready(args.start_timeout)
         server = await client_of(engine, 8)
         http = HttpEngine([server])
-        sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  it asks for weights only
+        sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  only weights() is called
         versions = itertools.count(1, 2)
 
         async def run(variant: Variant, num_cycles: int) -> list[Cycle]:
-            """Cycles from a trainer that sleeps to one that does."""
+            """Run cycles that start and end with a sleeping trainer."""
             shared = Colocated(
                 trainer, http, offload_rollout=variant.offload_rollout, offload_train=variant.offload_train
             )
@@ -218,23 +221,23 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
 
 
 def medians_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each name, without the first row."""
+    """Return the median of each name, without the first row."""
     return {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in rows[-1]}
 
 
 def show_publications(name: str, found: list[Cycle]) -> None:
-    """Print where the time of publications goes: medians of the stages, and the last one's buckets."""
+    """Print weight update time: median seconds per stage, and per bucket of the last cycle."""
     row = medians_of([each.row for each in found])
-    print(f"{name}: publication {row['publication']:.4f} s, stage by stage")
+    print(f"{name}: weight update {row['publication']:.4f} s, by stage")
     show_stages(medians_of([each.stages for each in found]))
-    print(f"{name}: again at once {row['publication again']:.4f} s")
+    print(f"{name}: again without a hand-over {row['publication again']:.4f} s")
     show_stages(medians_of([each.again for each in found]))
     for stage, seconds in found[-1].buckets.items():
-        print(f"      {STAGES[stage]}, ms in turn: " + " ".join(f"{1e3 * each:.1f}" for each in seconds), flush=True)
+        print(f"      {STAGES[stage]}, ms per bucket: " + " ".join(f"{1e3 * each:.1f}" for each in seconds), flush=True)
 
 
 def show(found: dict[str, Any], copy: tuple[float, float] | None) -> None:
-    """Print the medians and what they are to be compared with."""
+    """Print the medians, transfer rates and the target."""
     medians, num_bytes = found["medians"], found["num_bytes"]
     for name, seconds in medians.items():
         print(f"{seconds:9.3f} {'' if name.startswith('memory/') else 's'} {name}")
@@ -242,16 +245,16 @@ def show(found: dict[str, Any], copy: tuple[float, float] | None) -> None:
     if num_bytes:
         print(
             f"{num_bytes / GIB:.2f} GiB to the host at {num_bytes / asleep / 1e9:.1f} GB/s, back at "
-            f"{num_bytes / awake / 1e9:.1f} GB/s (all of it after {awake:.3f} s)"
+            f"{num_bytes / awake / 1e9:.1f} GB/s (completed after {awake:.3f} s)"
         )
         if copy is not None:
-            print(f"host: bare copies at {copy[0] / 1e9:.1f} GB/s to it and {copy[1] / 1e9:.1f} GB/s from it")
-    print(f"switch: {medians['switch']:.3f} s together; the goal at 4b is 2 s")
+            print(f"host: raw copies at {copy[0] / 1e9:.1f} GB/s to the host and {copy[1] / 1e9:.1f} GB/s back")
+    print(f"switch: {medians['switch']:.3f} s in total; the target at 4b is 2 s")
 
 
 def bare_copies(device: torch.device, num_bytes: int = 4 * GIB) -> tuple[float, float]:
-    """Bytes a second of a copy to pinned host memory and from it."""
-    host = HostMemory(device)  # as long as it is there its memory is pinned
+    """Return the bytes per second of copies to and from pinned host memory."""
+    host = HostMemory(device)  # unpins its memory when deleted
     here = host.place([num_bytes])[0]
     there = torch.empty(here.numel(), dtype=torch.uint8, device=device)
     copies = (lambda: here.copy_(there, non_blocking=True), lambda: there.copy_(here, non_blocking=True))
@@ -260,7 +263,7 @@ def bare_copies(device: torch.device, num_bytes: int = 4 * GIB) -> tuple[float, 
 
 
 def pinning(gib: int, device: torch.device) -> dict[str, float]:
-    """Seconds of ways to get this much pinned host memory."""
+    """Time several ways to allocate this much pinned host memory; return seconds by name."""
     ways: dict[str, Callable[[], Any]] = {
         "by furlong: huge pages, pieces in threads": lambda: by_furlong([2 * GIB] * (gib // 2), device),
         "huge pages, one piece": lambda: by_furlong([gib * GIB], device),
@@ -277,38 +280,40 @@ def pinning(gib: int, device: torch.device) -> dict[str, float]:
         found[name] = time.perf_counter() - started
         print(f"{found[name]:8.2f} s  {gib * GIB / found[name] / 1e9:6.2f} GB/s  {name}", flush=True)
         del kept
-        getattr(torch._C, "_host_emptyCache", gc.collect)()  # torch for CUDA keeps what was pinned
+        getattr(torch._C, "_host_emptyCache", gc.collect)()  # torch with CUDA caches pinned memory
     return found
 
 
 def by_furlong(sizes: list[int], device: torch.device) -> HostMemory:
-    """Pinned memory as a sleeping trainer gets it."""
+    """Allocate pinned memory like a sleeping trainer does."""
     host = HostMemory(device)
     host.place(sizes)
     return host
 
 
 def by_cuda(sizes: list[int]) -> list[torch.Tensor]:
-    """Pinned memory as torch has it from CUDA."""
+    """Allocate pinned memory with torch's `pin_memory`."""
     with ThreadPoolExecutor(min(len(sizes), os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), sizes))
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
-    parser.add_argument("--cycles", type=int, default=5, help="after a first one")
-    parser.add_argument("--variants", type=int, default=2, help="cycles of each variant, after a first one")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each step")
+    parser.add_argument("--cycles", type=int, default=5, help="timed cycles, after one warm-up")
+    parser.add_argument(
+        "--variants", type=int, default=2, help="timed cycles per variant, after one warm-up; 0: no variants"
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per training step")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--start-timeout", type=float, default=300.0)
     parser.add_argument("--copy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--pinning", type=int, metavar="GIB", help="measure ways to pin this much memory, nothing else")
-    parser.add_argument("--verbose", action="store_true", help="furlong's own log")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("options", nargs="*", help="after --: options of SGLang's server")
+    parser.add_argument("--pinning", type=int, metavar="GIB", help="only compare ways to pin this much host memory")
+    parser.add_argument("--verbose", action="store_true", help="print furlong's log")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("options", nargs="*", help="options of the SGLang server, after `--`")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     device = torch.device("cuda" if args.engine == "sglang" else "cpu")

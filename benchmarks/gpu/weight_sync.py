@@ -182,7 +182,7 @@ async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
         return []
 
     transport = DeltaTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=1 << 30))
-    sync = LocalSync(weights, nobody, transport)  # pyright: ignore[reportArgumentType]  it asks for weights only
+    sync = LocalSync(weights, nobody, transport)  # pyright: ignore[reportArgumentType]  only weights() is called
     whole = await sync.update_weights(1)
     weights.change(0.01)
     delta = await sync.update_weights(2)
