@@ -1,4 +1,4 @@
-"""Training backends of a folder, from flags and facts by name."""
+"""Build training backends for a model folder from flags."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ OFFLOAD = {"nothing": {}, "moments": {"offload_optimizer_states": True}, "all": 
 def fsdp_backend(
     folder: Path | str, ranks: Ranks | None = None, *, share_prompts: bool = True, **values: Any
 ) -> FsdpBackend:
-    """Train transformers' model of the folder; for `values` see `backend_settings`."""
+    """Build the FSDP backend for the transformers model in the folder; for `values` see `backend_settings`."""
     return FsdpBackend(backend_settings(folder, **values), ranks=ranks, share_prompts=share_prompts)
 
 
 def megatron_backend(folder: Path | str, ranks: Ranks, **values: Any) -> MegatronBackend:
-    """Train Megatron-core's model; `compat.prepare` must have been called. For `values` see `backend_settings`."""
+    """Build the Megatron backend, after a call of `compat.prepare`; for `values` see `backend_settings`."""
     from furlong.training.megatron.megatron_backend import MegatronBackend
 
     return MegatronBackend(backend_settings(folder, **values), ranks=ranks)
@@ -57,7 +57,7 @@ def backend_settings(
     offload_optimizer: str = "nothing",
     **values: Any,
 ) -> BackendSettings:
-    """Settings of a folder. `values` are flags of any section, whole sections, and fields of `BackendSettings`."""
+    """Return settings. `values` may contain flags of any section, whole sections, and fields of `BackendSettings`."""
     values |= REPLAY[routing_replay] | OFFLOAD[offload_optimizer]
     values |= {} if layout is None else _layout_flags(layout)
     values |= {} if compute is None else _compute_flags(compute)

@@ -1,4 +1,4 @@
-"""Runs in processes that have little: memory, or room on a disk. What is missing is really missing."""
+"""Run training in processes with a real limit on memory or disk space."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import psutil
 
 from runs import print_to
 
-NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
-MOST_HEAPS = -8  # of mallopt(3)
-REFUSED = 77  # exit code where this machine gives no small disk
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # flags of unshare(2)
+MOST_HEAPS = -8  # M_ARENA_MAX of mallopt(3)
+REFUSED = 77  # exit code if the small disk cannot be mounted
 
 
 def with_little_memory(argv: list[str], log: Path, num_bytes: int) -> None:
-    """Body of a forked process: `train.py argv` with so much more memory than the process begins with (`ulimit -v`).
+    """Body of a forked process: run `train.py argv` with `num_bytes` of address space beyond current use (`ulimit -v`).
 
-    Threads, of which there are more on a machine with more CPUs, share heaps and have small stacks: both are addresses.
+    Threads share heaps and have small stacks, so that address space does not depend on the number of CPUs.
     """
     from furlong.cli import main_train
 
@@ -33,7 +33,7 @@ def with_little_memory(argv: list[str], log: Path, num_bytes: int) -> None:
 
 
 def on_a_small_disk(argv: list[str], log: Path, folder: Path, size: str) -> None:
-    """Body of a forked process: `train.py argv` while `folder` is a disk of `size`, such as 30m, that only it sees."""
+    """Body of a forked process: run `train.py argv` with a private disk of `size`, such as 30m, mounted at `folder`."""
     from furlong.cli import main_train
 
     print_to(log)

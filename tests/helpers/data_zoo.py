@@ -41,5 +41,5 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def numbered_rows(n: int) -> list[dict[str, Any]]:
-    """Return rows with their number as label and prompts of different lengths."""
+    """Return rows with prompts of different lengths; the label is the row number."""
     return [{"input": f"{'x' * (i % 7)}{i}", "label": str(i), "metadata": {"n": [i]}} for i in range(n)]

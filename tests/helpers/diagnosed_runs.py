@@ -1,4 +1,4 @@
-"""Short runs of the quickstart's model, which ends its answers and is right at times: healthy without a fault."""
+"""Short runs of the quickstart model, which are healthy unless a fault is injected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 def arithmetic(folder: Path, *more: Any, **changes: Any) -> list[str]:
-    """Flags of a run that is healthy; `changes` as in `runs.flags`."""
+    """Return the flags of a healthy run; for `changes` see `runs.flags`."""
     data = folder.parent / "problems.jsonl"
     if not data.exists():
         data.parent.mkdir(parents=True, exist_ok=True)
@@ -30,18 +30,18 @@ def arithmetic(folder: Path, *more: Any, **changes: Any) -> list[str]:
 
 
 def events(folder: Path, name: str | None = None) -> list[Event]:
-    """The events of a run, of one name if given."""
+    """Return the events of a run, optionally only those with the given name."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in found if name in (None, event["event"])]
 
 
 def told(folder: Path) -> dict[str, Event]:
-    """The first telling of each diagnosis of a run, by id."""
+    """Return the first event of each diagnosis of a run, by id."""
     return {event["id"]: event for event in reversed(events(folder, "diagnosis"))}
 
 
 def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
-    """Run as `train.py` does; returns the exit code and what the doctor told."""
+    """Run like `train.py`, and return the exit code and the diagnoses."""
     typed("furlong train ...", *argv_from_options(changes), *more)
     code = main_train(arithmetic(folder, *more, **changes))
     return code, told(folder)

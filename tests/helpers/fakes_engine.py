@@ -1,4 +1,4 @@
-"""A scripted engine, and tiny random models for the real one."""
+"""A scripted engine, and tiny random models for the embedded engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FUSED = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> tuple[Any, Any]:
-    """A config and a random model whose outputs are far from uniform; the end-of-sequence id is 3."""
+    """Return a config and a random model whose outputs are far from uniform; the end-of-sequence id is 3."""
     config = AutoConfig.for_model(family, **{**TINY, **FAMILIES[family], **changes})
     config.eos_token_id, config.pad_token_id, config.bos_token_id = 3, None, None
     torch.manual_seed(seed)
@@ -62,18 +62,18 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> tuple[Any, Any]
 
 
 def tiny_engine(config: Any, state: dict[str, torch.Tensor], **options: Any) -> EmbeddedEngine:
-    """An engine of `tiny_model`, in float32."""
+    """Return an engine for `tiny_model`, in float32 by default."""
     options = {"dtype": torch.float32, "num_slots": 8, **options}
     return EmbeddedEngine(config=config, state_dict=state, **options)
 
 
 def source_of(state: dict[str, torch.Tensor]) -> WeightSource:
-    """A weight source over a state dict."""
+    """Return a weight source over a state dict."""
     return WeightSource(state.items)
 
 
 def reference_log_probs(model: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of `tokens` after `prompt` in one full forward of transformers."""
+    """Return log-probs of `tokens` after `prompt`, from one full forward pass of transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0].float()
     log_probs = torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), -1)
@@ -110,7 +110,7 @@ class Halt:
         patch.setattr(SlotBatch, "run", run)
 
     async def reached(self) -> None:
-        """Wait until the last of the steps is done."""
+        """Wait until all steps are done."""
         while self._left:
             await asyncio.sleep(0.001)
 
@@ -125,7 +125,7 @@ Script = Callable[[list[int], SamplingParams], list[int]]
 class FakeEngine(Engine):
     """An Engine without a model: `script` returns the tokens for a prompt, generated one per loop iteration.
 
-    The default answers with the prompt's last token, counting up modulo 100. `weights` are what `load_weights` expects.
+    The default counts up from the prompt's last token, modulo 100. `load_weights` expects the tensors in `weights`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The smallest parts that the loop can drive: each keeps its port's promises and records what happened."""
+"""Minimal fakes of all parts that the loop drives: each implements its port and records the calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from furlong.loop.device_sharing import SeparateDevices
 
 @dataclass
 class World:
-    """The state that the fakes share, and the log of what they did."""
+    """The state shared by the fakes, and the log of their calls."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     delay: float = 1e-3
@@ -126,7 +126,7 @@ class FakeSync(WeightSync):
 
 
 class FakeEngineControl(Engine):
-    """Only what the stream needs of an engine: pausing."""
+    """The part of an engine that the stream needs: pausing."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -204,7 +204,7 @@ class ListTracker:
 
 
 class Unobserved:
-    """An `Observer` that hears nothing."""
+    """An `Observer` that ignores all events."""
 
     stop_requested = False
 

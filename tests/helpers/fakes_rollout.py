@@ -13,13 +13,13 @@ from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 
 class ScriptedEngine(Engine):
-    """Answers with the tokens `script(prompt, params)` gives, one per loop turn; can be aborted and paused."""
+    """Answers with the tokens of `script(prompt, params)`, one per loop turn; can be aborted and paused."""
 
     def __init__(
         self, script: Callable[[list[int], SamplingParams], list[int]] | None = None, *, slow: Collection[int] = ()
     ) -> None:
         self.script = script or (lambda prompt, params: [prompt[-1] + 1])
-        self.slow = set(slow)  # first prompt token of requests that never end by themselves
+        self.slow = set(slow)  # requests with these first prompt tokens run until aborted
         self.version = 0
         self.calls: list[tuple[list[int], SamplingParams]] = []
         self._running: dict[str, asyncio.Event] = {}
@@ -96,14 +96,14 @@ class ListSource:
 
 
 class LabelReward:
-    """The reward of a sample is its label; a label that is a string fails with it as the reason."""
+    """The reward of a sample is its label; a string label is a failure with that reason."""
 
     async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
         return [Outcome.failed(s.label) if isinstance(s.label, str) else Outcome.scored(float(s.label)) for s in group]
 
 
 class MemoryLedger:
-    """Holds the last state of each group, and refuses a move that cannot be."""
+    """Keeps the last state of each group, and rejects invalid transitions."""
 
     NEXT: ClassVar[dict[str | None, set[str]]] = {
         None: {"issued"},

@@ -25,14 +25,14 @@ VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def device_checksum(tensor: Tensor) -> str:
-    """The checksum of one tensor."""
+    """Return the checksum of one tensor."""
     sums = Checksums()
     sums.add("", [tensor])
     return sums.digests()[""]
 
 
 def held(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The tensors of SGLang's model in this dtype, from those of a checkpoint."""
+    """Return the tensors of SGLang's model in this dtype, built from those of a checkpoint."""
     left = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
     found: dict[str, Tensor] = {}
     experts = [match for name in left if (match := EXPERT.fullmatch(name))]
@@ -52,7 +52,7 @@ def held(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> di
 
 
 def engine_checksums(state: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Checksums of these tensors."""
+    """Return the checksums of these tensors."""
     return {name: device_checksum(tensor) for name, tensor in held(state, dtype).items()}
 
 
@@ -67,10 +67,10 @@ def held_by(
     ep_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Tensor]:
-    """The tensors of one tensor-parallel process of SGLang, sliced like its weight loaders do.
+    """Return the tensors of one tensor-parallel process of SGLang, sliced like its weight loaders do.
 
-    Attention is sharded over `attn_tp_size` processes and repeats after them. A process has whole experts if `ep_size`
-    is `tp_size`, or a slice of each expert if it is 1.
+    Attention is sharded over `attn_tp_size` processes, and replicated across groups of that size. A process has whole
+    experts if `ep_size` equals `tp_size`, or a slice of each expert if it is 1.
     """
 
     def rows(tensor: Tensor, size: int) -> Tensor:
@@ -80,7 +80,7 @@ def held_by(
 
     def kv_rows(tensor: Tensor) -> Tensor:
         heads = tensor.view(num_kv_heads, -1, *tensor.shape[1:])
-        if num_kv_heads < attn_tp_size:  # one head, shared with the next processes
+        if num_kv_heads < attn_tp_size:  # one head, replicated over processes
             return heads[rank % attn_tp_size * num_kv_heads // attn_tp_size]
         return rows(heads, attn_tp_size).flatten(0, 1)
 
@@ -126,7 +126,7 @@ def held_by(
 
 
 class Sglang(SglangServer):
-    """A server that has loaded `state`; `missing` are tensors of its model that only exist under another name."""
+    """A server that has loaded `state`; `missing` are tensors that its model stores only under another name."""
 
     family, label = "qwen2", "7"
     missing: Sequence[str] = ()
@@ -143,7 +143,7 @@ class Sglang(SglangServer):
         return self.family
 
     def ranks(self) -> list[tuple[int, dict[str, Tensor]]]:
-        """The tensors of each process; with data-parallel attention, once for each scheduler that answers."""
+        """Return the tensors of each process; with data-parallel attention, once per answering scheduler."""
         tp_size, dp_size = self.info.tp_size, self.info.dp_size
         if tp_size == 1:
             return [(0, held(self.state))] * dp_size

@@ -1,4 +1,4 @@
-"""A minimal training backend with one logit table, whose numbers can be computed by hand."""
+"""A minimal training backend with one logit table, whose results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from furlong.interfaces import Backend, LossFn, OptimReport, Role, TokenStats
 
 
 class FakeBackend(Backend):
-    """`interfaces.Backend` whose policy is a table: the token before decides on the logits. Steps by plain SGD."""
+    """`interfaces.Backend` whose policy is a table of logits indexed by the previous token, trained with plain SGD."""
 
     weights_are_views = True
     device = torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Transcripts of diagnoses: tests/faults/transcripts has what the program prints for each fault, as a test saw it.
+"""Record and compare transcripts of diagnoses, the program output for each fault in tests/faults/transcripts.
 
-`python scripts/make_troubleshooting.py --record` rewrites the files with this module as a pytest plugin: the first
-diagnosis of a row, as a terminal shows it, below the command, without the folders of the test and the repository. A row
-is recorded by the test that `sources.json` names, or by the first one if that test is gone. In all other runs of that
-test, tests/conftest.py compares its output with the file (`compare`).
+`python scripts/make_troubleshooting.py --record` rewrites the files with this module as a pytest plugin. A file has
+the command and the first diagnosis of a row as printed in a terminal, without test and repository paths. The test
+named in `sources.json` records the row, or the first marked test if that one no longer exists. In all other runs of
+that test, tests/conftest.py compares its output with the file (`compare`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from runs import REPOSITORY
 
 TRANSCRIPTS = Path(__file__).parents[1] / "faults" / "transcripts"
 SOURCES = TRANSCRIPTS / "sources.json"  # row -> test that recorded it
-WIDTH = 100  # columns
-ALIKE = 0.5  # share of a finding's words that must stay: the rest are values and names of the machine
+WIDTH = 100  # terminal columns
+ALIKE = 0.5  # fraction of words that must match: the rest are values and machine names
 RECORD = "python scripts/make_troubleshooting.py --record"
 _recorded: dict[str, str] = {}
 _sources: dict[str, str] = {}
@@ -34,7 +34,7 @@ _sources: dict[str, str] = {}
 
 @dataclass
 class Transcript:
-    """The first diagnosis of each row in a test, as text, and the commands that were typed before."""
+    """The first diagnosis of each row in a test, as text, and the commands that caused them."""
 
     texts: dict[str, str] = field(default_factory=dict[str, str])
     commands: dict[str, str] = field(default_factory=dict[str, str])
@@ -55,7 +55,7 @@ def listening(item: pytest.Item) -> Iterator[Transcript]:
     def collect(self: Diagnosis, *args: Any, **named: Any) -> None:
         make(self, *args, **named)
         if self.id in rows and self.id not in transcript.texts:
-            transcript.texts[self.id] = ""  # so that the shortened copy below is not collected
+            transcript.texts[self.id] = ""  # do not collect the shortened copy below
             short = Diagnosis(self.id, *(_short(t, folder) for t in (self.finding, self.cause, self.remedy)))
             transcript.texts[self.id], transcript.commands[self.id] = short.text(WIDTH), _short(last_typed(), folder)
 
@@ -77,7 +77,7 @@ def compare(item: pytest.Item, transcript: Transcript) -> None:
 
 
 def is_alike(written: str, current: str) -> bool:
-    """Whether two texts of a diagnosis differ in values only."""
+    """Return whether two texts of a diagnosis differ only in values."""
     (first, *rest), (other, *others) = _paragraphs(written), _paragraphs(current)
     words, other_words = set(first.split()), set(other.split())
     return rest == others and len(words & other_words) >= ALIKE * len(words)
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Record the rows of a test that no other test is to record."""
+    """Record the rows of a test that are not assigned to another test."""
     with listening(item) as transcript:
         result = yield
     for row, text in transcript.texts.items():
@@ -105,7 +105,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    """Write down which test recorded each file; rows without a diagnosis in this session are left unchanged."""
+    """Store which test recorded each file; rows without a diagnosis in this session are left unchanged."""
     before: dict[str, str] = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
     SOURCES.write_text(json.dumps(dict(sorted((before | _recorded).items())), indent=1) + "\n")
 

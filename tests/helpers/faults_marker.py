@@ -1,4 +1,4 @@
-"""Marks tests that inject the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks.
+"""Mark tests that inject the fault of a diagnosis; tests/faults/test_catalogue.py reads the marks.
 
 `fault_recorder` records the output of a marked test below the command passed to `typed`.
 """
@@ -28,5 +28,5 @@ def typed(*words: object) -> None:
 
 
 def last_typed() -> str:
-    """Return the command that was typed last, "" without one."""
+    """Return the last command passed to `typed`, or ""."""
     return " ".join(_typed)

@@ -21,8 +21,8 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
 
 FEW = 6  # concurrent requests that a faulty engine survives
-BUFFER_BYTES = 12 << 20  # leaked for each further one
-DEVICE_BYTES = 6 << 30  # leaked on a GPU at a time
+BUFFER_BYTES = 12 << 20  # leaked per request beyond FEW
+DEVICE_BYTES = 6 << 30  # leaked on a GPU per release
 _kept: list[object] = []
 
 
@@ -47,7 +47,7 @@ def sends_a_signal_while_generating(number: signal.Signals, once: Path) -> None:
     run = SlotBatch.run
 
     def has_a_signal(self, *args, **kwargs):
-        if len(self.running) + len(self.waiting) > 1:  # health checks come alone
+        if len(self.running) + len(self.waiting) > 1:  # a single request may be a health check
             with contextlib.suppress(FileExistsError):
                 once.touch(exist_ok=False)
                 os.kill(os.getpid(), number)

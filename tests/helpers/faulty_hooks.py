@@ -1,4 +1,4 @@
-"""User functions with faults, as a user would write them, and the same without."""
+"""User functions with typical faults, and correct versions of them."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ async def generate_with_shifted_log_probs(args, sample, sampling_params):
 
 
 def postprocess_with_much_memory(args, rollout_id, rollout_data):
-    """Have 0.7 of the GPU for a moment, as a long micro-batch does; the allocator keeps it."""
+    """Allocate 70% of the GPU briefly, like a long micro-batch; the allocator keeps it reserved."""
     _, total = torch.cuda.mem_get_info()
     torch.empty(int(0.7 * total), dtype=torch.uint8, device="cuda")
 
 
 async def generate_that_blocks(args, sample, sampling_params):
-    time.sleep(0.08)  # as a request by a library that is not asynchronous
+    time.sleep(0.08)  # like a request from a synchronous library
     return await generate(args, sample, sampling_params)
 
 
@@ -74,7 +74,7 @@ _kept = {}
 
 
 async def generate_from_cache(args, sample, sampling_params):
-    """Answers again with what the first policy said to the prompt."""
+    """Return the first policy's cached response to the prompt."""
     key = (sample.index or 0) % (args.rollout_batch_size * args.n_samples_per_prompt)
     if key not in _kept:
         _kept[key] = sample.tokens, await policy().generate(sample.tokens, **sampling_params)
@@ -108,7 +108,7 @@ async def _with_tool(sample, sampling_params, *, masked):
 
 
 async def generate_as_lists(args, sample, sampling_params):
-    """As written for slime by hand: tokens and lengths, no mask, no versions."""
+    """Return samples like hand-written slime code: tokens and lengths, but no mask and no versions."""
     for turn in range(2):
         answer = await policy().generate(sample.tokens, **sampling_params | {"max_new_tokens": 3})
         seen = policy().encode(OBSERVATION) if turn == 0 else []
@@ -119,7 +119,7 @@ async def generate_as_lists(args, sample, sampling_params):
 
 
 async def generate_long(args, sample, sampling_params):
-    """Talks with a tool until the context is full."""
+    """Alternate with a tool until the context is full."""
     while len(sample.tokens) < args.rollout_max_context_len:
         answer = await policy().generate(sample.tokens, **sampling_params | {"max_new_tokens": 1})
         sample.append_response_tokens(
@@ -132,7 +132,7 @@ async def generate_long(args, sample, sampling_params):
 
 
 def rollout_with_dead_worker(args, rollout_id, data_source, evaluation=False):
-    """Starts a worker that dies at once, and goes on without it."""
+    """Start a worker that dies at once, and continue without it."""
 
     def work():
         raise KeyError("no such session")
@@ -149,7 +149,7 @@ def rollout_without_worker(args, rollout_id, data_source, evaluation=False):
 
 
 class Prompts(hooks_zoo.Endless):
-    """Sums without an end."""
+    """An endless source of additions."""
 
     delay_s = 0.0
 
@@ -175,7 +175,7 @@ async def generate_at_other_temperature(args, sample, sampling_params):
 
 
 async def generate_with_other_ids(args, sample, sampling_params):
-    """Encodes the text anew, here with a digit more, and keeps the log-probs of the ids that were sampled."""
+    """Re-encode the text, here with an extra digit, but keep the log-probs of the sampled ids."""
     answer = await policy().generate(sample.tokens, **sampling_params)
     ids = (policy().encode("1") + list(answer.tokens))[: len(answer.tokens)]
     sample.append_response_tokens(tokens=ids, log_probs=answer.log_probs, text=answer.text, version=answer.versions)
@@ -183,7 +183,7 @@ async def generate_with_other_ids(args, sample, sampling_params):
 
 
 async def generate_while_the_disk_fills(args, sample, sampling_params):
-    """Somebody else writes to the disk of --save until nothing is left of it."""
+    """Fill the disk of --save with a file, as another process might."""
     filler = Path(args.save) / "of-somebody-else"
     if not filler.exists():
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -193,7 +193,7 @@ async def generate_while_the_disk_fills(args, sample, sampling_params):
 
 
 async def generate_and_wait_for_ever(args, sample, sampling_params):
-    """Waits for a tool that never answers, from the second rollout on."""
+    """Wait forever for a tool, from the second rollout on."""
     sample = await generate(args, sample, sampling_params)
     if sample.group_index >= args.rollout_batch_size:
         await asyncio.Event().wait()
@@ -204,26 +204,26 @@ _remembered = []
 
 
 async def generate_and_remember(args, sample, sampling_params):
-    """Keeps something of each sample for ever."""
+    """Leak memory with each sample."""
     _remembered.append(b"x" * (8 << 20))
     return await generate(args, sample, sampling_params)
 
 
 def loss_with_a_tuned_product(args, batch, logits, sum_of_sample_mean):
-    """Looks up how a matrix product was tuned before, as torch's compiler does for a function that it compiles."""
+    """Look up the cached tuning of a matmul, as torch's compiler does for compiled functions."""
     from torch._inductor.codecache import LocalCache
 
     LocalCache().lookup("mm")
     return hooks_zoo.loss(args, batch, logits, sum_of_sample_mean)
 
 
-_answered = Counter[str]()  # samples of each run of this process
+_answered = Counter[str]()  # number of samples by run
 
 
 async def generate_and_stop_schedulers(args, sample, sampling_params):
-    """Stops what computes in the SGLang servers of this process once the first rollout is answered.
+    """Stop the schedulers of this process's SGLang servers after the first rollout.
 
-    What answers health checks in them goes on.
+    The servers still answer health checks.
     """
     sample = await generate(args, sample, sampling_params)
     run = str(args.output_dir)

@@ -1,6 +1,6 @@
-"""Engine servers of a run as forked processes, which saves the seconds that a fresh interpreter needs for imports.
+"""Run engine servers as forked processes, which avoids the import time of a new interpreter.
 
-`faulty_engines` has faults for such servers.
+`faulty_engines` contains faults for these servers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForkedEngines:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.fault: Fault | None = None
-        self.started: dict[int, list[str]] = {}  # by process id, the words of the command
+        self.started: dict[int, list[str]] = {}  # command by process id
         start = LocalHost.start
 
         async def forked(
@@ -65,17 +65,17 @@ class ForkedEngines:
         patch.setattr(LocalHost, "start", forked)
 
     def alive(self) -> list[int]:
-        """Ids of the running processes, in the order of their start."""
+        """Return the ids of the running processes, in start order."""
         return [pid for pid in self.started if psutil.pid_exists(pid)]
 
     def of(self, model: Path) -> int:
-        """Id of the process that serves this model."""
+        """Return the id of the process that serves this model."""
         [pid] = [pid for pid in self.alive() if str(model) in self.started[pid]]
         return pid
 
 
 def _serve(words: list[str], env: dict[str, str], log: Path, fault: Fault | None) -> None:
-    """Body of the process."""
+    """Body of the forked process: run the command with the fault."""
     os.setsid()
     os.environ.update(env)
     command_in_child(words, log, fault)

@@ -1,4 +1,4 @@
-"""One function for every `--*-path` flag, as a user would write it. Each call is noted in OUTPUT_DIR/calls.jsonl."""
+"""A typical user function for every `--*-path` flag. Calls are logged in OUTPUT_DIR/calls.jsonl."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def note(args, name, **what):
 
 
 async def reward_by_judge(args, sample):
-    """What another model of the run says of a response, and which weights it had."""
+    """Return a judge model's reply to a response, and the judge's weight version."""
     body = {"input_ids": sample.tokens[-4:], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     async with httpx.AsyncClient(trust_env=False) as client:
         reply = (await client.post(get_model_url(args, "judge"), json=body)).raise_for_status().json()
@@ -47,7 +47,7 @@ async def generate_with_tool(args, sample, sampling_params):
 
 
 async def generate_fan_out(args, sample, sampling_params):
-    """Two branches for odd samples, one for even ones."""
+    """Generate two branches for odd samples, and one for even ones."""
     branches = []
     for i in range(1 + sample.index % 2):
         branch = copy.deepcopy(sample)
@@ -64,7 +64,7 @@ async def generate_that_fails_at_times(args, sample, sampling_params):
     if sample.index % 4 == 1:
         raise ValueError("the tool is gone")
     if sample.index % 4 == 2:
-        sample.response_length = 7  # half written
+        sample.response_length = 7  # incomplete sample
         await asyncio.sleep(60)
     return sample
 
@@ -99,7 +99,7 @@ def all_samples_process(args, all_samples, data_source):
 
 
 def buffer_filter(args, rollout_id, buffer, num_samples):
-    """Newest first, and never a group whose number divides by five."""
+    """Return groups newest first, without those whose index is a multiple of five."""
     note(args, "buffer_filter", buffer=[group[0].group_index for group in buffer], num_samples=num_samples)
     buffer[:] = [group for group in buffer if group[0].group_index % 5]
     picked, buffer[:] = buffer[::-1][:num_samples], buffer[::-1][num_samples:]
@@ -149,7 +149,7 @@ def advantages(args, rollout_data):
 
 
 def penalized_advantages(args, rollout_data):
-    """One, less the KL to the reference."""
+    """Return one minus the KL to the reference."""
     gaps = [p - q for p, q in zip(rollout_data["log_probs"], rollout_data["ref_log_probs"], strict=True)]
     rollout_data["advantages"] = [1 - args.kl_coef * gap for gap in gaps]
 
@@ -157,14 +157,14 @@ def penalized_advantages(args, rollout_data):
 def loss(args, batch, logits, sum_of_sample_mean):
     log_probs = torch.log_softmax(logits, -1).gather(-1, batch["tokens"][:, None])[:, 0]
     value = sum_of_sample_mean(-log_probs)
-    moved = (log_probs.detach() - torch.cat(batch["log_probs"])).abs()  # slime's lists, one entry a sample
+    moved = (log_probs.detach() - torch.cat(batch["log_probs"])).abs()  # slime's lists have one entry per sample
     assert [len(t) for t in batch["unconcat_tokens"]] == batch["total_lengths"]
     assert [len(a) for a in batch["advantages"]] == [len(m) for m in batch["loss_masks"]] == batch["response_lengths"]
     return value, {"my_loss": value, "my_gap": sum_of_sample_mean(moved)}
 
 
 def loss_by_token(args, batch, logits, sum_of_sample_mean):
-    """A value per token, where one number is wanted."""
+    """Return a value per token instead of a scalar."""
     return -torch.log_softmax(logits, -1)[:, 0], {}
 
 
@@ -178,7 +178,7 @@ def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_
 
 
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    """slime's mean over each response, summed over responses, times three."""
+    """Return three times slime's reduction: the mean over each response, summed over responses."""
 
     def reduce(values):
         parts = values.split(list(response_lengths))
@@ -188,7 +188,7 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 
 
 def rollout_function(args, rollout_id, data_source, evaluation=False):
-    """No engine: every response is the letter a or b, as often as the sample's index says."""
+    """Build responses without an engine: the letter a or b, repeated according to the sample index."""
     if evaluation:
         return RolloutFnEvalOutput({"own": {"rewards": [0.0, 1.0], "truncated": [True, False]}}, {"eval/extra": 3.0})
     groups = data_source.get_samples(args.rollout_batch_size + 2)
@@ -202,7 +202,7 @@ def rollout_function(args, rollout_id, data_source, evaluation=False):
 
 
 def rollout_function_with_prompts(args, rollout_id, data_source, evaluation=False):
-    """Prompts of its own, in samples that came blank; one more group than it uses is given back."""
+    """Fill blank samples with prompts; take one group more than needed, and return it."""
     groups = data_source.get_samples(args.rollout_batch_size + 1)
     data_source.add_samples(groups[-1:])
     for sample in (sample for group in groups[:-1] for sample in group):
@@ -242,7 +242,7 @@ class Endless:
 
 
 class Naming(Endless):
-    """Every second prompt names the function that generates its samples."""
+    """A source in which every second prompt names a custom generate function."""
 
     def get_samples(self, num_samples):
         groups = super().get_samples(num_samples)
@@ -252,7 +252,7 @@ class Naming(Endless):
 
 
 class NamingNone(Endless):
-    """Samples name what cannot generate them."""
+    """A source whose samples name an invalid generate function."""
 
     def get_samples(self, num_samples):
         groups = super().get_samples(num_samples)

@@ -1,4 +1,4 @@
-"""A reward that kills a process of an engine in the middle of the second rollout, and waits for another to be there."""
+"""A reward that kills an engine process in the middle of the second rollout, and waits for its replacement."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import psutil
 
-VICTIM = "KILLING_REWARD_VICTIM"  # environment variable: what the command of the victim matches
+VICTIM = "KILLING_REWARD_VICTIM"  # environment variable: pattern for the victim's command line
 WAIT_S = 180.0
-FLAGS = {  # of a run that it is the reward of; others wait for it, too
+FLAGS = {  # flags of a run with this reward; queued calls wait for the killing call
     "rm_type": None, "custom_rm_path": "killing_reward.reward_func", "reward_timeout": 2 * WAIT_S,
 }  # fmt: skip
 
 
 async def reward_func(args, sample):
-    """0 or 1. Whoever calls first after a step was recorded kills."""
+    """Return 0 or 1; the first call after a recorded step kills the process."""
     run = Path(args.output_dir)
     if (run / "metrics.jsonl").exists() and not (run / "killed").exists():
         (run / "killed").touch()

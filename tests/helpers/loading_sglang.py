@@ -13,9 +13,9 @@ from served_engine import ScriptedServer, reply
 
 
 class Loading(ScriptedServer):
-    """Reports a model family and the checksums of the folder loaded last; answers all prompts with the same tokens.
+    """Reports a model family and the checksums of the last loaded folder; answers all prompts with the same tokens.
 
-    `moved` maps tensors to the tensor that is loaded in their place.
+    `moved` maps tensors to the tensor that is loaded instead.
     """
 
     def __init__(self, family: str, *, num_kv_heads: int = 2, **options: Any) -> None:
