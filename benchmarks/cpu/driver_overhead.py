@@ -6,7 +6,7 @@ The run is built from flags exactly as `furlong train` builds it. Then stubs rep
 tokens immediately, the forward pass, backward pass and optimizer step do nothing, and weight updates are skipped. The
 driver remains: the data source, one asyncio task per sample, the `math` reward in process, conversion to columns,
 micro-batch planning and packing, advantages, loss weights, all metrics, the ledger, metrics.jsonl, TensorBoard and
-console output. The table shows this time for growing rollouts; the last column should stay constant. The last lines
+console output. The table shows this time for growing rollouts; the last column should not grow. The last lines
 compare it with a real step on 1,024 samples with a model of one million parameters.
 
 Each figure is the median over the timed steps, with the range in parentheses. `--profile` prints a profile.

@@ -1,15 +1,15 @@
-"""Seconds of `furlong doctor FLAGS` for a model folder of many shards, from the start of the process to its end.
+"""Measure the run time of `furlong doctor FLAGS` on a model folder with many shards.
 
     python benchmarks/cpu/preflight.py [--shards 100] [--rounds 5]
 
-The folder is that of a large mixture of experts: 48 layers of 128 experts, 18,771 tensors in 100 shards of 610 MB
-each (files without content take no room on the disk), an index, and a tokenizer of 150,000 entries; the data has 20,000
-rows. The doctor reads config, tokenizer, index and the header of every shard, renders and counts prompts, tries the
-verifier, and looks at the machine. Goal: below 2 s.
+The folder imitates a large mixture-of-experts model: 48 layers of 128 experts, 18,771 tensors in 100 sparse shard files
+of 610 MB (which use almost no disk space), an index, and a tokenizer with 150,000 entries. The data has 20,000 rows.
+The doctor reads the config, the tokenizer, the index and the header of every shard, renders and counts prompts, tests
+the verifier and inspects the machine. Goal: below 2 s.
 
-Rivals, each a process of its own, in turn: `transformers` loads configuration and tokenizer (AutoConfig,
-AutoTokenizer); `safetensors` opens every shard and names its tensors. Both do less than the doctor does. CPU seconds
-are of a process and its children; one round before the timed ones fills the disk cache.
+The baselines alternate with it in separate processes. `transformers` loads config and tokenizer (AutoConfig,
+AutoTokenizer); `safetensors` opens every shard and lists its tensors. Both do less work than the doctor. CPU seconds
+include child processes. One untimed round fills the disk cache first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
 
 
 def tensors() -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes, layer by layer."""
+    """Yield tensor names and shapes, layer by layer."""
     yield "model.embed_tokens.weight", [VOCAB, HIDDEN]
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
@@ -66,7 +66,7 @@ def tensors() -> Iterator[tuple[str, list[int]]]:
 
 
 def write_model(folder: Path, num_shards: int) -> int:
-    """Write the folder; returns the number of tensors."""
+    """Write the model folder. Return the number of tensors."""
     folder.mkdir()
     every = list(tensors())
     size = -(-len(every) // num_shards)
@@ -99,7 +99,7 @@ def write_model(folder: Path, num_shards: int) -> int:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-pair tokenizer: the printable bytes, all pairs of them, and pairs with a third."""
+    """Write a byte-pair tokenizer with all single bytes, all byte pairs, and some triples."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -116,17 +116,17 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Wall and CPU seconds of a process and its children."""
+    """Run a command. Return the wall and CPU seconds of the process and its children."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise SystemExit(f"{command[:6]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(f"{command[:6]} exited with code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    """Make the folder, time all in turn, print."""
+    """Write the folder, time all commands in turn, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
@@ -158,7 +158,7 @@ def main() -> None:
         base = statistics.median(wall for wall, _ in found["furlong doctor"])
         for name, seconds in found.items():
             wall, cpu = (statistics.median(values) for values in zip(*seconds, strict=True))
-            print(f"{name:16} {wall:6.2f} s  CPU {cpu:6.2f} s  {wall / base:5.2f} of furlong's time")
+            print(f"{name:16} {wall:6.2f} s  CPU {cpu:6.2f} s  {wall / base:5.2f} x furlong")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The quickstart over several seeds: rise of held-out accuracy, wall and CPU time, and peak memory.
+"""Run the quickstart with several seeds: gain in held-out accuracy, wall and CPU time, and peak memory.
 
     python benchmarks/cpu/quickstart.py --seeds 1 2 3 4 5 [--async]
 
-There is no rival: the rival of a learning curve is the model before it learned, which every row shows.
+The baseline is the model before training; every row shows its accuracy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 
 def children_cpu_s() -> float:
-    """CPU seconds of all processes that were started and have ended."""
+    """Return the CPU seconds of all child processes that have exited."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
-    """Run each seed in its own process and folder, one after the other."""
+    """Run the seeds one after another, each in its own process and folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--async", dest="is_async", action="store_true")
@@ -33,7 +33,7 @@ def main() -> None:
     rises: list[float] = []
     seconds: list[float] = []
     cpu_s: list[float] = []
-    print("seed  before  after   rise  seconds  CPU s")
+    print("seed  before  after   gain  seconds  CPU s")
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             started, before = time.monotonic(), children_cpu_s()
@@ -59,7 +59,7 @@ def main() -> None:
         )
     peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(
-        f"median rise {100 * statistics.median(rises):.1f} points (smallest {100 * min(rises):.1f}), "
+        f"median gain {100 * statistics.median(rises):.1f} points (smallest {100 * min(rises):.1f}), "
         f"median {statistics.median(seconds):.1f} s (longest {max(seconds):.1f}), "
         f"CPU {statistics.median(cpu_s):.1f} s (longest {max(cpu_s):.1f}), peak memory {peak_mb:.0f} MB"
     )

@@ -1,17 +1,16 @@
-"""Seconds from the start of the process to the end of its first training step, and peak memory of a small run.
+"""Measure the time from process start to the end of the first training step, and peak memory of a small run.
 
     pip install trl==1.16.0
     python benchmarks/cpu/startup.py [--rivals floor furlong TRL]
 
-Both rivals train the same random model of one million parameters, 4 prompts x 8 samples x 8 new tokens, in a fresh
-process, in turn; TRL's row is left out where it is not installed. The clock is this script's: it starts when the
-process is started and ends when the first step's record is there (furlong: the first line of metrics.jsonl; TRL: a
-callback after the optimizer's step). CPU seconds are of the process and its children until they have ended. `floor`
-only imports torch and transformers' model code, which both need. One run of each before the timed ones fills the disk
-cache.
+furlong and TRL train the same random model of one million parameters on 4 prompts x 8 samples x 8 new tokens, in turn,
+each time in a new process. TRL is skipped if it is not installed. This script measures the time from launching the
+process to the end of the first step (furlong: the first line of metrics.jsonl; TRL: a callback after the optimizer
+step). CPU seconds cover the process and its children until they exit. `floor` only imports torch and transformers'
+model code, which both need. One untimed run of each fills the disk cache first.
 
-Peak memory is the maximum resident size of a run with the quickstart's shape (64 prompts x 8 samples x 8 tokens, two
-evaluations of 300 problems), synchronous and asynchronous.
+Peak memory is the maximum resident set size of a run with the quickstart's shape (64 prompts x 8 samples x 8 tokens,
+two evaluations of 300 problems), synchronous and asynchronous.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ GRPOTrainer(
 
 
 def furlong_command(model: Path, data: Path, out: Path, **flags: object) -> list[str]:
-    """`furlong train` with the settings of the comparison, and `flags` over them."""
+    """Return the `furlong train` command with the benchmark's settings; `flags` override them."""
     settings: dict[str, object] = {
         "hf_checkpoint": model,
         "prompt_data": data,
@@ -90,7 +89,7 @@ def furlong_command(model: Path, data: Path, out: Path, **flags: object) -> list
 
 
 def seconds_until(command: list[str], log: Path, record: Path) -> tuple[float, float]:
-    """Wall seconds until there is something in the file `record`, and CPU seconds until the command has ended."""
+    """Return the wall seconds until the file `record` has content, and the CPU seconds until the command exits."""
     with log.open("wb") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -104,7 +103,7 @@ def seconds_until(command: list[str], log: Path, record: Path) -> tuple[float, f
 
 
 def peak_mb(command: list[str], log: Path) -> float:
-    """Run a command and return the maximum resident size of its process in MB."""
+    """Run a command and return its maximum resident set size in MB."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         _, status, usage = os.wait4(process.pid, 0)
@@ -116,7 +115,7 @@ def peak_mb(command: list[str], log: Path) -> float:
 def first_steps(
     rivals: list[str], model: Path, data: Path, scratch: Path, reps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Times of the rivals, in turn; the first round is not counted."""
+    """Time the rivals in turn. The first round is not counted."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
     for i in range(reps + 1):
         out, marker, floor = scratch / f"run{i}", scratch / f"marker{i}", scratch / f"floor{i}"
@@ -144,15 +143,15 @@ def first_steps(
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=5, help="timed starts of each")
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: those that are installed")
+    parser.add_argument("--reps", type=int, default=5, help="timed starts per rival")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: all that are installed")
     args = parser.parse_args()
     has_trl = importlib.util.find_spec("trl") is not None
     if args.rivals is None and not has_trl:
-        print("TRL is not installed (pip install trl==1.16.0): its row is left out")
+        print("skipping TRL: not installed (pip install trl==1.16.0)")
     rivals = args.rivals or [name for name in RIVALS if name != "TRL" or has_trl]
     if "furlong" not in rivals:
-        parser.error("--rivals: furlong is what the others are compared with")
+        parser.error("--rivals must include furlong, the reference for the ratios")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     from furlong.models.presets import write_preset
     from furlong.quickstart import addition as task
@@ -166,7 +165,7 @@ def main() -> None:
         times = first_steps(rivals, model, data, scratch, args.reps)
         own = times["furlong"]
         print("process start to the end of the first step")
-        print(f"{'':<10}{'median s':>9}  {'range':<14} CPU s, range          x furlong, in the same round: wall, CPU")
+        print(f"{'':<10}{'median s':>9}  {'range':<14} CPU s, range          x furlong in the same round: wall, CPU")
         for name, pairs in times.items():
             columns, ratios = list(zip(*pairs, strict=True)), list[list[float]]()
             for values, other in zip(columns, zip(*own, strict=True), strict=True):

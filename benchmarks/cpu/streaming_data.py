@@ -1,9 +1,9 @@
-"""Read a large JSONL file as a shuffled stream: rows a second and peak memory, against `datasets` and a plain loop.
+"""Read a large JSONL file as a shuffled stream and compare with `datasets` and a plain json.loads loop.
 
     python benchmarks/cpu/streaming_data.py --gb 2
 
-Each reader runs in a process of its own over the same file, one after the other, and reads every row to its end.
-Peak memory is the process's maximum resident size; "growth" is that minus the size after its imports.
+The readers run one after another in separate processes, and each reads the whole file. The table shows rows per second
+and peak memory (maximum resident set size); "growth" is peak memory minus the size after imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUFFER_ROWS = 10_000
 
 
 def write_file(path: Path, num_bytes: int) -> int:
-    """Write rows of about 1 kB: a prompt, a label and metadata. Returns their number."""
+    """Write rows of about 1 kB with a prompt, a label and metadata. Return the number of rows."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(5000)]
     bodies = [" ".join(rng.choices(words, k=rng.randint(80, 220))) for _ in range(2000)]
@@ -38,7 +38,7 @@ def write_file(path: Path, num_bytes: int) -> int:
 
 
 def furlong_stream(path: Path) -> Iterator[str]:
-    """Groups of one sample from a shuffled furlong stream, without a tokenizer."""
+    """Yield labels from a shuffled furlong stream of one-sample groups, without a tokenizer."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
     from furlong.data.source import RolloutDataSource
@@ -55,7 +55,7 @@ def furlong_stream(path: Path) -> Iterator[str]:
 
 
 def datasets_stream(path: Path) -> Iterator[str]:
-    """Rows of `datasets`' streaming JSON loader with a shuffle buffer of the same size."""
+    """Yield labels from `datasets`' streaming JSON loader with the same shuffle buffer size."""
     import datasets
 
     yield ""
@@ -65,7 +65,7 @@ def datasets_stream(path: Path) -> Iterator[str]:
 
 
 def json_loop(path: Path) -> Iterator[str]:
-    """json.loads on every line: no checks, no shuffle, no samples."""
+    """Yield labels with json.loads on every line: no validation, no shuffling, no sample objects."""
     yield ""
     with path.open() as file:
         for line in file:
@@ -94,7 +94,7 @@ def main() -> None:
     """Write the file, run every reader, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0, help="size of the file")
-    parser.add_argument("--dir", default=None, help="where to write it (default: the temporary folder)")
+    parser.add_argument("--dir", default=None, help="folder for the file (default: the system's temporary folder)")
     parser.add_argument("--reader", choices=READERS, help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,14 +1,14 @@
-"""One step of furlong under different numbers of threads and ways of waiting.
+"""Measure one furlong step with different thread counts and OMP_WAIT_POLICY values.
 
     python benchmarks/cpu/threads.py
 
-A synchronous run has two pools of OpenMP threads, the engine's and the trainer's, of which one works at a time.
-OMP_WAIT_POLICY says what the threads of a pool do between two parallel regions: PASSIVE gives the CPU
-away; ACTIVE spins; without it libgomp spins for some milliseconds. Each setting
-runs in processes of its own, one at a time and in turn, since a pool that spins would disturb the others.
+A synchronous run has two pools of OpenMP threads, one for the engine and one for the trainer; only one is active at a
+time. OMP_WAIT_POLICY controls what idle threads do between parallel regions: PASSIVE yields the CPU, ACTIVE spins, and
+if it is not set, libgomp spins for a few milliseconds. The settings alternate and only one process runs at a time,
+because a spinning pool would slow down the others.
 
-The step is that of trl_step.py: 32 samples of 32 new tokens. Milliseconds are medians over all steps but the first two
-of each run; `x` is over one thread.
+The step is the one in trl_step.py: 32 samples of 32 new tokens. Milliseconds are medians that exclude the first two
+steps of each run; `x` is the speedup over one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[bool, str]] = {
 
 
 def step_times(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, steps: int) -> list[float]:
-    """Milliseconds of the steps of one run but the first two."""
+    """Run once. Return the milliseconds of every step except the first two."""
     process, channel = trl_step.start(trl_step.run_furlong, folder, prompts, out, threads, dtype, steps)
     times: list[float] = []
     for _ in range(steps):
@@ -45,9 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["3m", "12m"], choices=["tiny", "3m", "12m"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--threads", type=int, default=2, help="of the settings with several threads")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each setting")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads in the multi-threaded settings")
+    parser.add_argument("--steps", type=int, default=8, help="steps per run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs per setting")
     args = parser.parse_args()
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as name:

@@ -1,21 +1,21 @@
-"""One GRPO step of furlong against one of TRL's GRPOTrainer, on the same model, prompts and settings.
+"""Compare one GRPO step of furlong and TRL's GRPOTrainer on the same model, prompts and settings.
 
     pip install trl==1.16.0
     python benchmarks/cpu/trl_step.py
 
-Each rival runs in a process of its own and stops before every step until it is told to go on, so that their steps
-alternate (A B C, A B C, ...) and slow drifts of the machine hit all of them. A step is everything from one stop to the
-next: generation, reward, loss, backward pass, optimizer, weights to the engine, logging. Both sides get 4 prompts of
-equal length, 8 samples each, exactly 32 new tokens (the end-of-sequence token lies outside the model's vocabulary), a
-random reward, GRPO without KL, one AdamW step per rollout, and the whole rollout as one batch.
+Each rival runs in its own process and waits for a signal before every step. Their steps therefore alternate, and slow
+changes in machine load affect all of them equally. A step is everything between two signals: generation, reward, loss,
+backward pass, optimizer step, weight update and logging. Both sides use 4 prompts of equal length with 8 samples each,
+exactly 32 new tokens per sample (the end-of-sequence token is outside the model's vocabulary), a random reward, GRPO
+without KL, one AdamW step per rollout, and the whole rollout as one batch.
 
-Before the steps are timed, one step of TRL is taken and furlong is given the same tokens and rewards: loss, gradient
-norm and the weights after the step have to agree (`--no-check` leaves it out).
+Before timing, TRL runs one step and furlong repeats it with the same tokens and rewards. Loss, gradient norm and the
+updated weights must agree (`--no-check` skips this).
 
-Columns: wall time of a step, median and quartiles; CPU time of the process in a step, which a busy machine disturbs
-less; the share of generation; `x fp32` is the rival's wall time over that of `furlong fp32` in the same round, median
-and quartiles, and `x cpu` the same of CPU times; `x bf16` over `furlong bf16`. The prompt's length matters, because
-furlong computes a prompt once for its 8 samples, in generation and in training.
+Columns: wall time per step (median and quartiles); CPU time of the process per step, which depends less on other load;
+`gen`, the share of generation; `x fp32`, the rival's wall time divided by that of `furlong fp32` in the same round
+(median and quartiles); `x cpu`, the same for CPU time; `x bf16`, the ratios to `furlong bf16`. Prompt length matters
+because furlong computes a prompt once for its 8 samples, both in generation and in training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trl_rival import furlong_words, random_reward, trl_config
 
 PROMPTS, SAMPLES, NEW = 4, 8, 32
 LR = 1e-4
-NEVER = "<|never|>"  # the end-of-sequence token, whose id is not in the model's vocabulary
+NEVER = "<|never|>"  # the end-of-sequence token; its id is outside the model's vocabulary
 
 RIVALS = {
     "furlong fp32": ("furlong", "fp32"),
@@ -52,7 +52,7 @@ RIVALS = {
 
 
 def write_model(preset: str, folder: Path) -> Path:
-    """A random model that cannot sample its end-of-sequence token."""
+    """Write a random model that cannot sample its end-of-sequence token."""
     from furlong.models.presets import write_preset
     from furlong.models.tokenizer import build_tokenizer
 
@@ -71,14 +71,14 @@ def write_model(preset: str, folder: Path) -> Path:
 
 
 def write_prompts(path: Path, count: int, length: int) -> Path:
-    """Prompts of `length` characters, which are its tokens, all different."""
+    """Write `count` distinct prompts of `length` characters, one token per character."""
     prompts = [f"{i} of {count} ".ljust(length, "x")[:length] for i in range(count)]
     path.write_text("".join(json.dumps({"prompt": p, "label": "0"}) + "\n" for p in prompts))
     return path
 
 
 class Gate:
-    """Stops between steps: sends what the last one took, and waits for leave to go on."""
+    """Pauses between steps: reports the last step and waits for the signal to continue."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
@@ -86,7 +86,7 @@ class Gate:
         self._wall = self._cpu = 0.0
 
     def stop(self) -> None:
-        """End the clock, report, wait, start the clock."""
+        """Stop the clock, report the step, wait for the signal, and restart the clock."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         self._channel.send({"wall": wall, "cpu": cpu, **self.work})
         self.work = {}
@@ -95,20 +95,20 @@ class Gate:
 
 
 def furlong_flags(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> list[str]:
-    """The command line of the furlong side."""
+    """Return furlong's command line."""
     sizes = {"prompts": PROMPTS, "samples": SAMPLES, "new": NEW, "lr": LR}
     more = {"num_rollout": rounds, "max_tokens_per_gpu": 65536, "num_threads": threads, dtype: True}
     return furlong_words(folder, prompts, out, **sizes, **more)
 
 
 class CountingTrainer:
-    """The trainer, counting what it is given."""
+    """Wraps the trainer and counts its samples and tokens."""
 
     def __init__(self, trainer: Any, gate: Gate) -> None:
         self._trainer, self._gate = trainer, gate
 
     async def train(self, batch: Any) -> Any:
-        """Count and pass on."""
+        """Count the batch and train on it."""
         lengths = batch.response_lengths
         self._gate.work |= {
             "samples": len(lengths),
@@ -123,22 +123,22 @@ class CountingTrainer:
 
 
 class GateTracker:
-    """A tracker that stops at the end of every step."""
+    """A tracker that pauses at the end of every step."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:  # noqa: ARG002  the port's
-        """Stop."""
+    def log(self, step: int, metrics: dict[str, float]) -> None:  # noqa: ARG002  the port's signature
+        """Record the generation time and pause."""
         self._gate.work["generate"] = metrics["perf/rollout_time"]
         self._gate.stop()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
-    """The parts of a run, as `furlong train` makes them."""
+    """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
     from furlong.machine import choose_threads, import_without_gc
     from furlong.run.process_setup import raise_gc_threshold, set_threads
@@ -153,7 +153,7 @@ def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype
 
 
 def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, threads: int, dtype: str, n: int) -> None:
-    """Train with furlong, stopping before every step."""
+    """Train with furlong, pausing before every step."""
     _quiet(out)
     built = build_furlong(folder, prompts, out, threads=threads, dtype=dtype, rounds=n)
     from furlong.loop.train import train
@@ -173,7 +173,7 @@ def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, thr
 
 
 def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps: int, gate: Gate | None) -> Any:
-    """TRL's trainer, with everything off that costs time and furlong does not do."""
+    """Return TRL's trainer with every optional cost disabled that furlong does not have."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -229,7 +229,7 @@ def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps
 
 
 def run_trl(channel: Connection, folder: Path, prompts: Path, out: Path, threads: int, dtype: str, n: int) -> None:
-    """Train with TRL, stopping before every step."""
+    """Train with TRL, pausing before every step."""
     _quiet(out)
     import torch
 
@@ -238,12 +238,12 @@ def run_trl(channel: Connection, folder: Path, prompts: Path, out: Path, threads
 
 
 def check_trl(channel: Connection, folder: Path, prompts: Path, out: Path) -> None:
-    """One step of TRL: what it saw and what came of it."""
+    """Run one TRL step. Send its samples, loss, gradient norm and updated weights."""
     _quiet(out)
     trainer = trl_trainer(folder, prompts, out, dtype="fp32", max_steps=1, gate=None)
     trainer.train()
     seen = trainer.seen
-    # TRL shuffles the samples of a rollout; rewards are 0 or 1, so the advantages tell them.
+    # TRL shuffles the samples of a rollout. Rewards are 0 or 1, so the sign of the advantage determines the reward.
     columns = (seen["prompt_ids"].tolist(), seen["completion_ids"].tolist(), seen["advantages"].tolist())
     channel.send(
         {
@@ -256,7 +256,7 @@ def check_trl(channel: Connection, folder: Path, prompts: Path, out: Path) -> No
 
 
 def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, seen: dict[str, Any]) -> None:
-    """Furlong's step on the tokens and rewards of TRL's."""
+    """Run furlong's step on the tokens and rewards of TRL's step."""
     _quiet(out)
     built = build_furlong(folder, prompts, out, threads=1, dtype="fp32", rounds=1)
     from furlong.core.sample import Group, Sample, Status
@@ -286,7 +286,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
 
 
 def check(folder: Path, prompts: Path, scratch: Path) -> None:
-    """Compare one step of both on the same tokens. Raises SystemExit if they differ."""
+    """Compare one step of both on the same tokens. Raise SystemExit if they differ."""
     theirs = _answer(check_trl, folder, prompts, scratch / "check-trl")
     ours = _answer(check_furlong, folder, prompts, scratch / "check-furlong", theirs)
     before = _answer(initial_weights, folder)
@@ -296,24 +296,24 @@ def check(folder: Path, prompts: Path, scratch: Path) -> None:
         moved += sum((a - b) ** 2 for a, b in zip(values, before[name], strict=True))
     norm, rival_norm, share = ours["grad_norm"], theirs["grad_norm"], math.sqrt(apart / moved)
     print(
-        f"the same step on the same tokens: loss {ours['loss']:.1e} and {theirs['loss']:.1e}, gradient norm "
-        f"{norm:.5f} and {rival_norm:.5f}; the two updates of the weights differ by {share:.2%} of their length"
+        f"furlong and TRL on the same tokens: loss {ours['loss']:.1e} and {theirs['loss']:.1e}, gradient norm "
+        f"{norm:.5f} and {rival_norm:.5f}; the weight updates differ by {share:.2%} (relative L2 norm)"
     )
-    # TRL divides rewards by their deviation + 1e-4, furlong by it + 1e-6; Adam's first step is nearly the gradient's
-    # sign, so rounding flips it where the gradient is almost 0.
+    # TRL divides rewards by their standard deviation + 1e-4, furlong by standard deviation + 1e-6. Adam's first step is
+    # close to the sign of the gradient, so rounding flips it where the gradient is almost 0.
     if abs(norm - rival_norm) > 1e-3 * rival_norm or share > 0.05 or abs(ours["loss"] - theirs["loss"]) > 1e-4:
-        raise SystemExit("furlong and TRL do not do the same step: the times below would mean nothing")
+        raise SystemExit("furlong and TRL compute different steps, so their times are not comparable")
 
 
 def initial_weights(channel: Connection, folder: Path) -> None:
-    """The weights in the folder."""
+    """Send the weights in the folder."""
     from safetensors.torch import load_file
 
     channel.send({name: t.flatten().tolist() for name, t in load_file(folder / "model.safetensors").items()})
 
 
 def _quiet(out: Path) -> None:
-    """Send what a rival prints to a file: only the table is for the terminal."""
+    """Redirect a rival's output to a file, so that the terminal shows only the table."""
     out.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     file = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -322,7 +322,7 @@ def _quiet(out: Path) -> None:
 
 
 def start(target: Any, *args: Any) -> tuple[Any, Connection]:
-    """Run `target` in a new process; returns the process and the channel to it."""
+    """Run `target` in a new process. Return the process and the channel to it."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
@@ -332,11 +332,11 @@ def start(target: Any, *args: Any) -> tuple[Any, Connection]:
 
 
 def answer_of(channel: Connection, out: Path) -> Any:
-    """Wait for what a rival sends. Raises SystemExit with the end of its log if it has ended."""
+    """Wait for a rival's message. Raise SystemExit with the end of its log if it has exited."""
     try:
         return channel.recv()
     except EOFError:
-        raise SystemExit(f"a rival ended:\n{out.with_suffix('.log').read_text()[-3000:]}") from None
+        raise SystemExit(f"a rival exited:\n{out.with_suffix('.log').read_text()[-3000:]}") from None
 
 
 def _answer(target: Any, *args: Any) -> Any:
@@ -349,7 +349,7 @@ def _answer(target: Any, *args: Any) -> Any:
 def measure(
     names: list[str], folder: Path, prompts: Path, scratch: Path, *, threads: int, warmup: int, steps: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Step the rivals in turn; returns what each timed step took and did."""
+    """Step the rivals in turn. Return the times and counts of each timed step."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     run = {"furlong": run_furlong, "trl": run_trl}
     channels: dict[str, Connection] = {}
@@ -362,7 +362,7 @@ def measure(
         process, channel = start(run[which], folder, prompts, out, threads, dtype, total)
         processes.append(process)
         channels[name], outs[name] = channel, out
-        answer_of(channel, out)  # it is loaded and stands before a step (furlong: after its first)
+        answer_of(channel, out)  # loaded and paused before its first step (furlong: after its first step)
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for i in range(warmup + steps):
         for name in names if i % 2 else names[::-1]:
@@ -377,13 +377,13 @@ def measure(
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return the lower quartile, median and upper quartile."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 
 
 def report(taken: dict[str, list[dict[str, Any]]], title: str) -> None:
-    """Print one row a rival: its times and its wall time over that of each furlong row."""
+    """Print one row per rival: its times and their ratios to each furlong row."""
     own = [name for name in taken if RIVALS[name][0] == "furlong"]
     for name, steps in taken.items():
         low, middle, high = quartiles([s["wall"] for s in steps])
@@ -400,19 +400,19 @@ def report(taken: dict[str, list[dict[str, Any]]], title: str) -> None:
             f"{generate / middle:6.0%}  {'  '.join(ratios)}",
             flush=True,
         )
-    print(f"{' ' * len(title)}  every step of each: {PROMPTS * SAMPLES * NEW} tokens generated, as many trained on")
+    print(f"{' ' * len(title)}  every step of every rival: {PROMPTS * SAMPLES * NEW} tokens generated and trained on")
 
 
 def main() -> None:
-    """Check that both sides do the same, then print the table."""
+    """Check that both sides compute the same step, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["3m", "12m"], choices=["tiny", "3m", "12m"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--prompt-len", type=int, nargs="+", default=[16, 64, 256], help="tokens of each prompt")
+    parser.add_argument("--prompt-len", type=int, nargs="+", default=[16, 64, 256], help="prompt lengths in tokens")
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=list(RIVALS))
-    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each rival")
-    parser.add_argument("--no-check", action="store_true", help="leave the comparison of one step out")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed warm-up steps")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per rival")
+    parser.add_argument("--no-check", action="store_true", help="skip the check that both sides compute the same step")
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ["HF_HUB_OFFLINE"] = "1"

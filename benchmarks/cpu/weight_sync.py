@@ -1,17 +1,18 @@
-"""How long a publication of weights takes on a CPU, against the same without proof by what everybody has.
+"""Compare furlong's verified weight updates on a CPU with unverified updates by common libraries.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu/weight_sync.py [--layers 8] [--rounds 5]
 
-This process is the trainer, and has nothing but weights (Qwen3 shape, float32); `furlong serve` in a process of its own
-is the engine. Ways of furlong, each verified tensor by tensor before it counts as done: `ipc` (shared memory), `gloo`
-(broadcast), `disk` (a folder of safetensors) and `delta` (what changed, with 1 % of all elements changed before each).
+This process is the trainer and has only weights (Qwen3 shape, float32). `furlong serve` in a separate process is the
+engine. Each of furlong's transports verifies the checksum of every tensor before the update is complete: `ipc` (shared
+memory), `gloo` (broadcast), `disk` (a folder of safetensors) and `delta` (changed elements only; 1 % of all elements
+change before each update).
 
-Rivals, in turn with these in every round, verify nothing: `broadcast` sends tensor after tensor with
-torch.distributed.broadcast (gloo) to a process that copies them into its model; `save and load` is safetensors'
-save_file and transformers' from_pretrained in that process.
+The baselines alternate with them in every round and do not verify. `broadcast` sends one tensor at a time with
+torch.distributed.broadcast (gloo) to a process that copies it into its model. `save and load` is safetensors' save_file
+here and transformers' from_pretrained in that process.
 
-Seconds are of one publication, median over rounds; ratios are to the rival of the same kind. `proof` is what recording
-checksums here and asking the engine for its own took (part of it runs beside sending).
+Seconds are the median time of one weight update; ratios are to the corresponding baseline. `verify s` is the time for
+computing checksums here and requesting the engine's (partly overlapped with sending).
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ BUCKET = 64 << 20
 
 
 class Weights:
-    """A trainer that has nothing but weights."""
+    """A trainer that has only weights."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state = {name: tensor.clone() for name, tensor in state.items() if name != "lm_head.weight"}
         self.num_bytes = sum(tensor.nbytes for tensor in self.state.values())
 
     def weights(self) -> WeightSource:
-        """One pass over them."""
+        """Return a source that iterates over the weights."""
         return WeightSource(self.state.items)
 
     def change(self, fraction: float) -> None:
-        """Change this part of all elements."""
+        """Change this fraction of all elements."""
         for tensor in self.state.values():
             if fraction == 1.0:
                 tensor.mul_(-1.015625)
@@ -80,7 +81,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sent:
-    """One publication."""
+    """Measurements of one weight update."""
 
     seconds: float
     proof_s: float = 0.0
@@ -88,7 +89,7 @@ class Sent:
 
 
 def receive(folder: Path, port: int, pipe: Connection) -> None:
-    """Body of the rivals' process: it loads a folder, or receives all tensors, as often as it is told."""
+    """Run the baselines' receiver: load a folder or receive all tensors on each request."""
     torch.set_num_threads(1)
     disable_progress_bar()
     join(port, rank=1)
@@ -107,7 +108,7 @@ def receive(folder: Path, port: int, pipe: Connection) -> None:
 
 
 def join(port: int, *, rank: int) -> None:
-    """Join the group of the two processes that broadcast."""
+    """Join the process group of sender and receiver."""
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=limit
@@ -115,7 +116,7 @@ def join(port: int, *, rank: int) -> None:
 
 
 def rivals(weights: Weights, model_dir: Path, folder: Path, pipe: Connection) -> dict[str, Callable[[], Sent]]:
-    """What is compared with."""
+    """Return the baselines by name."""
 
     def timed(send: Callable[[], None]) -> Callable[[], Sent]:
         def one() -> Sent:
@@ -142,7 +143,7 @@ def rivals(weights: Weights, model_dir: Path, folder: Path, pipe: Connection) ->
 
 
 def own_ways(weights: Weights, server: SglangServer, model_dir: Path, folder: Path) -> dict[str, LocalSync]:
-    """A sync for each way of furlong."""
+    """Return a LocalSync for each of furlong's transports."""
 
     async def servers() -> list[SglangServer]:
         return [server]
@@ -156,11 +157,11 @@ def own_ways(weights: Weights, server: SglangServer, model_dir: Path, folder: Pa
         "disk": DiskTransport(folders("disk")),
         "delta": DeltaTransport(folders("delta")),
     }
-    return {name: LocalSync(weights, servers, way) for name, way in transports.items()}  # pyright: ignore[reportArgumentType]  it asks for weights only
+    return {name: LocalSync(weights, servers, way) for name, way in transports.items()}  # pyright: ignore[reportArgumentType]  only weights() is used
 
 
 async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dict[str, list[Sent]]]:
-    """All publications but the first of each way."""
+    """Return the measured updates by method, excluding the first update of each method."""
     config = Qwen3Config(
         vocab_size=16_384, hidden_size=args.width, intermediate_size=3 * args.width, num_hidden_layers=args.layers,
         num_attention_heads=args.width // 64, num_key_value_heads=args.width // 128, head_dim=64,
@@ -196,7 +197,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
         for number in range(args.rounds + 1):
             for name, way in ways.items():
                 sent = await way()
-                if number:  # the first connects and allocates, and the first delta is a whole folder
+                if number:  # the first update connects and allocates, and the first delta is a full copy
                     found.setdefault(name, []).append(sent)
         pipe.send(None)
         await server.close()
@@ -210,7 +211,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
 
 def _publishing(weights: Weights, sync: LocalSync, versions: Iterator[int], *, is_delta: bool) -> Way:
     async def one() -> Sent:
-        if is_delta:  # the server has what other ways sent: first all of what this one has
+        if is_delta:  # other methods have updated the server, so resynchronize it first
             await sync.update_weights(next(versions))
         weights.change(0.01 if is_delta else 1.0)
         started = time.perf_counter()
@@ -228,7 +229,7 @@ def _in_thread(one: Callable[[], Sent]) -> Way:
 
 
 def main() -> None:
-    """Measure and print one row a way."""
+    """Measure, then print one row per method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=768)
@@ -238,14 +239,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         weights, found = asyncio.run(measure(args, Path(scratch)))
     print(f"{weights.num_bytes / 1e6:.0f} MB in {len(weights.state)} tensors, medians of {args.rounds} rounds")
-    print(f"{'way':14s} {'seconds':>8s} {'proof s':>8s} {'MB sent':>8s}  ratio to the rival (range)")
+    print(f"{'method':14s} {'seconds':>8s} {'verify s':>8s} {'MB sent':>8s}  ratio to the baseline (range)")
     for name, sents in found.items():
         seconds = statistics.median(sent.seconds for sent in sents)
         proof, wire = statistics.median(s.proof_s for s in sents), statistics.median(s.wire_bytes for s in sents)
         line = f"{name:14s} {seconds:8.3f} {proof:8.3f} {wire / 1e6:8.1f}"
         if rival := RIVAL_OF.get(name):
             ratios = sorted(a.seconds / b.seconds for a, b in zip(sents, found[rival], strict=True))
-            line += f"  {statistics.median(ratios):.2f} of `{rival}` ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+            line += f"  {statistics.median(ratios):.2f} x `{rival}` ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         print(line)
 
 
