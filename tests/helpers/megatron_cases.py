@@ -42,7 +42,7 @@ from furlong.training.megatron import weight_names as names  # noqa: E402
 from furlong.training.megatron.megatron_backend import MegatronBackend  # noqa: E402
 from furlong.training.megatron.parallel_layout import Compute, Layout  # noqa: E402
 
-OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # large, so that decay of the wrong weights shows
+OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # large, to expose decay of the wrong weights
 
 
 def two_steps(
@@ -68,7 +68,7 @@ def two_steps(
     start = {} if core is None else {"initial_weights": folder / core, "initial_optimizer": folder / core}
     trained = _built(ranks, folder / family, **how, **start)
     is_megatron = isinstance(trained, MegatronBackend)
-    if is_offloaded:  # backends on a CPU refuse the setting
+    if is_offloaded:  # CPU backends reject this setting
         with trained._optimizer_offload.loaded():
             trained._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
@@ -135,7 +135,7 @@ def _built(
 
 
 def _exports(trained: Any, model: Path) -> bool:
-    """Whether the exported weights equal those of a model's folder."""
+    """Return whether the exported weights equal those of a model's folder."""
     exported = dict(trained.named_weights())
     with open_tensors(model) as stored:
         is_same = exported.keys() == stored.names
@@ -191,7 +191,7 @@ def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: di
         sent = [group.grad_reduce_handle is not None for group in groups]
         is_overlapping = (
             trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]
-        )  # overlap starts after step one
+        )  # overlap starts after the first step
         assert all(sent) if is_overlapping else not any(sent)
     else:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
@@ -238,7 +238,7 @@ def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict
 
 
 def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-    """The policy loss plus the mean of the squared logits of each token."""
+    """Return the policy loss plus the mean squared logit of each token."""
     assert stats.logits_RV is not None
     loss, metrics = PolicyLoss(replace(SETTINGS, entropy_coef=0.0))(micro, stats)
     more = (stats.logits_RV.square().mean(-1) * micro.weight_R).sum()
@@ -246,7 +246,7 @@ def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
 
 
 def _offload_and_reload(trained: Any) -> None:
-    """Offload and reload: memory is released in between, and all states come back."""
+    """Check that offloading releases memory, and that reloading restores all states."""
     kept = [*trained.resident(), *trained.gradients()]
     before = [tensor.clone() for tensor in trained.resident()]
     whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
@@ -266,7 +266,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _restored(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Whether a checkpoint restores all states bitwise after they were changed."""
+    """Return whether a checkpoint restores all states bitwise after they were changed."""
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
@@ -314,7 +314,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
 
 
 def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
-    """Return checksums in an embedded engine of rank 0, which had other weights, after a weight update over HTTP."""
+    """Update an embedded engine of rank 0 with different weights over HTTP, and return its checksums."""
     weights = WeightSource(trained.named_weights)
     transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)

@@ -34,7 +34,7 @@ def assert_trains_as(found: Found, name: str, reference: str, *, rel: float, los
 
 
 def assert_exports_as(found: Found, name: str, reference: str, *, rel: float, near: float) -> None:
-    """Assert that exported weights equal the loaded ones, and those after both steps another case's."""
+    """Assert that exports equal the loaded weights, and that weights after both steps equal another case's."""
     (other,) = found[reference]
     for rank in found[name]:
         assert rank["is_exported_as_loaded"]

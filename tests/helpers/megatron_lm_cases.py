@@ -1,4 +1,4 @@
-"""Functions that the ranks of Megatron-LM checkpoint tests run: conversion, and reading what Megatron-core saved."""
+"""Functions that the ranks of Megatron-LM checkpoint tests run: conversion, and reading Megatron-core checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from furlong.training.megatron.role_models import fill
 def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> dict[str, Any]:
     """Convert a Hugging Face folder to Megatron-LM, twice, and back.
 
-    dtype: of the tensors of all folders, except expert biases.
+    dtype: dtype of the tensors in all folders, except expert biases.
     """
     from furlong.cli import main
 
@@ -61,7 +61,7 @@ def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> di
 
 
 def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """Whether Megatron-core and furlong load a converted checkpoint on two tensor-parallel ranks."""
+    """Return whether Megatron-core and furlong load a converted checkpoint on two tensor-parallel ranks."""
     from megatron.core import dist_checkpointing
 
     layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
@@ -89,11 +89,11 @@ FORMS = ("fully_reshardable", "dp_reshardable")
 def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     """Save weights and optimizer after one step as Megatron-LM does, in both formats; then take the second step.
 
-    models: by family, the layout and dtype.
+    models: layout and dtype by family.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # otherwise started in a new interpreter
+    # Megatron-core would start the manager in a new interpreter.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     seen: dict[str, Any] = {}
     for family, options in models.items():
@@ -150,7 +150,7 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
 
 
 def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """Check and convert such a checkpoint with furlong's commands."""
+    """Check and convert a checkpoint of `saved_by_core` with furlong's commands."""
     from furlong.cli import main
 
     stored, back, trained = (
@@ -168,7 +168,7 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
 
 
 def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:
-    """The error of optimizer states in flat buffers, as Megatron-core saved them."""
+    """Return the error for optimizer states that Megatron-core saved in flat buffers."""
     stored = folder / f"{family}-tensor-dp_reshardable" / "iter_0000005"
     try:
         megatron_backend(folder / family, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
@@ -178,7 +178,7 @@ def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:
 
 
 def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str]:
-    """The error of each rank for folders that the last rank cannot read, as on machines with disks of their own."""
+    """Return the error of each rank for folders that only the last rank cannot read, as with local disks."""
     errors: dict[str, str] = {}
     sizes = {"optim": OPTIM, "layout": Layout(ranks.tensor, ranks.pipeline)}
     stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"
@@ -197,7 +197,7 @@ def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str
 
 
 def _damage(folder: Path, word: str) -> None:
-    """Overwrite the chunks of all tensors with a word in their names; without one, common.pt."""
+    """Overwrite the chunks of all tensors with `word` in their names, or common.pt if `word` is empty."""
     if not word:
         (folder / "common.pt").write_bytes(b"cut off")
         return
@@ -210,7 +210,7 @@ def _damage(folder: Path, word: str) -> None:
 
 
 def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
-    """Whether a model loads the same states from a folder with a padded vocabulary as a model with the padded one."""
+    """Return whether models with and without vocabulary padding load the same states from a padded checkpoint."""
     config = hf.load_config(folder / family)
     config.vocab_size -= 2
     hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")

@@ -59,7 +59,7 @@ def publish(
     device: str,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Send the model in `folder` / `family` by `transport`; the first rank returns the verified report."""
+    """Send the model in `folder` / `family` by `transport`, and return the verification report on the first rank."""
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)

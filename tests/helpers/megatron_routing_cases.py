@@ -22,7 +22,7 @@ from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM
 from ranks_cases import PACKING, SETTINGS, batch
 
-NUM_EXPERTS = 4  # of the family in models_zoo
+NUM_EXPERTS = 4  # of the MoE family in models_zoo
 
 
 def routed_batch(folder: Path) -> RolloutBatch:
@@ -126,7 +126,7 @@ def balanced(
 
 
 def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:
-    """Compute the same for the first step from transformers' router logits, with loops as in the papers."""
+    """Compute the first step of `balanced` from transformers' router logits, with loops as in the papers."""
     how = LoadBalancing(**losses)
     model = hf.load_model(folder / family)
     model.set_attn_implementation("eager")

@@ -110,7 +110,7 @@ def random_batch(
     masked: float = 0.0,
     rollout_id: int = 0,
 ) -> RolloutBatch:
-    """Return a batch with one group per entry of `prompts` (prompt lengths); `responses[i]`: response lengths."""
+    """Return a batch with a group for each length in `prompts`; `responses[i]` are the response lengths of group i."""
     rng = np.random.default_rng(seed)
     tokens: list[np.ndarray] = []
     lengths: list[int] = []

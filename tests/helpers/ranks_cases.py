@@ -1,4 +1,4 @@
-"""Functions that the ranks of a test run: each takes (ranks, folder) and returns a JSON value."""
+"""Functions that the ranks of a test run; each takes (ranks, folder) and returns a JSON value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = AlgoFlags(
     use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3
 )
 PACKING = Packing(num_steps=2, max_tokens=40, balance="tokens")
-# Twelve samples of very different lengths in four groups; some micro-batches train on no token at all.
+# Twelve samples of very different lengths in four groups; some micro-batches have no trainable token.
 SHAPE = {"prompts": [5, 3, 9, 4], "responses": [[6, 2, 19], [4, 7, 1], [12, 3, 5], [2, 2, 30]]}
 
 
@@ -57,7 +57,7 @@ def batch(rollout_id: int = 0) -> Any:
     drawn = random_batch(**SHAPE, seed=rollout_id, masked=0.3, rollout_id=rollout_id)
     masks = drawn.loss_masks.copy()
     starts = drawn.response_starts
-    masks[starts[3] : starts[6]] = 0  # a whole group
+    masks[starts[3] : starts[6]] = 0  # mask a whole group
     return replace(drawn, loss_masks=masks)
 
 
@@ -70,7 +70,7 @@ def listed(metrics: dict[str, Metric]) -> dict[str, Any]:
 
 
 def weights(trained: FsdpBackend) -> dict[str, list[float]]:
-    """Of each tensor: sum, sum of absolute values, and a few values."""
+    """Return the sum, the sum of absolute values, and a few values of each tensor."""
     found = {}
     for name, tensor in trained.named_weights():
         flat = tensor.double().flatten()
@@ -79,7 +79,7 @@ def weights(trained: FsdpBackend) -> dict[str, list[float]]:
 
 
 def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **options: Any) -> dict[str, Any]:
-    """Metrics of each rollout and the weights after the last, with every part of the loss switched on."""
+    """Train with all loss terms, and return the metrics of each rollout and the final weights."""
     trained = backend(ranks, folder, family, **options)
     run = worker(ranks, trained)
     metrics = [listed(run.train(batch(i))) for i in range(rollouts)]
@@ -88,7 +88,7 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
 
 
 def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list[str]]:
-    """The threads of gloo before and after this process, which has trained, leaves its group."""
+    """Return the gloo threads of this process before and after it leaves its process group."""
     train(ranks, folder, family=family, rollouts=1)
     before = gloo_threads()
     ranks.leave()
@@ -96,13 +96,13 @@ def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list
 
 
 def gloo_threads() -> list[str]:
-    """Those of this process."""
+    """Return the gloo threads of this process."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]
 
 
 def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **common: Any) -> dict[str, Any]:
-    """Functions of this module one after the other, in the same processes; the found values by name of the case."""
+    """Run functions of this module one by one in the same processes, and return their results by case name."""
     found: dict[str, Any] = {}
     for name, case in cases.items():
         sys.stderr.write(f"{name}\n")
@@ -114,14 +114,14 @@ def together(ranks: Ranks, folder: Path, *, cases: dict[str, dict[str, Any]], **
 
 
 def micro(ranks: Ranks, advantage: float = 1.0) -> Any:
-    """One micro-batch of this rank's, with the same advantage everywhere."""
+    """Return one micro-batch of this rank, with the same advantage for all tokens."""
     part = split_batch(batch(), algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
     drawn = pack_micro_batch(part.batch, part.steps[0][0], part.batch.columns["loss_weights"])
     return drawn.with_columns(advantages=torch.full_like(drawn.weight_R, advantage))
 
 
 def one_bad_rank(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """A loss that is nan on the last rank only: an error on all ranks, or a step that all skip."""
+    """Produce a NaN loss on the last rank only: all ranks raise an error, or skip the step."""
     loss, bad = PolicyLoss(AlgoFlags()), math.nan if ranks.rank == ranks.world_size - 1 else 1.0
     strict = backend(ranks, folder, family)
     strict.forward_backward(micro(ranks, bad), loss)
@@ -141,7 +141,7 @@ def one_bad_rank(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
 
 def one_bad_gradient(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """A gradient that is infinite in the part of one parameter that the first rank holds."""
+    """Produce an infinite gradient in the first rank's shard of one parameter, and return the error."""
     trained = backend(ranks, folder, family)
     trained.forward_backward(micro(ranks), PolicyLoss(AlgoFlags()))
     if ranks.rank == 0:
@@ -154,7 +154,7 @@ def one_bad_gradient(ranks: Ranks, folder: Path, *, family: str) -> dict[str, An
 
 
 def frozen_models(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """Log-probs of the reference and of a copy of the policy, before and after a step."""
+    """Compare log-probs of the reference and of a policy copy before and after a step."""
     trained, part = backend(ranks, folder, family), micro(ranks)
 
     def log_probs(model: Any) -> list[float]:
@@ -171,7 +171,7 @@ def frozen_models(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
 
 def save_half(ranks: Ranks, folder: Path, *, family: str, to: str, file_bytes: int, **options: Any) -> dict[str, Any]:
-    """Train, save halfway into several files, go on; the weights at the end."""
+    """Train, save halfway into several files, continue, and return the final weights."""
     trained = backend(ranks, folder, family, **options)
     tensor_files.write.__kwdefaults__["max_bytes"] = file_bytes
     run = worker(ranks, trained)
@@ -187,7 +187,7 @@ def save_half(ranks: Ranks, folder: Path, *, family: str, to: str, file_bytes: i
 
 
 def resume_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: Any) -> dict[str, Any]:
-    """Load what `save_half` wrote and go on; the weights at the end."""
+    """Resume from the checkpoint of `save_half`, and return the final weights."""
     trained = backend(ranks, folder, family, **options)
     trained.load(folder / of)
     drawn = float(torch.rand(()))
@@ -206,7 +206,7 @@ def resume_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: 
 
 
 def damaged_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options: Any) -> dict[str, Any]:
-    """Load what `save_half` wrote, of which a file that only the last rank reads is damaged."""
+    """Return the error for a checkpoint of `save_half` with a damaged file that only the last rank reads."""
     damaged = folder / f"{of}-damaged"
     if ranks.rank == ranks.world_size - 1:
         shutil.copytree(folder / of, damaged)
@@ -221,7 +221,7 @@ def damaged_half(ranks: Ranks, folder: Path, *, family: str, of: str, **options:
 
 
 def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """A model whose heads two ranks cannot share."""
+    """Return the error for a model whose heads cannot be split over two CP ranks."""
     sharding = Sharding(replace(ranks, context=2), torch.device("cpu"))
     config = tied(family)
     config.num_attention_heads, config.num_key_value_heads = 3, 1
@@ -233,7 +233,7 @@ def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
 
 def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) -> dict[str, Any]:
-    """Two rollouts; between them everything that is kept is moved away and back."""
+    """Train on two rollouts, with all states offloaded and reloaded in between."""
     trained = backend(ranks, folder, family, **options)
     run = worker(ranks, trained)
     run.train(batch(0))
@@ -246,7 +246,7 @@ def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) ->
 
 
 def missing_weights(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
-    """A folder that only the first rank finds fault with."""
+    """Return the error for a model folder that only the first rank reports as invalid."""
     try:
         backend(ranks, folder, family)
     except FurlongError as error:

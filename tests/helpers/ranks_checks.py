@@ -1,4 +1,4 @@
-"""What has to hold of runs on several ranks."""
+"""Assertions on the results of runs on several ranks."""
 
 from __future__ import annotations
 

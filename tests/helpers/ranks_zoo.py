@@ -1,15 +1,15 @@
-"""Runs a function on several trainer ranks: one interpreter is started, which forks the ranks of one run after another.
+"""Run functions on several trainer ranks: one interpreter forks the ranks of each case.
 
     python tests/helpers/ranks_zoo.py MODULE FOLDER DEADLINE_S < cases.json
 
-A case is {"name", "function", "world", "args"}, with "module" where the function is in another one. It is started when
-fewer than its "at_once" cases (1) run, and with "is_after" when none does: it needs what those before it have made.
-MODULE.function(ranks, folder, **args) runs on each rank, joined over gloo, or nccl where args have the device "cuda",
-and what it returns goes into FOLDER/<name>-<rank>.json. A rank that fails ends its case, and nothing outlives the
-deadline.
+A case is {"name", "function", "world", "args"}, plus "module" if the function is in another module. It starts when
+fewer than "at_once" cases (default 1) run. With "is_after" it starts when no case runs, since it reads earlier output.
+MODULE.function(ranks, folder, **args) runs on each rank, connected over gloo, or over NCCL if args have the device
+"cuda". The result is written to FOLDER/<name>-<rank>.json. If a rank fails, its case is terminated; all processes end
+by the deadline.
 
-NCCL refuses two ranks on one GPU of one machine. With FURLONG_TEST_RANKS_PER_GPU=N each rank that shares a GPU calls
-itself another machine, so that NCCL joins them by sockets: slow, with the results of as many GPUs.
+NCCL rejects two ranks on one GPU of the same machine. With FURLONG_TEST_RANKS_PER_GPU=N, ranks that share a GPU use
+different host IDs, so that NCCL connects them by sockets: slower, with the same results as on separate GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 
 def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadline_s: int) -> dict[str, list[Any]]:
-    """Run all cases; what each rank returned, by the case's name."""
+    """Run all cases, and return the results of the ranks by case name."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, module, str(folder), str(deadline_s)],
         input=json.dumps(cases),
@@ -44,7 +44,7 @@ def run_cases(module: str, folder: Path, cases: list[dict[str, Any]], *, deadlin
         timeout=deadline_s + 20,
         check=False,
     )
-    first = max(done.stderr.find("Traceback"), 0)  # before it come warnings, after it ranks that end because of it
+    first = max(done.stderr.find("Traceback"), 0)  # skip warnings, keep errors that follow
     assert done.returncode == 0, done.stderr[max(first - 500, 0) :][:6000]
     return {
         case["name"]: [json.loads((folder / f"{case['name']}-{r}.json").read_text()) for r in range(case["world"])]
@@ -61,10 +61,10 @@ def run_together(
     first_later: int = 0,
     **common: Any,
 ) -> dict[str, list[Any]]:
-    """Run groups of cases, each in as many processes as its number says; what each rank returned, by the case's name.
+    """Run groups of (number of processes, cases), and return the results of the ranks by case name.
 
-    MODULE.together gets the cases of a group and `common`, so that they share what a process takes to warm up. With
-    `first_later`, the number of the first group that needs what others have saved, two groups are run at once.
+    MODULE.together runs the cases of a group with `common` arguments, so that they share the warm-up of a process.
+    With `first_later`, the number of the first group that reads files of others, two groups run at once.
     """
     runs = [
         {"name": f"{number}", "function": "together", "world": world, "args": {"cases": cases, **common}}
@@ -78,19 +78,19 @@ def run_together(
 
 
 def ranks_possible() -> int:
-    """How many ranks with CUDA this machine can hold."""
+    """Return how many CUDA ranks can run on this machine."""
     return device_count() * int(os.environ.get("FURLONG_TEST_RANKS_PER_GPU", "1"))
 
 
 def device_count() -> int:
-    """The GPUs of this machine, asked without a CUDA context."""
+    """Count the GPUs of this machine without creating a CUDA context."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def take_gpu(rank: int, world: int, first: int = 0) -> None:
-    """Make a GPU the device of this process, which has not called NCCL yet; that of rank 0 is the `first`."""
+    """Set the GPU of this process before its first NCCL call; rank 0 uses GPU `first`."""
     import torch
 
     if world > device_count():
@@ -122,12 +122,12 @@ def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(result))
     if on_gpu:
         ranks.leave()
-    elif torch.distributed.is_initialized():  # a case may have left; a forked rank ends without its interpreter's end
-        ranks.wait()  # a rank that ends closes what the others may be reading from
+    elif torch.distributed.is_initialized():  # the case may have left; no interpreter exit follows
+        ranks.wait()  # others may still read from this rank's sockets
 
 
 class _Running:
-    """The processes of one case, forked."""
+    """The forked processes of one case."""
 
     def __init__(self, module: str, folder: Path, case: dict[str, Any]) -> None:
         self.name, self.started, self.failed = case["name"], time.monotonic(), False
@@ -142,12 +142,12 @@ class _Running:
                 except BaseException:  # noqa: BLE001  the process ends here
                     _say(f"--- {self.name}, rank {rank}\n{traceback.format_exc()}")
                 finally:
-                    _exit_function()  # else what Megatron-core started to save outlives it, and holds its pipes
+                    _exit_function()  # stop Megatron-core's save workers, which keep pipes open
                     os._exit(code)
             self.pids.add(pid)
 
     def look(self) -> bool:
-        """Whether it goes on: no rank has failed, and not all have ended."""
+        """Return whether the case is still running: no rank has failed, and not all have ended."""
         for pid in list(self.pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -158,7 +158,7 @@ class _Running:
         return bool(self.pids) and not self.failed
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all remaining processes."""
         if self.pids:
             _say(f"--- {self.name}: {len(self.pids)} ranks were still running")
         for pid in self.pids:
@@ -167,7 +167,7 @@ class _Running:
 
 
 def _run_all(module: str, folder: Path, cases: list[dict[str, Any]], deadline: float) -> bool:
-    """Run cases, up to the first that fails; as many at once as each of them allows, which wait for one another."""
+    """Run cases up to the first failure, with as many at once as each case allows."""
     left, running, failed = cases[::-1], list[_Running](), False
     while (left or running) and not failed and time.monotonic() < deadline:
         while left and len(running) < left[-1].get("at_once", 1) and not (running and left[-1].get("is_after")):
@@ -184,7 +184,7 @@ def _run_all(module: str, folder: Path, cases: list[dict[str, Any]], deadline: f
 
 
 def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool:
-    """Run the ranks in processes of their own: a forked one cannot use CUDA."""
+    """Run each rank in a new process, since a forked one cannot use CUDA."""
     started = time.monotonic()
     command = [sys.executable, "-W", "ignore", __file__, *words]
     with ExitStack() as stack:
@@ -221,14 +221,14 @@ def _say(line: str) -> None:
 def main() -> None:
     module, folder, deadline_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     cases = json.load(sys.stdin)
-    if len(sys.argv) == 6:  # one rank of one case, on a GPU
+    if len(sys.argv) == 6:  # run one rank of one case on a GPU
         _rank(module, folder, cases, int(sys.argv[5]), int(sys.argv[4]))
         return
     importlib.import_module(module)
-    gc.freeze()  # a collection in a forked rank would copy every page that holds an object
+    gc.freeze()  # garbage collection in forked ranks would copy all pages
     deadline = time.monotonic() + deadline_s
-    if cases[0]["args"].get("device") == "cuda":  # every rank starts by itself, which takes longer than what it does
-        with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # sharers wait for each other
+    if cases[0]["args"].get("device") == "cuda":  # process start dominates the run time
+        with ThreadPoolExecutor(4 if ranks_possible() == device_count() else 1) as pool:  # 1 if ranks share a GPU
             words = [module, str(folder), str(deadline)]
             ok = all(list(pool.map(lambda case: _run_afresh(case, [*words, str(free_port())], deadline), cases)))
     else:

@@ -1,4 +1,4 @@
-"""Clusters of several machines for tests: each is a set of Ray's processes here, with an address of its own."""
+"""Simulated clusters for tests: each machine is a set of local Ray processes with its own address."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STORE_BYTES = 100 * 1024**2
 
 @contextlib.contextmanager
 def connected_machines(options: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Start machines, by address; runs use them because this process is connected to them."""
-    import ray  # conftest.py sets what it reads when it is imported
+    """Start machines, given options by address, and connect this process so that runs use them."""
+    import ray  # after conftest.py has set its environment
     from ray.cluster_utils import Cluster
 
-    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # where `ray.init` notes which cluster it is connected to
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # `ray.init` stores the cluster address here
     machines = Cluster()
-    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short: it holds Unix sockets
+    with tempfile.TemporaryDirectory(prefix="furlong-ray-", dir="/tmp") as folder:  # short, for Unix sockets
         try:
             for address, more in options.items():
                 machines.add_node(

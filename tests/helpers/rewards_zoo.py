@@ -1,4 +1,4 @@
-"""Reward functions as a user would write them. This module imports little: it is loaded in processes of its own."""
+"""Typical user reward functions. This module has few imports, since reward worker processes load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on a model of a few thousand parameters: flags, starting them, and reading what they left."""
+"""Complete runs with a model of a few thousand parameters: build flags, start runs, and read their output."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from furlong.tracking.rollout_dump import load_samples
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"
-MARK = "RUN_OF_TEST"  # environment variable by which the processes of a run are found
+MARK = "RUN_OF_TEST"  # environment variable that identifies the processes of a run
 Row = dict[str, Any]
-Fault = Callable[[], None]  # is called in a process before its command runs there
+Fault = Callable[[], None]  # called in a process before its command
 
-# Starts processes that have everything imported, which takes a fresh interpreter seconds. With CUDA it has to be one.
+# Start processes with all imports done, which saves seconds. CUDA needs a new interpreter.
 FORKED = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
 FORKED.set_forkserver_preload(["furlong.wiring.build", "furlong.cli", "furlong.inference.server.http_server", "runs"])
 
@@ -82,7 +82,7 @@ def write_prompts(path: Path, count: int = 24, **columns: Any) -> Path:
 
 
 def write_prompts_bad_beyond_the_preflight(path: Path) -> Path:
-    """Write rows of which one is unusable, where only the run itself looks at it."""
+    """Write rows with an unusable one that is too far into the file for the preflight check."""
     lines = write_prompts(path, 600).read_text().splitlines()
     lines[200] = '{"input": ""}'
     path.write_text("\n".join(lines) + "\n")
@@ -90,7 +90,7 @@ def write_prompts_bad_beyond_the_preflight(path: Path) -> Path:
 
 
 def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: Any) -> list[str]:
-    """Flags of a small run. `changes` set or replace flags by field name, None leaves one out, True is a switch."""
+    """Return flags of a small run. `changes` set flags by field name; None omits a flag, True means no value."""
     values: dict[str, Any] = {
         "hf_checkpoint": model,
         "prompt_data": data,
@@ -109,12 +109,12 @@ def flags(model: Path, data: Path | None, output: Path, *more: Any, **changes: A
 
 
 def train(argv: list[str], **preset: Any) -> int:
-    """Run in this process; returns the number of rollouts trained."""
+    """Run in this process, and return the number of rollouts trained."""
     return run(load(argv, preset=preset))
 
 
 def sampled(model: Path, data: Path, folder: Path, **changes: Any) -> tuple[list[list[Sample]], Path]:
-    """Train two rollouts of up to 24 tokens; returns the samples of each, and the run's folder."""
+    """Train two rollouts of up to 24 tokens, and return the samples of each and the run's folder."""
     dump, long = folder / "samples_{rollout_id}.safetensors", {"rollout_max_response_len": 24}
     assert train(flags(model, data, folder / "run", save_debug_rollout_data=dump, **long | changes)) == 2
     dumps = [load_samples(folder / f"samples_{i}.safetensors") for i in range(2)]
@@ -122,17 +122,17 @@ def sampled(model: Path, data: Path, folder: Path, **changes: Any) -> tuple[list
 
 
 def rows(folder: Path) -> list[Row]:
-    """The rows of a run's metrics.jsonl."""
+    """Return the rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def reproducible(row: Row) -> Row:
-    """The part of a row that does not come of times, nor of what every start of a run measures once."""
+    """Return the reproducible part of a row, without timings and start-up measurements."""
     return {name: value for name, value in row.items() if not name.startswith((*MEASURED, "selftest/"))}
 
 
 def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str, Any, Any]]:
-    """Row number, name and both values of all that is not the same in two runs' rows."""
+    """Return row number, name and both values of each difference between the rows of two runs."""
     return [
         (number, name, a.get(name), b.get(name))
         for number, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue={}))
@@ -142,27 +142,27 @@ def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str
 
 
 def is_finite(row: Row) -> bool:
-    """Whether every value of a row is a finite number: metrics.jsonl writes null for one that is not."""
+    """Return whether all values of a row are finite; metrics.jsonl has null for other values."""
     return all(value is not None and math.isfinite(value) for value in row.values())
 
 
 def ledger_events(folder: Path) -> list[dict[str, Any]]:
-    """All lines of a run's ledger."""
+    """Return all events of a run's ledger."""
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines() if line]
 
 
 def trainer_bytes(save: Path, step: int) -> dict[str, bytes]:
-    """Content of the files that the trainer wrote at a checkpoint."""
+    """Return the contents of the trainer's files in a checkpoint."""
     folder = save / f"iter_{step:07d}" / "trainer"
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def environment(home: Path) -> dict[str, str]:
-    """An environment as of a fresh machine: an empty home, one thread, no network."""
+    """Return the environment of a fresh machine: an empty home, one thread, no network."""
     home.mkdir(parents=True, exist_ok=True)
     return {
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(REPOSITORY / "src"),  # this checkout, whichever is installed
+        "PYTHONPATH": str(REPOSITORY / "src"),  # use this checkout, not an installed package
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -171,7 +171,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine, one after the other, that nobody has and that are given to no outgoing connection."""
+    """Return consecutive free ports outside the range for outgoing connections."""
 
     async def found() -> list[int]:
         host = LocalHost()
@@ -183,7 +183,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(words: list[str], cwd: Path, *, script: str | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Start `python script ...`, or `python -m furlong ...`, in another folder with an empty home."""
+    """Start `python script ...` or `python -m furlong ...` in another folder with an empty home."""
     cwd.mkdir(parents=True, exist_ok=True)
     entry = ["-m", "furlong"] if script is None else [str(REPOSITORY / script)]
     return subprocess.Popen(
@@ -198,7 +198,7 @@ def start(words: list[str], cwd: Path, *, script: str | None = None, **options: 
 
 
 def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[int, str, str]:
-    """Wait for a process; returns its exit code, stdout and stderr."""
+    """Wait for a process, and return its exit code, stdout and stderr."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
@@ -207,10 +207,10 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float = 120) -> tuple[i
 
 
 class Child:
-    """A run in a forked process that has everything imported, so that a signal falls into the run, not into imports.
+    """A run in a forked process with all imports done, so that signals arrive during the run and not during imports.
 
-    Its flags name `folder`/run and `folder`/save; what it prints goes to `folder`/log.txt. The fixture `forked` ends
-    what is left of those that were `started`.
+    Its flags use `folder`/run and `folder`/save, and its output goes to `folder`/log.txt. The fixture `forked` kills
+    the remaining processes in `started`.
     """
 
     started: ClassVar[list[Child]] = []
@@ -223,7 +223,7 @@ class Child:
         self.started.append(self)
 
     def wait_for_step(self, timeout_s: float = 30) -> None:
-        """Return when a step has been recorded."""
+        """Wait until another step has been recorded."""
         before, deadline = num_rows(self.folder), time.monotonic() + timeout_s
         while num_rows(self.folder) == before:
             assert self.process.is_alive(), self.log.read_text()
@@ -231,7 +231,7 @@ class Child:
             time.sleep(0.001)
 
     def kill(self) -> None:
-        """End the process with SIGKILL, if it has not ended, and check that none of its children lives on."""
+        """Kill the process with SIGKILL if it is alive, and check that no child process survives."""
         self.process.kill()
         self.process.join()
         deadline = time.monotonic() + 5
@@ -241,13 +241,13 @@ class Child:
 
 
 def num_rows(folder: Path) -> int:
-    """How many steps the run of a Child has recorded."""
+    """Return how many steps the run of a Child has recorded."""
     path = folder / "run" / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def run_in_child(argv: list[str], log: Path, mark: str) -> None:
-    """Body of a forked process: run `train.py argv` with its output in `log`, and end with its exit code."""
+    """Body of a forked process: run `train.py argv` with its output in `log`, and exit with its code."""
     from furlong.cli import main_train
 
     os.environ[MARK] = mark
@@ -256,7 +256,7 @@ def run_in_child(argv: list[str], log: Path, mark: str) -> None:
 
 
 def command_in_child(words: list[str], log: Path, fault: Fault | None = None) -> None:
-    """Body of a forked process: run `furlong words` with its output in `log`, and end with its exit code."""
+    """Body of a forked process: run `furlong words` with its output in `log`, and exit with its code."""
     from furlong.cli import main
 
     print_to(log)
@@ -266,14 +266,14 @@ def command_in_child(words: list[str], log: Path, fault: Fault | None = None) ->
 
 
 def print_to(log: Path) -> None:
-    """Have this process write what it prints to `log`."""
+    """Redirect the output of this process to `log`."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
 
 
 def marked_processes(mark: str) -> list[str]:
-    """Command lines of the processes that a run with this mark has started and that still live."""
+    """Return the command lines of live processes started by a run with this mark."""
     found: list[str] = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Engine servers for tests: in a thread, as processes, and scripted ones."""
+"""Engine servers for tests: in a thread, in processes, and scripted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ServerThread:
 
 
 class Untrained:
-    """A trainer whose weights are a state dict."""
+    """A trainer that serves the weights of a state dict."""
 
     def __init__(self, state: dict[str, torch.Tensor], num_kv_heads: int | None = None) -> None:
         self.state, self.num_kv_heads = state, num_kv_heads
@@ -77,7 +77,7 @@ class Untrained:
 
 
 def connect(url: str, **options: Any) -> SglangServer:
-    """A client of the server at `url`."""
+    """Return a client of the server at `url`."""
     return SglangServer(url, ServerInfo.read(probe(url, api_key=options.get("api_key"))), **options)
 
 
@@ -148,7 +148,7 @@ class ScriptedServer(ServerThread):
 
 
 def reply(tokens: list[int], *, version: str = "default", reason: str = "length", **meta: Any) -> dict[str, Any]:
-    """A reply of SGLang's /generate."""
+    """Return a reply of SGLang's /generate."""
     rows = [[-1.0 - i, token, None] for i, token in enumerate(tokens)]
     meta = {"finish_reason": {"type": reason}, "weight_version": version, "output_token_logprobs": rows} | meta
     return {"output_ids": tokens, "meta_info": meta}
@@ -156,7 +156,7 @@ def reply(tokens: list[int], *, version: str = "default", reason: str = "length"
 
 @contextlib.contextmanager
 def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iterator[tuple[BaseProcess, str]]:
-    """Run `furlong serve` in a process on a free port; yields process and URL."""
+    """Run `furlong serve` in a process on a free port, and yield process and URL."""
     words = ["serve", "--model-path", str(folder), "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.txt"
@@ -176,7 +176,7 @@ def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iter
 
 @contextlib.contextmanager
 def router_process(workers: Sequence[str], *flags: str) -> Iterator[str]:
-    """Run sglang-router over servers; yields its URL once it sees all of them as healthy."""
+    """Run sglang-router over servers, and yield its URL once all of them are healthy."""
     port, metrics = free_ports(2)
     url = f"http://127.0.0.1:{port}"
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "warn"]

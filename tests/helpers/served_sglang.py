@@ -1,4 +1,4 @@
-"""SGLang servers that tests on GPUs start, and the log-probs that they have to find."""
+"""SGLang servers for GPU tests, and a comparison of their log-probs with a model's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [[(37 * i + 11 * j + 5) % 1000 for j in range(12 + 7 * i)] for i in ra
 
 @contextlib.contextmanager
 def served(folder, runner, routing=None, *, num_gpus=1, **options):
-    """One SGLang server on the last GPUs, so that with one more NCCL can join it and this process."""
+    """Run one SGLang server on the last GPUs, so that NCCL can connect it to this process on another GPU."""
     engine = HttpEngine([], is_supervised=True, routing=routing)
     launch = SglangLaunch(
         folder / "model", num_gpus=num_gpus, has_text=False, context_len=1024,
@@ -53,7 +53,7 @@ def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
 
 
 def mean_difference(model, runner, engine) -> float:
-    """Between the log-probs that an engine says its tokens have and those of this model."""
+    """Return the mean difference between the log-probs of an engine and those of this model."""
     params = SamplingParams(max_new_tokens=64, ignore_eos=True)
 
     async def body():

@@ -21,15 +21,15 @@ WHOLE = "every checksum verified"
 
 @dataclass(frozen=True)
 class Trained:
-    """A successful run: its log, the samples of each rollout, and the log-prob differences of engine and trainer."""
+    """A successful run: log, samples of each rollout, and log-prob differences between engine and trainer."""
 
     log: str
     rollouts: list[list[Sample]]
-    gaps: list[float]  # mean difference of log-probs, of each step
+    gaps: list[float]  # mean log-prob difference of each step
 
     @property
     def proofs(self) -> list[str]:
-        """The logged verification of each weight update, from version 0 on."""
+        """Return the logged verification of each weight update, from version 0 on."""
         updates = re.findall(r"weight_sync done: version (\d+), .*s, (.*)", self.log)
         assert [int(version) for version, _ in updates] == list(range(len(updates)))
         return [proof for _, proof in updates]

@@ -1,4 +1,4 @@
-"""Write model folders with safetensors files of any names, shapes and dtypes, without building a model."""
+"""Write model folders with safetensors files of arbitrary names, shapes and dtypes, without building a model."""
 
 from __future__ import annotations
 
