@@ -46,27 +46,35 @@ def write_wide(folder: Path, width: int, *, has_experts: bool = False, seed: int
     return write_model(folder, config_class=config, seed=seed, intermediate_size=512, **shape)
 
 
-def run(model: Path, folder: Path, *, max_gap: float, has_one_version: bool = True, **changes: Any) -> Trained:
-    """Train for ROLLOUTS in `folder`/run with `runs.flags`, and check the result.
+def run(
+    model: Path,
+    folder: Path,
+    *,
+    max_gap: float,
+    has_one_version: bool = True,
+    num_rollout: int = ROLLOUTS,
+    **changes: Any,
+) -> Trained:
+    """Train for `num_rollout` rollouts in `folder`/run with `runs.flags`, and check the result.
 
     Every prompt is accounted for and every token has a log-prob. Log-probs of engine and trainer differ by at most
     `max_gap`, and every token of a rollout has the version loaded before it. Without `has_one_version`, only the first
     step is compared.
     """
     argv = flags(
-        model, write_prompts(folder / "prompts.jsonl"), folder / "run", num_rollout=ROLLOUTS,
+        model, write_prompts(folder / "prompts.jsonl"), folder / "run", num_rollout=num_rollout,
         save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **changes,
     )  # fmt: skip
-    assert train(argv) == ROLLOUTS
+    assert train(argv) == num_rollout
     assert audit(folder / "run" / "ledger.jsonl", finished=has_one_version).ok
-    dumps = [load_samples(folder / f"samples_{number}.safetensors") for number in range(ROLLOUTS)]
+    dumps = [load_samples(folder / f"samples_{number}.safetensors") for number in range(num_rollout)]
     trained = Trained(
         log=(folder / "run" / "run.log").read_text(),
         rollouts=[[sample for group in dump.groups for sample in group.samples] for dump in dumps],
         gaps=[row["train/train_rollout_logprob_abs_diff"] for row in rows(folder / "run")],
     )
     logging.getLogger(__name__).warning("gaps %s; %s", trained.gaps, trained.proofs)
-    assert len(trained.gaps) == ROLLOUTS
+    assert len(trained.gaps) == num_rollout
     assert max(trained.gaps if has_one_version else trained.gaps[:1]) < max_gap
     for number, samples in enumerate(trained.rollouts):
         assert all(len(sample.rollout_log_probs) == sample.response_length for sample in samples)

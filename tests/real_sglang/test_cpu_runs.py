@@ -68,7 +68,7 @@ def test_requests_pause_for_weight_updates_and_resume_after_abort(tmp_path):
     trained = run(
         write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, has_one_version=False, rollout_num_gpus=1,
         rollout_max_response_len=96, rollout_stop_token_ids=[3], over_sampling_batch_size=6, partial_rollout=True,
-        async_buffer_size=1, pause_mode="hold", **FLAGS,
+        async_buffer_size=1, pause_mode="hold", num_rollout=12, **FLAGS,
     )  # fmt: skip
     samples = [sample for rollout in trained.rollouts for sample in rollout]
     assert {len(set(sample.token_versions)) for sample in samples} >= {1, 2}
