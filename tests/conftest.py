@@ -32,6 +32,12 @@ def forked():
         Child.started.pop().process.kill()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that no worker is left alone with one of them at the end."""
+    longest = ("test_cpu_runs.py", "test_megatron_layouts.py")
+    items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Compare a test's diagnoses with the transcripts in docs/troubleshooting.md."""
