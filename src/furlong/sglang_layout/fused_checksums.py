@@ -38,7 +38,7 @@ class FusedChecksums:
     Args:
         dtypes: Precisions that a server may have the weights in. A tensor sent in a 16-bit one of them stays in it;
             others are hashed in each.
-        processes: Shardings of the servers. Every tensor is hashed whole, too.
+        shardings: Shardings of the servers. Every tensor is hashed whole, too.
         num_kv_heads: Number of key/value heads, if known.
         num_experts: Number of experts per layer, if known.
     """
@@ -46,14 +46,14 @@ class FusedChecksums:
     def __init__(
         self,
         dtypes: frozenset[torch.dtype],
-        processes: Collection[EngineSharding] = (UNSHARDED,),
+        shardings: Collection[EngineSharding] = (UNSHARDED,),
         *,
         num_kv_heads: int | None = None,
         num_experts: int | None = None,
     ) -> None:
         self._dtypes, self._num_kv_heads, self._num_experts = sorted(dtypes, key=str), num_kv_heads, num_experts
         self._counts: dict[ShardKind, set[int]] = {
-            kind: {each.count(kind) for each in processes} - {1} for kind in get_args(ShardKind)
+            kind: {each.count(kind) for each in shardings} - {1} for kind in get_args(ShardKind)
         }
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._stacks: dict[str, Stack] = {}
@@ -163,7 +163,7 @@ class FusedChecksums:
 def expected(
     right: Digests,
     loaded: Mapping[str, str],
-    processes: EngineSharding = UNSHARDED,
+    sharding: EngineSharding = UNSHARDED,
     rank: int = 0,
     *,
     without_experts: bool = False,
@@ -173,13 +173,13 @@ def expected(
     Where several are correct, this is the reported one if it is among them. An output layer tied to the embedding is
     left out.
     """
-    as_embedding = right.get(processes.shard(kind_of(EMBEDDING), rank), {})
+    as_embedding = right.get(sharding.shard(kind_of(EMBEDDING), rank), {})
     is_tied = HEAD not in loaded and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
     result: dict[str, str] = {}
     for name in right[WHOLE]:
         if (is_tied and name == HEAD) or (without_experts and kind_of(name) == "experts"):
             continue
-        digests = right[processes.shard(kind_of(name), rank)][name]
+        digests = right[sharding.shard(kind_of(name), rank)][name]
         result[name] = loaded[name] if loaded.get(name) in digests else digests[0]
     return result
 

@@ -99,7 +99,7 @@ def record_for(servers: Sequence[WeightServer]) -> WeightRecord:
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
         frozenset().union(*(server.device_dtypes for server in on_device)),
-        frozenset(server.processes for server in on_device if not server.rearranges_tensors),
+        frozenset(server.sharding for server in on_device if not server.rearranges_tensors),
     )
 
 
@@ -181,7 +181,7 @@ class WeightVerifier:
 
         Returns what was compared, and the server's checksum over all. With pipeline stages only the first is compared.
         """
-        family, processes = self._families[server.url], server.processes
+        family, sharding = self._families[server.url], server.sharding
         if why := _unknown_layout(server, family):
             return self._only_rows(server, version, why)
         with tracer.flight("engine's checksums", url=server.url):
@@ -191,26 +191,26 @@ class WeightVerifier:
             raise SyncError(f"weight_sync version {version}: {server.url} was sent an incorrect {name}: {why}")
         for name, why in sent.unhashed.items():
             return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
-        for count in (processes.tp_size, processes.attention_tp_size, processes.head_tp_size):
+        for count in (sharding.tp_size, sharding.attention_tp_size, sharding.head_tp_size):
             if count in sent.uncut:
                 return self._only_rows(server, version, f"has shards {sent.uncut[count]}")
         if unknown := _unknown_experts(server, family, sent):
             self._warn(server, version, f"{unknown}, so for its experts only a change is checked")
         by_rank = _by_rank(server, answers, version, without_experts=bool(unknown))
-        first = expected(sent.fused, by_rank[0], processes, without_experts=bool(unknown))
+        first = expected(sent.fused, by_rank[0], sharding, without_experts=bool(unknown))
         is_part = server.num_stages > 1 and by_rank[0].keys() < first.keys()
         if first.keys() != by_rank[0].keys() and not is_part:
             names = sorted(first.keys() ^ by_rank[0].keys())
             why = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
             return self._only_rows(server, version, why)
         for rank, loaded in sorted(by_rank.items()):
-            right = expected(sent.fused, loaded, processes, rank, without_experts=bool(unknown))
+            right = expected(sent.fused, loaded, sharding, rank, without_experts=bool(unknown))
             if is_part:
                 right = {name: digest for name, digest in right.items() if name in by_rank[0]}
             try:
                 compare_checksums(right, loaded, version=version)
             except SyncError as error:
-                which = f", process {rank} of {processes.tp_size}" if processes.tp_size > 1 else ""
+                which = f", process {rank} of {sharding.tp_size}" if sharding.tp_size > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
         where = f" of the first of {server.num_stages} stages" if is_part else ""
         if not unknown:
@@ -230,7 +230,7 @@ class WeightVerifier:
     async def _compare_rows(self, server: WeightServer, sent: WeightRecord, version: int) -> int:
         """Compare the first rows of the sampled tensors; return for how many that was possible."""
         names = list(sent.rows)
-        if server.processes.tp_size > 1:  # only one-dimensional tensors are whole in each process
+        if server.sharding.tp_size > 1:  # only one-dimensional tensors are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
         num_compared = 0
         for name in names:
@@ -279,12 +279,12 @@ class WeightVerifier:
 
 def _unknown_layout(server: WeightServer, family: str) -> str:
     """Return why it is unknown which tensors a server of this model family has; "" if it is known."""
-    processes = server.processes
+    sharding = server.sharding
     if family not in DENSE | WITH_EXPERTS:
         return f"has a model of the family {family!r}, whose layout in SGLang is not known"
     if server.rearranges_tensors:
         return f"may have tensors in another form ({server.rearranges_tensors})"
-    if processes.attention_tp_size != processes.tp_size and family not in APART:
+    if sharding.attention_tp_size != sharding.tp_size and family not in APART:
         return f"has data-parallel attention in a model of the family {family!r}, whose layout is not known"
     return ""
 
@@ -295,7 +295,7 @@ def _unknown_experts(server: WeightServer, family: str, sent: WeightRecord) -> s
         return ""
     if server.rearranges_experts:
         return f"rearranges experts ({server.rearranges_experts})"
-    tp_size, ep_size = server.processes.tp_size, server.processes.ep_size
+    tp_size, ep_size = server.sharding.tp_size, server.sharding.ep_size
     if ep_size != tp_size:
         return f"splits each expert over {tp_size // ep_size} processes"
     return f"has experts that {sent.uncut_experts[tp_size]}" if tp_size in sent.uncut_experts else ""
@@ -315,9 +315,9 @@ def _by_rank(
                 f"weight_sync version {version}: {server.url} has copies of process {rank} that differ in {len(names)} "
                 f"tensors (first: {min(names)}); they do not serve the same weights"
             )
-    if sorted(by_rank) != list(range(server.processes.tp_size)):
+    if sorted(by_rank) != list(range(server.sharding.tp_size)):
         raise SyncError(
             f"weight_sync version {version}: {server.url} reports checksums of processes {sorted(by_rank)}, but has "
-            f"{server.processes.tp_size}; the others cannot be verified"
+            f"{server.sharding.tp_size}; the others cannot be verified"
         )
     return by_rank

@@ -36,7 +36,7 @@ class WeightRecord:
     dtypes: precisions of `furlong serve` engines, whose checksums are computed on the host; only for them are tensors
         on a GPU copied there.
     keep_rows: whether to keep rows, for servers without known checksums.
-    device_dtypes, processes: precisions and shardings of SGLang servers that hash their weights on the device.
+    device_dtypes, shardings: precisions and shardings of SGLang servers that hash their weights on the device.
     sums: by precision and name. fused: by shard and SGLang's name, from `FusedChecksums.digests`.
     wrong, unhashed: SGLang's tensors that were sent incorrectly, or whose checksum cannot be known, and why.
     uncut, uncut_experts: numbers of processes whose shards have no known checksum, and why.
@@ -50,7 +50,7 @@ class WeightRecord:
     dtypes: frozenset[torch.dtype]
     keep_rows: bool
     device_dtypes: frozenset[torch.dtype] = frozenset()
-    processes: frozenset[EngineSharding] = frozenset([UNSHARDED])
+    shardings: frozenset[EngineSharding] = frozenset([UNSHARDED])
     sums: dict[torch.dtype, dict[str, str]] = field(default_factory=dict[torch.dtype, dict[str, str]])
     fused: dict[TensorShard, dict[str, list[str]]] = field(default_factory=dict[TensorShard, dict[str, list[str]]])
     wrong: dict[str, str] = field(default_factory=dict[str, str])
@@ -127,7 +127,7 @@ class _Recorder:
         if record.device_dtypes:
             self._fused = FusedChecksums(
                 record.device_dtypes,
-                record.processes,
+                record.shardings,
                 num_kv_heads=source.num_kv_heads,
                 num_experts=source.num_experts,
             )

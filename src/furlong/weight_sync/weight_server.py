@@ -37,7 +37,7 @@ class WeightServer(Protocol):
         ...
 
     @property
-    def processes(self) -> EngineSharding:
+    def sharding(self) -> EngineSharding:
         """How its processes shard the weights."""
         ...
 

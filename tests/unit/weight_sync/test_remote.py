@@ -369,7 +369,7 @@ def test_server_silent_during_verification_is_dropped_even_if_its_health_check_p
 def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(error):
     server = Shown("http://sglang", {})
     server.checksum_dtype = None  # as of SGLang, of which a checksum may be all that it says
-    server.has_own_head, server.unused_weights, server.processes = (
+    server.has_own_head, server.unused_weights, server.sharding = (
         (lambda family: False),
         (lambda family: ""),
         EngineSharding(),

@@ -161,9 +161,9 @@ class SglangServer(SglangClient):
         return frozenset(PRECISIONS.values() if named is None else [named])
 
     @property
-    def processes(self) -> EngineSharding:
-        """The processes that together hold one copy of the weights."""
-        return self.info.processes
+    def sharding(self) -> EngineSharding:
+        """How the processes shard one copy of the weights."""
+        return self.info.sharding
 
     @property
     def num_stages(self) -> int:

@@ -70,8 +70,8 @@ class ServerInfo:
         )
 
     @property
-    def processes(self) -> EngineSharding:
-        """The processes that together hold one copy of the model."""
+    def sharding(self) -> EngineSharding:
+        """How the processes shard one copy of the model."""
         attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
         return EngineSharding(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
 
