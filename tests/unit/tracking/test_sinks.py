@@ -222,7 +222,8 @@ def test_log_lines_fit_into_100_columns(caplog):
     assert "".join(lines).count("eval set_") == 9
 
 
-def test_terminal_lines_are_above_the_progress_bar():
+def test_terminal_lines_are_above_the_progress_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=120))
     tracker.log(1, STEP)

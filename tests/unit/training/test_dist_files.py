@@ -96,6 +96,13 @@ def test_a_class_that_metadata_does_not_contain_is_refused(name):
     assert unpickle(data, any_class=True).name == name.replace(" ", ".")
 
 
+def test_the_member_of_an_enum_is_a_placeholder_and_not_looked_up():
+    name = "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING".replace(" ", "\n")
+    member = unpickle(f"cbuiltins\ngetattr\n(c{name}\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode())
+    assert member.name == "builtins.getattr"
+    assert member.args[1] == "TORCH_CONTIGUOUS_FORMAT"
+
+
 def test_state_that_a_pickle_sets_on_a_class_affects_no_other_pickle():
     name = "torch.distributed.checkpoint.metadata Metadata"
     data = f"c{name.replace(' ', chr(10))}\n(N}}X\x03\x00\x00\x00getI1\nstb.".encode()

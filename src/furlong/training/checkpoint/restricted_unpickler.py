@@ -18,6 +18,7 @@ from furlong.errors import CheckpointError
 
 # Modules whose classes torch.distributed.checkpoint and Megatron-core store in the index.
 ALLOWED = ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing", "torch.serialization", "pathlib")
+ENUM_LOOKUP = ("builtins.getattr", "__builtin__.getattr")  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
 EXACT: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
@@ -72,7 +73,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
             return dtype
         name = f"{module_name}.{global_name}"
-        if not (self._any_class or any(name.startswith(f"{module}.") for module in ALLOWED)):
+        if not (self._any_class or name in ENUM_LOOKUP or any(name.startswith(f"{module}.") for module in ALLOWED)):
             raise CheckpointError(f"the pickle names {name}, which checkpoint metadata does not contain")
         return self._classes.setdefault(name, type("Placeholder", (Placeholder,), {"name": name}))
 
