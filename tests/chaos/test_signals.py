@@ -79,7 +79,7 @@ def test_signal_ends_the_run_in_good_order_and_it_resumes(number, code, said, de
     assert audit(folder / "run" / "ledger.jsonl", finished=True).ok
 
 
-def test_a_script_that_is_stopped_says_one_line(argv, tmp_path):
+def test_a_stopped_script_prints_one_line(argv, tmp_path):
     folder = tmp_path / "stopped"
     process = start(argv(folder), folder, script="train_async.py")
     try:

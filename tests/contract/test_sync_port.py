@@ -103,7 +103,7 @@ def changed(state, seed):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bits_arrive_each_time(way, url, folder, state, tmp_path):
+def test_every_weight_update_arrives_bit_for_bit(way, url, folder, state, tmp_path):
     async def body():
         trainer = Untrained(state)
         async with syncing(url, trainer, transport_of(way, tmp_path, folder)) as (sync, engine, client):
@@ -185,7 +185,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("spoil", list(SPOILED), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_differs_from_what_was_sent_is_refused_and_not_served(way, spoil, url, folder, state, tmp_path):
+def test_weights_that_differ_from_those_sent_are_refused_and_not_served(way, spoil, url, folder, state, tmp_path):
     state["model.layers.0.input_layernorm.weight"] = state["model.layers.0.input_layernorm.weight"] * 0.5
 
     async def body():

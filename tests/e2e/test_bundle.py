@@ -41,7 +41,7 @@ def test_step_is_trained_again_with_the_recorded_numbers(recorded, model, tmp_pa
     assert {"train/loss", "train/grad_norm", "train/ppo_kl", "rollout/raw_reward", "rollout/log_probs"} <= same
 
 
-def test_other_numbers_are_a_finding(recorded, model, tmp_path, capsys, monkeypatch):
+def test_other_numbers_are_a_difference(recorded, model, tmp_path, capsys, monkeypatch):
     write_bundle(recorded / "run", 1, tmp_path / "b.zip")
     words = ["replay", str(tmp_path / "b.zip"), "--hf-checkpoint", str(model), "--num-threads", "1"]
     assert main([*words, "--output-dir", str(tmp_path / "a")]) == 0

@@ -18,7 +18,7 @@ def words(model, tmp_path):
     return ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label"]
 
 
-def test_sound_data_has_no_finding(words, capsys):
+def test_valid_data_has_no_problem(words, capsys):
     assert main(["data", "check", *words]) == 0
     out = capsys.readouterr().out
     assert "24 rows, 24 prompts, 0 bad" in out
@@ -62,7 +62,7 @@ def test_training_on_tokenized_prompts_gives_the_same_numbers(words, model, tmp_
         (["-o", "x.parquet", "--lr", "fast"], "--lr: got 'fast'"),
     ],
 )
-def test_wrong_usage_of_tokenize_is_reported(more, problem, words, capsys):
+def test_invalid_usage_of_tokenize_is_reported(more, problem, words, capsys):
     try:
         code = main(["data", "tokenize", *words, *more])
     except SystemExit as ended:
@@ -78,7 +78,7 @@ def test_check_without_a_model_or_data_is_wrong_usage(capsys):
     assert "--prompt-data is missing" in err
 
 
-def test_a_file_that_is_not_there_has_no_sound_rows(model, tmp_path, capsys):
+def test_a_missing_file_has_no_valid_rows(model, tmp_path, capsys):
     assert main(["data", "check", "--hf-checkpoint", str(model), "--prompt-data", "none.jsonl"]) == 2
     assert "--prompt-data none.jsonl: no file none.jsonl" in capsys.readouterr().err
     (tmp_path / "p.jsonl").write_text('{"input": "a"}\n')

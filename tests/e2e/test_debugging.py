@@ -140,7 +140,7 @@ def test_trace_shows_generation_rewards_training_and_weight_update_of_every_step
     assert all(ended[key] >= begun[key] for key in begun)
 
 
-def test_the_profiler_records_the_wanted_part_of_the_wanted_rollouts(model, data, tmp_path):
+def test_the_profiler_records_the_selected_part_of_the_selected_rollouts(model, data, tmp_path):
     train(flags(model, data, tmp_path / "run", "--profile-target", "train_actor", use_pytorch_profiler=True))
     (profile,) = (tmp_path / "run" / "profile").iterdir()
     assert profile.name == "train_actor-actor_train-rank0-rollout1.json"

@@ -47,7 +47,7 @@ def test_a_family_that_numbers_positions_itself_is_refused_before_anything_is_ge
         train(flags(folder, data, tmp_path / "alone", micro_batch_size=1))
 
 
-def test_a_family_with_a_state_is_refused_at_the_start_and_trains_as_it_says_there(tmp_path):
+def test_a_recurrent_family_is_refused_at_the_start_and_trains_with_the_proposed_flag(tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     kinds = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
     config = AutoConfig.for_model("lfm2", max_position_embeddings=128, **shape, **kinds)

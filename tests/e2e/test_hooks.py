@@ -341,7 +341,7 @@ def test_own_data_source_is_saved_and_resumed(model, tmp_path):
     assert [reproducible(r) for r in rows(straight / "run")] == [reproducible(r) for r in rows(tmp_path / "run")]
 
 
-def test_samples_of_an_own_data_source_name_their_generate_function(model, tmp_path):
+def test_samples_of_a_custom_data_source_name_their_generate_function(model, tmp_path):
     argv = flags(
         model, None, tmp_path / "run", num_rollout=1, data_source_path=path_of(hooks_zoo.Naming), label_key=None,
         save_debug_rollout_data=tmp_path / "samples_{rollout_id}.safetensors",

@@ -143,7 +143,7 @@ def test_next_run_resumes_from_that_checkpoint_on_shared_slots(cluster, recorded
 
 
 @fault("GPU02")
-def test_a_run_that_waits_for_slots_says_for_which(cluster, recorded, tmp_path, monkeypatch):
+def test_a_run_that_waits_for_slots_names_them(cluster, recorded, tmp_path, monkeypatch):
     from furlong.cluster import gpu_placement as placement
 
     monkeypatch.setattr(placement, "REPORT_S", 1.0)
@@ -175,7 +175,7 @@ def test_more_ranks_than_slots_are_refused_with_the_arithmetic(cluster, recorded
         train(argv)
 
 
-def test_what_wants_a_gpu_is_refused_when_the_cluster_turns_out_to_have_none(cluster, recorded, tmp_path):
+def test_flags_that_need_a_gpu_are_refused_if_the_cluster_has_none(cluster, recorded, tmp_path):
     data = recorded / "prompts.jsonl"
     argv = flags(
         recorded / "model", data, tmp_path / "run", actor_num_nodes=2, rollout_num_gpus=1, record_memory_history=True

@@ -63,7 +63,7 @@ SYMPTOMS = (
     _said("the gap between training and rollout log-probs grows", "NUM02"),
     _said("the gap is on one engine only", "CKPT03",
           note="at each publication the weights of every engine are compared with the trainer's",
-          tests=("test_what_differs_from_what_was_sent_is_refused_and_not_served",)),
+          tests=("test_weights_that_differ_from_those_sent_are_refused_and_not_served",)),
     _said("the gradient norm climbs", "NUM03", "NUM02"),
     _said("the loss is 0.0 from the first step on", "REW02",
           note="with one optimizer step per rollout the ratio is 1 and advantages add up to 0, so a loss near 0 is "

@@ -150,7 +150,7 @@ async def generate(args, sample, sampling_params):
     assert world.look(custom_generate_function_path=f"{world.folder}/masked.py:generate") == []
 
 
-def test_a_function_of_slime_that_posts_to_a_router_that_is_not_there(world):
+def test_a_slime_function_that_posts_to_a_missing_router(world):
     agent = world.folder / "agent.py"
     agent.write_text(
         "def url(args):\n    return args.sglang_router_ip\n"

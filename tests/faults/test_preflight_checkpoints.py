@@ -29,7 +29,7 @@ def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
     return folder
 
 
-def test_a_first_start_that_is_to_resume_itself_is_healthy(world):
+def test_a_first_start_with_load_equal_to_save_is_healthy(world):
     assert world.look(save=world.folder / "save", load=world.folder / "save") == []
     (world.folder / "save").mkdir()
     assert world.look(save=world.folder / "save", load=world.folder / "save") == []
@@ -121,7 +121,7 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
 
 
 @fault("CKPT06")
-def test_what_a_resumed_run_starts_from_is_reported(world):
+def test_the_start_of_a_resumed_run_is_reported(world):
     save = world.folder / "save"
     write_checkpoint(save, 3, optimizer=False)
     found = only(world.look(load=save, num_rollout=9), "CKPT06")
@@ -191,7 +191,7 @@ def test_folder_that_is_not_a_model(world):
 
 
 @fault("CKPT07")
-def test_weights_that_are_pickled_are_to_be_written_as_safetensors(world):
+def test_pickled_weights_are_refused_with_the_advice_to_convert_them(world):
     for shard in world.model.glob("model*.safetensors*"):
         shard.rename(world.model / "pytorch_model.bin")
     found = only(world.look(), "CKPT07")

@@ -70,7 +70,7 @@ def test_gpus_that_share_sequences_train_like_one(results):
     assert_equal_runs(results["compiled-context-2"][:1], results["bf16-1"], rel=0.05, abs=0.02)
 
 
-def test_a_trainer_that_slept_goes_on(results):
+def test_an_offloaded_trainer_continues(results):
     for slept, straight in zip(results["sleep-2"], results["qwen2-2"], strict=True):
         assert slept["empty"]
         for name, values in straight["weights"].items():

@@ -44,7 +44,7 @@ def engines(monkeypatch) -> ForkedEngines:
     return ForkedEngines(monkeypatch)
 
 
-def test_a_model_beyond_this_gpu_is_told_before_the_run_with_a_change_that_fits(tmp_path):
+def test_a_model_too_large_for_this_gpu_is_reported_before_the_run_with_a_fix(tmp_path):
     """MEM01, for the GPU that the driver reports."""
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -57,7 +57,7 @@ def test_a_model_beyond_this_gpu_is_told_before_the_run_with_a_change_that_fits(
     assert not [each for each in preflight(examine(mended)[0].config) if each.id == "MEM01"]
 
 
-def test_memory_that_another_process_has_is_told_before_the_run(tmp_path, monkeypatch):
+def test_memory_used_by_another_process_is_reported_before_the_run(tmp_path, monkeypatch):
     """GPU04."""
     words = flags(write_model(tmp_path / "model"), write_prompts(tmp_path / "p.jsonl"), tmp_path / "run")
     is_held = FORKED.Event()
@@ -90,7 +90,7 @@ def test_an_engine_that_keeps_memory_of_a_gpu_from_step_to_step(engines, tmp_pat
     assert (code, "MEM03" in found) == (0, False)
 
 
-def test_a_kernel_that_writes_where_nothing_is_ends_its_engine(engines, tmp_path):
+def test_a_kernel_with_an_illegal_access_ends_its_engine(engines, tmp_path):
     """ENG01, with the error reported by CUDA."""
     engines.fault = faulty_engines.writes_to_freed_memory
     one = {"num_rollout": 1, "rollout_num_gpus": 1, "colocate": True}

@@ -68,7 +68,7 @@ def on_device(backend):
 
 
 @pytest.mark.parametrize("offload", ["nothing", "moments", "all"])
-def test_a_trainer_that_slept_goes_on_bit_for_bit_as_one_that_did_not(offload, tmp_path):
+def test_an_offloaded_trainer_continues_bit_for_bit(offload, tmp_path):
     build(tmp_path / "m", "qwen3", device="cpu", dtype=torch.float32)
     results, kept = [], []
     for sleeps in (False, True):

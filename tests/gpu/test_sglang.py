@@ -111,7 +111,7 @@ def test_an_aborted_request_returns_its_tokens_so_far(runner, engine):
     assert len(done.log_probs) == len(done.tokens)
 
 
-def test_a_held_request_continues_after_resume(runner, engine):
+def test_a_paused_request_continues_after_resume(runner, engine):
     async def body():
         task = asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(max_new_tokens=400, ignore_eos=True)))
         await asyncio.sleep(0.3)

@@ -73,7 +73,7 @@ class Unproven(FakeSync):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_nothing_is_trained_or_reported_of_weights_that_are_not_proven(ahead):
+def test_no_step_completes_with_unverified_weights(ahead):
     world = World()
     parts = fake_parts(world, sync=Unproven(world))
     with pytest.raises(SyncError, match="1 differ"):

@@ -222,7 +222,7 @@ def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(found,
 
 
 @pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
-def test_what_megatron_core_saved_resumes_bitwise_with_its_own_layout(found, name):
+def test_a_megatron_core_checkpoint_resumes_bitwise_in_its_layout(found, name):
     for rank, unbroken in zip(found[1][name], found[1]["saved-by-core-tensor"], strict=True):
         wanted = unbroken[FROM_CORE[name][0]]
         assert {key: rank[key] for key in wanted} == wanted
@@ -239,7 +239,7 @@ def test_converting_there_and_back_gives_the_same_tensors(found, family):
     assert_converted(case)
 
 
-def test_what_megatron_core_saved_on_two_ranks_is_checked_and_read(found):
+def test_a_megatron_core_checkpoint_of_two_ranks_is_checked_and_read(found):
     (case,) = found[1]["read-from-core"]
     assert case["codes"] == [0, 0], case["output"]
     assert case["is_same"]

@@ -222,9 +222,7 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
         ({}, "qwen3", None, "has shards of model.layers.0.self_attn.qkv_proj.weight"),
     ],
 )
-def test_of_shares_that_are_not_known_rows_are_compared_and_a_warning_says_why(
-    answer, family, num_kv_heads, words, caplog
-):
+def test_unknown_shards_are_compared_by_rows_with_a_warning(answer, family, num_kv_heads, words, caplog):
     server = Server(STATE, family, **{"tp_size": 2} | answer)
     with caplog.at_level(logging.WARNING):
         assert "tensors compared by rows" in prove([server], STATE.items(), num_kv_heads=num_kv_heads)
@@ -344,7 +342,7 @@ def first_stage(ranks):
     ("state", "family", "but"), [(STATE, "qwen3", ""), (WITH_EXPERTS, "qwen3_moe", " but those of experts")]
 )
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_of_stages_the_first_is_compared(tp_size, state, family, but):
+def test_only_the_first_pipeline_stage_is_compared(tp_size, state, family, but):
     answer = {"tp_size": tp_size, "pp_size": 2}
     server = Odd(first_stage, state, family, **answer)
     but = but if tp_size > 1 else ""
@@ -359,7 +357,7 @@ def test_of_stages_the_first_is_compared(tp_size, state, family, but):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_first_stage_that_stays_while_weights_of_others_change_is_well(family):
+def test_an_unchanged_first_pipeline_stage_is_healthy(family):
     server = Odd(first_stage, STATE, family, pp_size=2)
     changed = STATE | {NAMES[5]: STATE[NAMES[5]] + 1}
     assert NAMES[5].startswith("model.layers.1.")

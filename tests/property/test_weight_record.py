@@ -135,7 +135,7 @@ def test_experts_that_come_one_by_one_have_the_checksums_of_the_servers_two_tens
     assert (sent.wrong, sent.unhashed) == ({}, {})
 
 
-def test_tensors_that_are_made_for_the_record_and_dropped_have_the_same_one():
+def test_a_record_of_temporary_tensors_equals_that_of_live_ones():
     state = random_state(3, torch.float32)
     made = ((name, tensor.clone()) for name, tensor in state.items())
     sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
@@ -154,7 +154,7 @@ def test_source_that_was_not_read_completely_is_not_a_complete_record():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_live_weights_are_recorded_as_they_are_when_all_were_sent_and_may_change_before_the_record_is_finished(dtype):
+def test_live_weights_are_recorded_as_sent_and_may_change_before_the_record_is_finished(dtype):
     state = random_state(5, dtype)
     right, rows = held(state), {name: tensor[:ROWS].clone() for name, tensor in state.items()}
     sent = WeightRecord(frozenset(), True, frozenset([torch.bfloat16]))
@@ -208,9 +208,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_what_the_trainer_asks_of_its_gpu_after_a_publication_waits_for_the_reading_of_live_weights(
-    is_live, monkeypatch
-):
+def test_trainer_work_after_a_weight_update_waits_until_live_weights_are_read(is_live, monkeypatch):
     calls = []
     beside, trainer, flush = Stream("beside", calls), Stream("trainer", calls), record_module.Checksums.flush
 

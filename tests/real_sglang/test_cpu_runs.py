@@ -55,7 +55,7 @@ def test_a_killed_server_is_started_again_behind_the_router_and_has_the_weights(
     assert not any("a-hidden-key" in log for log in logs)
 
 
-def test_a_stopped_server_that_says_that_it_lives_is_replaced_when_weights_come(tmp_path):
+def test_a_suspended_server_that_still_accepts_connections_is_replaced_at_a_weight_update(tmp_path):
     trained = run(
         write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, rollout_num_gpus=1, use_fault_tolerance=True,
         update_weight_timeout=5, custom_generate_function_path="faulty_hooks.generate_and_stop_schedulers", **FLAGS,

@@ -36,7 +36,7 @@ def test_an_error_of_furlong_keeps_its_class_and_others_become_trainer_errors(er
     assert str(error) in str(found)
 
 
-def test_what_was_late_or_broken_in_a_publication_crosses_processes():
+def test_a_timeout_or_failure_of_a_weight_update_crosses_processes():
     late = {"version": 3, "seconds": 60.0, "bucket": 2, "group": "g", "missing": ["http://a:1"]}
     broken = {"http://a:2": "the server closed the connection without an answer"}
     passed = pickle.loads(pickle.dumps(failure_of(SyncError("bucket 2 was not received", late=late, broken=broken))))

@@ -119,7 +119,7 @@ def test_every_field_of_the_manifest_is_one_of_kuberays(manifest):
         ("shutdownAfterJobFinishes", "shutdownAfterFinish", "no field 'shutdownAfterFinish'"),
     ],
 )
-def test_a_manifest_that_kuberay_refuses_is_told(old, new, message):
+def test_a_manifest_that_kuberay_refuses_is_reported(old, new, message):
     text = MANIFEST.read_text()
     assert old in text
     found = list(problems(yaml.safe_load(text.replace(old, new)), RAY_JOB, "spec"))

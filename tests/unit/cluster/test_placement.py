@@ -42,7 +42,7 @@ def test_a_request_that_fits_passes_even_while_others_hold_gpus():
         (Topology(gpus_per_node=8, num_engine_gpus=16), ["8 + 16 = 24", "--colocate would need 16"]),
     ],
 )
-def test_what_can_never_be_placed_is_refused_with_the_way_out(topology, words):
+def test_a_placement_that_can_never_succeed_is_refused_with_a_fix(topology, words):
     with pytest.raises(ConfigError) as caught:
         check_fits(topology, NODES, "GPU")
     assert all(word in str(caught.value) for word in words), caught.value
@@ -62,7 +62,7 @@ def test_an_engine_has_equally_many_gpus_of_each_of_its_machines():
         _assigned(None, slots, torn)  # type: ignore[arg-type]
 
 
-def test_who_waits_says_so_every_30_seconds_and_gives_up_at_the_deadline(monkeypatch, caplog):
+def test_waiting_for_slots_is_logged_every_30_seconds_until_the_deadline(monkeypatch, caplog):
     now = [0.0]
 
     def wait(timeout_seconds: float) -> bool:  # Ray counts whole seconds; looking takes a moment, too

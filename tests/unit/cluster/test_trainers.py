@@ -95,7 +95,7 @@ def test_a_dead_rank_ends_the_call_while_others_would_wait_for_ever():
     assert time.monotonic() - started < 30
 
 
-def test_ranks_live_on_after_a_publication_that_an_engine_failed(monkeypatch):
+def test_ranks_survive_a_weight_update_that_fails_in_an_engine(monkeypatch):
     ended: list[int] = []
 
     async def slow() -> None:
@@ -128,7 +128,7 @@ Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 Refer to the documentation on how to address the out of memory issue"""
 
 
-def test_a_rank_that_ray_ended_for_memory_is_told_with_who_has_it(tmp_path):
+def test_a_rank_ended_by_ray_for_memory_is_reported_with_the_largest_processes(tmp_path):
     error, _ = call(fails(OutOfMemoryError(RAY_ON_MEMORY)), log=tmp_path / "log")
     assert isinstance(error, TrainerError)
     assert "WorkerCrashed: trainer rank 0" in str(error)
@@ -148,7 +148,7 @@ def test_the_message_is_not_nested_noise():
     assert "Traceback" not in str(found)
 
 
-def test_a_rank_that_dies_while_nobody_calls_it_is_noticed(monkeypatch):
+def test_a_rank_that_dies_while_idle_is_detected(monkeypatch):
     monkeypatch.setattr("furlong.cluster.ray_trainer.POLL_S", 0.001)
     monkeypatch.setattr("furlong.cluster.ray_trainer.ray.kill", lambda actor: None)
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_is_written_when_the_last_rank_has_written_though_another_t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part_0", "part_1"]
 
 
-def test_what_a_rank_cannot_write_is_the_error_of_the_checkpoint(looks_often, tmp_path):
+def test_a_write_error_of_a_rank_is_the_error_of_the_checkpoint(looks_often, tmp_path):
     ranks = [Copied(0), Copied(1, fails=OSError(28, "No space left on device"))]
     with pytest.raises(CheckpointError, match=r"cannot write into .*No space left.* \(on trainer rank 1"):
         written_in_the_background(tmp_path, ranks, ranks[1].gate.set)
@@ -272,7 +272,7 @@ class Machine:
 
 
 @pytest.mark.parametrize(("sees", "flag"), [(0, "--save"), (1, "--save-hf"), (2, None)])
-def test_a_checkpoint_folder_that_a_rank_does_not_see_is_told_before_the_run(sees, flag, tmp_path):
+def test_a_checkpoint_folder_not_visible_to_a_rank_is_reported_before_the_run(sees, flag, tmp_path):
     flags = CheckpointFlags(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf" / "step_{rollout_id}" / "model"))
     folders = checkpoint_folders(flags)
     assert folders == {"--save": tmp_path / "save", "--save-hf": tmp_path / "hf"}
@@ -292,7 +292,7 @@ def test_a_checkpoint_folder_that_a_rank_does_not_see_is_told_before_the_run(see
     assert not [path for folder in folders.values() for path in folder.iterdir()]
 
 
-def test_a_checkpoint_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_checkpoint_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").touch()
     words = r"--save: cannot write into .*file/save: .*; use another folder"
     with pytest.raises(ClusterError, match=words), marker_files({"--save": tmp_path / "file" / "save"}):

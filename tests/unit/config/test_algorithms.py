@@ -44,7 +44,7 @@ def test_an_algorithm_takes_the_flags_of_its_definition_and_refuses_those_it_wou
     assert not refused(n_samples_per_prompt=1, rewards_normalization=False)
 
 
-def test_bounds_that_an_own_loss_does_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_bounds_that_a_custom_loss_does_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "dapo", replace(ALGORITHMS["dapo"], clips=False))
 
     def refused(*words: str) -> str:
@@ -59,7 +59,7 @@ def test_bounds_that_an_own_loss_does_not_read_are_refused(monkeypatch: pytest.M
     assert refused("--eps-clip", "0.2", "--eps-clip-high", "0.28") == ""  # nothing but what is there without them
 
 
-def test_what_only_the_policys_loss_reads_is_refused_for_demonstrations() -> None:
+def test_options_of_the_policy_loss_are_refused_for_demonstrations() -> None:
     def refused(words: str) -> list[str]:
         config = parse(["--loss-type", "sft_loss", *words.split()]).config
         return [
@@ -73,7 +73,7 @@ def test_what_only_the_policys_loss_reads_is_refused_for_demonstrations() -> Non
     assert refused("--use-kl-loss --eps-clip-c 3") == ["--eps-clip-c 3.0", "--use-kl-loss"]
 
 
-def test_what_this_program_alone_has_registered_is_refused_where_ranks_are_processes(monkeypatch) -> None:
+def test_a_class_registered_only_in_this_process_is_refused_with_ranks_in_other_processes(monkeypatch) -> None:
     for name in ALGORITHMS:
         check_known_to_ranks(name)
     monkeypatch.setitem(ALGORITHMS, "mine", replace(ALGORITHMS["grpo"], policy="my_loss"))

@@ -116,7 +116,7 @@ def groups(*rows: str, more: str = "") -> str:
         (SPLIT, ("--engine", "external"), "--sglang-config has no effect with --engine external"),
     ],
 )
-def test_a_wrong_file_says_where_and_what_to_write(tmp_path, text, words, message):
+def test_an_invalid_file_names_the_place_and_the_fix(tmp_path, text, words, message):
     config = config_of(tmp_path, text, *words)
     assert [problem for problem in (*declared_problems(config), *engine_problems(config)) if message in problem]
 

@@ -74,7 +74,7 @@ def test_names_are_given_once(config, write, tmp_path):
         eval_specs(config)
 
 
-def test_values_have_the_types_of_flags_and_nothing_is_as_in_training(config, write):
+def test_values_have_the_types_of_flags_and_missing_ones_those_of_training(config, write):
     write(None, temperature=0, stop="END", stop_token_ids=7, max_response_len=None)
     (spec,) = eval_specs(config)
     assert (spec.temperature, spec.stop, spec.stop_token_ids, spec.max_response_len) == (0.0, ("END",), (7,), 8)

@@ -104,7 +104,7 @@ def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> Non
     assert problems(tmp_path, "- a\n") == ("configuration file FILE contains a list; write `key: value` lines",)
 
 
-def test_of_a_file_that_cannot_be_read_nothing_else_is_missing(tmp_path: Path) -> None:
+def test_an_unreadable_file_reports_no_missing_tensors(tmp_path: Path) -> None:
     _, found = examine(["--config", str(tmp_path / "none.yaml")])
     assert [problem.partition(": ")[0] for problem in found] == [
         f"configuration file {tmp_path / 'none.yaml'} cannot be read"

@@ -58,7 +58,7 @@ def test_every_flag_of_the_program_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("flag", TURNED_DOWN)
-def test_a_flag_that_is_not_taken_says_why_and_what_to_use(flag: str) -> None:
+def test_a_refused_flag_names_the_reason_and_the_alternative(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([flag, "1"])
     facts = KNOWN[flag]
@@ -71,7 +71,7 @@ def test_a_flag_that_is_not_taken_says_why_and_what_to_use(flag: str) -> None:
     assert problem.endswith(f"; {row.instead}")
 
 
-def test_a_flag_that_miles_adds_says_what_to_use() -> None:
+def test_a_flag_of_miles_names_the_alternative() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--fully-async", "--lora-rank", "8"])
     refused, not_yet = caught.value.problems
@@ -98,7 +98,7 @@ def test_refusals_point_only_at_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize(("flag", "value"), VALUES)
-def test_a_value_that_is_not_taken_is_no_choice_and_says_why(flag: str, value: str) -> None:
+def test_a_refused_value_is_no_choice_and_names_the_reason(flag: str, value: str) -> None:
     assert value not in SPECS[flag].choices
     with pytest.raises(ConfigError, match=f"{flag} {value} is not"):
         parse([flag, value])

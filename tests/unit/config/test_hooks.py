@@ -60,7 +60,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert [load_function(f"{tmp_path / name / 'hook.py'}:f")() for name in ("one", "two")] == ["one", "two"]
 
 
-def test_what_cannot_be_loaded_says_why(
+def test_a_hook_that_cannot_be_loaded_names_the_reason(
     write: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here" / "own_rewards").mkdir(parents=True)

@@ -117,7 +117,7 @@ def test_with_fsdp_each_flag_without_effect_is_named_with_the_fix(problems_of, f
         ("gpt_oss", "--window-attn-skip-freq 3", "that is 2"),
     ],
 )
-def test_one_that_is_of_another_model_is_refused(problems_of, family, flags, said):
+def test_a_folder_of_another_model_is_refused(problems_of, family, flags, said):
     (problem,) = problems_of(family, "megatron", flags)
     assert problem.startswith(f"{flags} does not match the model: ")
     assert said in problem

@@ -75,7 +75,7 @@ def test_flags_that_fit_are_no_problem(configured, family, values):
         ("qwen3_moe", {"loss_type": "sft_loss"}, False),
     ],
 )
-def test_engines_are_asked_for_experts_where_somebody_wants_to_know(configured, family, values, expected):
+def test_engines_return_routed_experts_only_if_they_are_used(configured, family, values, expected):
     assert returns_routes(configured(family, **values)) is expected
 
 

@@ -68,7 +68,7 @@ def test_file_sets_options_and_flags_override_it(tmp_path):
         (["--sglang-attention-backend", "fa33"], "got 'fa33', expected one of aiter, ascend, .* fa3, "),
     ],
 )
-def test_a_wrong_option_says_what_to_write(words, message):
+def test_an_invalid_option_names_the_fix(words, message):
     with pytest.raises(ConfigError, match=message):
         parse(words)
 
@@ -87,7 +87,7 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
 
 
 @pytest.mark.parametrize(("program", "start"), [(p, start) for p, starts in REFUSED.items() for start in starts])
-def test_what_is_refused_are_options(program, start):
+def test_everything_refused_is_an_option(program, start):
     assert any(name.startswith(start) for name in OptionList.of(program).options)
 
 

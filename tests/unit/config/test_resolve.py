@@ -20,7 +20,7 @@ def test_the_batch_equation_is_completed_from_either_side() -> None:
     assert derived(*base, "--global-batch-size", "8").config.train.num_steps_per_rollout == 4
 
 
-def test_what_does_not_divide_is_left_for_validation() -> None:
+def test_sizes_that_do_not_divide_are_left_for_validation() -> None:
     config = derived("--rollout-batch-size", "3", "--num-steps-per-rollout", "2").config
     assert config.train.global_batch_size is None
 

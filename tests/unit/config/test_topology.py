@@ -95,7 +95,7 @@ def test_colocated_roles_offload_memory_unless_disabled(words, offloads):
         (["--rollout-num-gpus", "2"], "--rollout-num-gpus 2 with --colocate"),
     ],
 )
-def test_what_does_not_go_with_shared_gpus_is_refused(words, problem):
+def test_options_incompatible_with_shared_gpus_are_refused(words, problem):
     config = parse(["--colocate", *words]).config
     assert [found for found in engine_problems(config) if problem in found]
     free = parse(["--colocate", *words, "--no-offload-train", "--no-offload-rollout", "--actor-num-nodes", "2"]).config
@@ -137,7 +137,7 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(words, problem):
+def test_incompatible_options_are_refused(words, problem):
     assert any(problem in found for found in cluster_problems(parse(words).config))
 
 

@@ -27,7 +27,7 @@ def test_an_unknown_name_gives_the_closest() -> None:
     assert getattr(ARGS, "my_own", None) is None
 
 
-def test_a_name_of_slime_that_is_not_here_says_why() -> None:
+def test_an_unsupported_slime_attribute_names_the_reason() -> None:
     with pytest.raises(AttributeError, match=r"args\.use_opd: on-policy distillation"):
         _ = ARGS.use_opd
 

@@ -160,7 +160,7 @@ def test_a_cancelled_caller_frees_its_slot(qwen):
     assert len(run(engine, body).tokens) == 2
 
 
-def test_new_weights_recompute_the_cache_of_held_requests(qwen, monkeypatch):
+def test_new_weights_recompute_the_cache_of_paused_requests(qwen, monkeypatch):
     config, model = qwen
     _, other = tiny_model("qwen2", seed=1)
     engine = tiny_engine(config, model.state_dict())

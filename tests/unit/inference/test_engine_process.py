@@ -121,5 +121,5 @@ def test_a_server_that_refuses_freeze_gc_is_used_with_a_warning(tmp_path, caplog
     assert "POST /freeze_gc answered 404: Garbage collection frozen." in caplog.text
 
 
-def test_furlong_serve_is_not_asked_to_freeze_gc(tmp_path):
+def test_furlong_serve_gets_no_freeze_gc_request(tmp_path):
     assert asked_of(ScriptLaunch(tmp_path / "asked", "furlong 0.1.0", 200), tmp_path) == ["GET /server_info"]

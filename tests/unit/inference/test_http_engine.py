@@ -198,7 +198,7 @@ def test_an_answer_from_unknown_weights_is_an_error():
             run(engine, lambda: engine.generate([1], PARAMS))
 
 
-def test_tokens_of_a_request_held_during_an_update_get_the_version_it_began_with():
+def test_tokens_of_a_request_paused_during_an_update_get_the_version_it_began_with():
     with scripted(lambda body: respond()) as (_, engine):
 
         async def respond():

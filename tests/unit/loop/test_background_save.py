@@ -68,7 +68,7 @@ def tracker(folder: Path) -> str:
     return (folder / TRACKER).read_text()
 
 
-def test_checkpoint_is_of_the_step_it_was_asked_for_though_others_are_trained_meanwhile(tmp_path):
+def test_a_background_checkpoint_has_the_state_of_its_step(tmp_path):
     trainer = HeldTrainer(World(), at=2, until=3)
     assert run(trainer, tmp_path, 6) == 6
     assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000002", "iter_0000004", "iter_0000006"]

@@ -260,7 +260,7 @@ def test_damaged_file_is_named(name, text, message, tmp_path):
         Checkpoints(load_dir=tmp_path).find()
 
 
-def test_loading_a_hugging_face_folder_says_which_flag_is_meant(tmp_path):
+def test_loading_a_hugging_face_folder_names_the_right_flag(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"\['config.json'\].*--hf-checkpoint"):
         Checkpoints(load_dir=tmp_path, save_dir=tmp_path / "other").find()

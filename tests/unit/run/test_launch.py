@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     assert "config.json is corrupt" in problem
 
 
-def test_what_training_refuses_of_its_folder_the_doctor_says(resolve, model, tmp_path, capsys):
+def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tmp_path, capsys):
     run(resolve(num_rollout=1))
     words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
     capsys.readouterr()

@@ -141,7 +141,7 @@ def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
         {"kt_weight_path": "/cpu"},
     ],
 )  # fmt: skip
-def test_of_a_server_that_rearranges_experts_the_rest_is_compared_and_a_warning_says_why_once(option, caplog):
+def test_a_server_that_rearranges_experts_has_the_other_tensors_compared_and_one_warning(option, caplog):
     server = Sglang(STATE, **option)
     with caplog.at_level(logging.WARNING):
         assert check(server, STATE.items(), times=2).startswith("every checksum but those of experts verified")
@@ -198,7 +198,7 @@ def several_precisions():
         (several_precisions, "1.up_proj.weight was sent in another precision than others"),
     ],
 )
-def test_of_experts_that_cannot_be_hashed_rows_are_compared_and_a_warning_says_why(state, why, caplog):
+def test_experts_that_cannot_be_hashed_are_compared_by_rows_with_a_warning(state, why, caplog):
     state = state()
     server = Sglang(state, dtype="auto")
     with caplog.at_level(logging.WARNING):
@@ -219,7 +219,7 @@ def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state)
     asyncio.run(server.close())
 
 
-def test_a_trainer_proves_its_experts_to_a_server_and_finds_those_that_it_has_elsewhere(tmp_path, caplog):
+def test_experts_of_a_server_are_verified_and_misplaced_ones_are_detected(tmp_path, caplog):
     save_model(MODEL, tmp_path / "model")
     trained, server = fsdp_backend(tmp_path / "model"), Loading("qwen3_moe")
     client = connect(server.url)

@@ -63,7 +63,7 @@ def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():
         ({"version": "0.4.0"}, "qwen2"), ({}, "gemma3"),
     ],
 )  # fmt: skip
-def test_of_other_servers_rows_are_compared(answer, family):
+def test_other_servers_are_compared_by_rows(answer, family):
     server = Sglang(STATE, **answer)
     server.family = family
     assert "tensors compared by rows" in check(server)

@@ -61,7 +61,7 @@ def published(shown, folder, **info):
     ("shown", "compared"),
     [(lambda rows: [None, None], "0"), (lambda rows: [None, rows], "[1-9]"), (lambda rows: [rows, rows], "[1-9]")],
 )
-def test_of_several_schedulers_those_that_show_rows_are_compared(shown, compared, is_attention, tmp_path, caplog):
+def test_only_schedulers_that_return_rows_are_compared(shown, compared, is_attention, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     published(shown, tmp_path, tp_size=2 if is_attention else 1, dp_size=2, enable_dp_attention=is_attention)
     done = next(line for line in caplog.messages if line.startswith("weight_sync done"))

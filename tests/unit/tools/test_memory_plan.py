@@ -153,7 +153,7 @@ def test_the_longest_sample_counts_where_micro_batches_are_smaller(command):
     assert small.trainer == equal.trainer
 
 
-def test_an_engine_has_its_share_and_says_how_many_tokens_it_holds(command):
+def test_an_engine_has_its_share_and_a_kv_capacity_in_tokens(command):
     words = command(engine="sglang", rollout_num_gpus=1, sglang_mem_fraction_static=0.5)
     plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))
     assert plan.engine is not None
@@ -180,7 +180,7 @@ def test_a_megatron_layout_shards_the_parts_it_should(command):
     assert split.trainer[1].parts["activations"] < tensors.trainer[1].parts["activations"]
 
 
-def test_each_part_of_a_plan_says_how_it_was_validated(command):
+def test_each_part_of_a_plan_names_its_validation(command):
     one = plan_of(command, "h200", **SHARED).sure
     assert set(one) == {"trainer", "engine", "sleeping engine"}
     assert "H200" in one["trainer"]
@@ -232,7 +232,7 @@ def test_after_running_out_the_change_is_computed_for_the_sample_at_hand(command
     assert "fragmented" in predicted
 
 
-def test_a_plan_that_fits_has_no_findings(command):
+def test_a_plan_that_fits_has_no_problems(command):
     assert findings(plan_memory(load(command()).config, QWEN3_4B, device_bytes("h200")), "h200") == []
 
 

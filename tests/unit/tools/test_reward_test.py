@@ -109,6 +109,6 @@ def test_response_of_the_user_is_tried_with_each_label(reward):
         (["--rm-typo", "math"], "unknown flag --rm-typo"),
     ],
 )
-def test_wrong_usage_says_what_is_missing(words, problem, capsys):
+def test_wrong_usage_names_what_is_missing(words, problem, capsys):
     assert main(["reward", "test", *words]) == 2
     assert problem in capsys.readouterr().err

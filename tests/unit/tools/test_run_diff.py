@@ -37,7 +37,7 @@ def run_folder(path, *, digests=None, metrics=(), **flags):
     return path
 
 
-def test_equal_runs_have_no_finding(tmp_path):
+def test_equal_runs_have_no_difference(tmp_path):
     metrics = [{"step": 1, "train/loss": 0.5, "perf/step_time": 1.0}]
     other = [{"step": 1, "train/loss": 0.5, "perf/step_time": 9.0, "diagnosis/DATA03": 1.0}]
     a = run_folder(tmp_path / "a", digests=stages(), metrics=metrics)

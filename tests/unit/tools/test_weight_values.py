@@ -50,7 +50,7 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_sound_model_folder_has_no_finding(model, capsys):
+def test_a_valid_model_folder_has_no_problem(model, capsys):
     assert main(["check", str(model)]) == 0
     assert "files, layers and values are complete" in capsys.readouterr().out
 
@@ -110,7 +110,7 @@ def saved(tmp_path):
     return tmp_path / "save"
 
 
-def test_sound_trainer_checkpoint_has_no_finding(saved):
+def test_a_valid_trainer_checkpoint_has_no_problem(saved):
     assert check_weights(saved) == []  # moments may be zero
     assert check_weights(saved / folder_name(3)) == []
 

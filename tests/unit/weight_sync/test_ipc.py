@@ -28,7 +28,7 @@ TENSORS = [
 ]
 
 
-def test_what_is_put_in_a_shared_buffer_is_read_by_its_description():
+def test_tensors_in_a_shared_buffer_are_read_by_their_description():
     buffer = SharedBuffer(2048)
     layout = orjson.loads(orjson.dumps(buffer.fill(TENSORS)))
     found = open_shared(buffer.name, layout)
@@ -52,7 +52,7 @@ def test_what_is_put_in_a_shared_buffer_is_read_by_its_description():
         ({"name": None, "shape": None}, "NoneType"),
     ],
 )
-def test_a_description_that_is_not_of_the_buffer_is_refused(change, words):
+def test_a_description_of_another_buffer_is_refused(change, words):
     buffer = SharedBuffer(2048)
     (entry, *_) = buffer.fill(TENSORS)
     with pytest.raises(SyncError, match=words):

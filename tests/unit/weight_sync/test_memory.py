@@ -115,6 +115,6 @@ def test_every_tensor_is_logged_if_asked(caplog):
     assert "(2, 3) torch.float32" in lines[0]
 
 
-def test_run_without_engines_publishes_nothing():
+def test_a_run_without_engines_sends_no_weights():
     report = asyncio.run(NoWeightSync().update_weights(4))
     assert (report.version, report.num_tensors, report.checksums) == (4, 0, {})

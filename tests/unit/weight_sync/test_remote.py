@@ -55,7 +55,7 @@ def disk(folder):
     return DiskTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=4096))
 
 
-def test_a_publisher_in_another_loop_reaches_the_engines_by_address(tmp_path):
+def test_a_weight_sync_in_another_event_loop_reaches_the_engines_by_address(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     worker = Worker(OTHER, disk(tmp_path))
 

@@ -33,7 +33,7 @@ def test_a_missing_package_is_named(monkeypatch, missing, words, says):
         check_startable(SimpleNamespace(config=config, device="cuda"))
 
 
-def test_it_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "build_trainer", lambda *_: pytest.fail("the model was loaded"))
     model, prompts = write_model(tmp_path / "m"), write_prompts(tmp_path / "p.jsonl")
     words = flags(model, prompts, tmp_path / "run", rollout_num_gpus=1, engine="sglang")
