@@ -1,16 +1,16 @@
 """The interfaces between the parts of a run: what the loop, the rollouts and the trainers know about each other.
 
-`wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `Backend` and `WeightSync` are
-abstract classes: implementations subclass them, must define the abstract methods, and override the others where they
-can do more. The smaller interfaces are protocols.
+`wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `Backend`, `WeightSync` and
+`DeviceSharing` are classes: implementations subclass them, must define the abstract methods, and override the others
+where they can do more. The smaller interfaces are protocols.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -116,6 +116,19 @@ class Engine(ABC):
     async def wait_until_weights_needed(self) -> None:
         """Return once every server was lost and the replacements need a weight update; by default, never."""
         await asyncio.Event().wait()
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that generate, or of processes on CPUs."""
+        return 1
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return numbers of running and waiting requests, for reports about a hanging run; {} by default."""
+        return {}
+
+    def take_load(self) -> Metrics:
+        """Return metrics of the load on the engines since the last call; {} by default."""
+        return {}
 
     @abstractmethod
     async def close(self) -> None:
@@ -348,25 +361,65 @@ class WeightSync(ABC):
         """Wait for a running verification; return its checksums, {} without one. Raises SyncError if one differs."""
         return {}
 
+    async def close(self) -> None:  # noqa: B027  optional: a no-op by default
+        """Release process groups, folders and buffers."""
 
-class DeviceSharing(Protocol):
-    """Hands the devices over between training and generation. A no-op unless trainer and engines share devices."""
+
+class EngineMemory(Protocol):
+    """One engine, or all engines, whose device memory can be released."""
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Release the memory of these tags; its contents are lost. Raises EngineError while requests run."""
+        ...
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of these tags again; its contents are undefined."""
+        ...
+
+
+class DeviceSharing:
+    """Hands the devices over between training and generation.
+
+    This class does nothing, for trainer and engines on separate devices. `loop.device_sharing` has the other one.
+    """
+
+    is_colocated = False
+
+    async def make_room(self) -> None:
+        """Offload the trainer before engines start on its devices."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Reserve the devices for training."""
-        ...
+        return nullcontext()
 
     def updating_weights(self) -> AbstractAsyncContextManager[None]:
         """Reserve the devices while the trainer's weights are read or written: to update engines, to save, to load."""
-        ...
+        return nullcontext()
 
     def generating(self) -> AbstractAsyncContextManager[None]:
         """Reserve the devices for generation."""
-        ...
+        return nullcontext()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncGenerator[Callable[[EngineMemory], Awaitable[None]]]:
+        """Keep the trainer off the devices while an engine starts.
+
+        Yields a function that releases the memory of the new engine that the other engines have released.
+        """
+        yield _keep_memory
+
+    def reloading(self) -> AbstractAsyncContextManager[None]:
+        """Reserve the devices to load weights into one engine. Raises SyncError if they are in use."""
+        return nullcontext()
 
     def metrics(self) -> Metrics:
         """Return time and memory of the hand-overs since the last call."""
-        ...
+        return {}
+
+
+async def _keep_memory(engine: EngineMemory) -> None:
+    """Leave the memory of an engine allocated."""
+    del engine
 
 
 # Data and rewards

@@ -16,8 +16,7 @@ from furlong.core.metric import Metrics, mean
 from furlong.core.pending_files import PendingFiles
 from furlong.core.sample import Group
 from furlong.core.weights import SyncReport, WeightSource
-from furlong.interfaces import Completion, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
-from furlong.loop.device_sharing import SeparateDevices
+from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
 
 
 @dataclass
@@ -218,7 +217,7 @@ def fake_parts(world: World, **changes: Any) -> Parts:
         "rollout": FakeRollout(world),
         "source": FakeSource(),
         "ledger": FakeLedger(),
-        "device_sharing": SeparateDevices(),
+        "device_sharing": DeviceSharing(),
         "trackers": [ListTracker()],
         "observer": Unobserved(),
         "engine": FakeEngineControl(world),

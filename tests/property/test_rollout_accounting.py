@@ -18,9 +18,8 @@ from furlong.config.sections.rollout import RolloutFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError
-from furlong.interfaces import Parts, SamplingParams
+from furlong.interfaces import DeviceSharing, Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.device_sharing import SeparateDevices
 from furlong.loop.train import RunSchedule, train
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
@@ -136,7 +135,7 @@ def parts_of(how, ledger, source, rng):
         rollout=rollout,
         source=source,
         ledger=ledger,
-        device_sharing=SeparateDevices(),
+        device_sharing=DeviceSharing(),
         trackers=[ListTracker()],
         observer=Unobserved(),
         engine=engine,

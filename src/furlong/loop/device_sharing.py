@@ -17,7 +17,7 @@ trainer's allocator caches, which may be the whole device. A run therefore proce
    undefined until the trainer's have arrived; then 3.
 
 An engine is restarted while the trainer is offloaded (`Colocated.starting`). It releases what the others have released,
-and gets its weights with the next update, or immediately if no other engine has a request (`Colocated.mending`).
+and gets its weights with the next update, or immediately if no other engine has a request (`Colocated.reloading`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from furlong.core.metric import Metrics, maximum, merge, total
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import MemoryTransfer, Trainer
+from furlong.interfaces import DeviceSharing, EngineMemory, MemoryTransfer, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +48,6 @@ RESIDENT: dict[Use, tuple[str, ...]] = {
 POLL_S = 0.1  # between two checks whether an engine may start
 
 
-class EngineMemory(Protocol):
-    """One engine, or all engines, whose device memory can be released."""
-
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the memory of these tags; its contents are lost. Raises EngineError while requests run."""
-        ...
-
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of these tags again; its contents are undefined."""
-        ...
-
-
 class EnginesMemory(EngineMemory, Protocol):
     """The memory of all engines of a run."""
 
@@ -73,31 +61,8 @@ class EnginesMemory(EngineMemory, Protocol):
         ...
 
 
-class SeparateDevices:
-    """Implements `interfaces.DeviceSharing` for trainer and engines on separate devices: both may run at any time."""
-
-    @contextlib.asynccontextmanager
-    async def training(self) -> AsyncGenerator[None]:
-        """Return at once."""
-        yield
-
-    @contextlib.asynccontextmanager
-    async def updating_weights(self) -> AsyncGenerator[None]:
-        """Return at once."""
-        yield
-
-    @contextlib.asynccontextmanager
-    async def generating(self) -> AsyncGenerator[None]:
-        """Return at once."""
-        yield
-
-    def metrics(self) -> Metrics:
-        """Return nothing."""
-        return {}
-
-
-class Colocated:
-    """Implements `interfaces.DeviceSharing` for trainer and engines on the same devices.
+class Colocated(DeviceSharing):
+    """Trainer and engines on the same devices.
 
     Several rollouts may generate at a time; training and weight updates wait for them and for each other. Memory moves
     when the device is requested, not when it is released, so that a save after a weight update costs nothing.
@@ -113,13 +78,10 @@ class Colocated:
     `memory/trainer_kept_frac`, what the trainer still has on the device when offloaded.
     """
 
+    is_colocated = True
+
     def __init__(
-        self,
-        trainer: Trainer,
-        engine: EnginesMemory,
-        *,
-        offload_train: bool = True,
-        offload_rollout: bool = True,
+        self, trainer: Trainer, engine: EnginesMemory, *, offload_train: bool = True, offload_rollout: bool = True
     ) -> None:
         self._trainer, self._engine = trainer, engine
         self._offload_train, self._offload_rollout = offload_train, offload_rollout

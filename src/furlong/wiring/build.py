@@ -17,11 +17,8 @@ from furlong.config.topology import uses_ray
 from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
-from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.interfaces import Parts, Trainer
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.device_sharing import Colocated
 from furlong.loop.train import RunSchedule
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.replay import MeasuredRollout
@@ -73,10 +70,7 @@ class Built:
     def queues(self) -> dict[str, int]:
         """Return the number of running and waiting requests of the engine in this process."""
         engine = self.serving.engine
-        if not isinstance(engine, EmbeddedEngine):
-            return {}
-        stats = engine.stats()
-        return {"engine running": stats.running, "engine waiting": stats.waiting}
+        return {} if engine is None else engine.queue_lengths()
 
     def close_files(self) -> None:
         """Write out what is buffered."""
@@ -127,7 +121,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         parts=Parts(
             trainer=trainer,
             sync=serving.sync,
-            rollout=MeasuredRollout(rollout, engine.take_load) if isinstance(engine, HttpEngine) else rollout,
+            rollout=rollout if engine is None else MeasuredRollout(rollout, engine.take_load),
             source=source,
             ledger=ledger,
             device_sharing=serving.device_sharing,
@@ -169,5 +163,4 @@ def _stages(config: Config, training: list[Start], serving: ServingParts) -> Seq
     """Return the start-up stages, each of parts that start concurrently: colocated engines start after the trainer."""
     if not config.cluster.colocate:
         return [[*training, *serving.starting]]
-    room = [serving.device_sharing.make_room] if isinstance(serving.device_sharing, Colocated) else []
-    return [training, room, serving.starting]
+    return [training, [serving.device_sharing.make_room], serving.starting]

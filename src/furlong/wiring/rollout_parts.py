@@ -16,14 +16,12 @@ from furlong.config.command_line import flags_as_written
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
-from furlong.config.sections import Config
 from furlong.core.sample import Group
 from furlong.data.dataset import PromptTable, open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import group_from_prompt
 from furlong.errors import ConfigError
-from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
@@ -92,6 +90,7 @@ def _engine_rollout(
 ) -> EngineRollout:
     config, hooks, flags = context.config, context.hooks, context.config.rollout
     batch_size = config.data.rollout_batch_size
+    parts = engine_parts(trained_model(config).groups) if is_started(config) else None  # not running yet
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
     return EngineRollout(
         engine=engine,
@@ -106,20 +105,13 @@ def _engine_rollout(
         batch_size=batch_size,
         # Over-sampling without a filter, and partial rollouts, exist to not wait for the slowest group.
         in_order=not flags.partial_rollout and (hooks.dynamic_sampling_filter is not None or not over_samples),
-        num_gpus=_num_gpus(config, engine),
+        num_gpus=engine.num_gpus if parts is None else sum(part.num_gpus for part in parts),
         print_every=config.debug.debug_rollout_print_every,
         eval_sets=eval_sets,
         report=_report(context),
         on_groups=context.dumps.save if context.dumps.template is not None else None,
         order=_order(context),
     )
-
-
-def _num_gpus(config: Config, engine: Engine) -> int:
-    """Return the number of GPUs that generate, or of CPU processes."""
-    if is_started(config):
-        return sum(part.num_gpus for part in engine_parts(trained_model(config).groups))
-    return sum(server.info.num_gpus for server in engine.servers) if isinstance(engine, HttpEngine) else 1
 
 
 def _order(context: RunContext) -> GroupOrder:

@@ -37,7 +37,7 @@ from furlong.inference.supervisor.router import SglangRouter
 from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.inference.supervisor.supervisor import EngineSupervisor
 from furlong.interfaces import DeviceSharing, Trainer, WeightSync
-from furlong.loop.device_sharing import Colocated, SeparateDevices
+from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.weight_sync.memory_sync import NoWeightSync
@@ -67,7 +67,7 @@ class ServingParts:
     @staticmethod
     def nothing(context: RunContext) -> ServingParts:
         """Serving without an engine."""
-        return ServingParts(context, None, NoWeightSync(), SeparateDevices())
+        return ServingParts(context, None, NoWeightSync(), DeviceSharing())
 
     @property
     def starting(self) -> list[Start]:
@@ -81,8 +81,7 @@ class ServingParts:
                 stack.push_async_callback(self.supervisor.close)
             if self.engine is not None:
                 stack.push_async_callback(self.engine.close)
-            if isinstance(self.sync, RemoteSync):
-                stack.push_async_callback(self.sync.close)
+            stack.push_async_callback(self.sync.close)
 
 
 def build_serving(
@@ -110,7 +109,7 @@ def build_serving(
             log_dir=_log_dir(context),
             routers=routers,
             weights=sync if isinstance(sync, RemoteSync) else None,
-            devices=device_sharing if isinstance(device_sharing, Colocated) else None,
+            devices=device_sharing,
         )
     return ServingParts(context, engine, sync, device_sharing, supervisor)
 
@@ -129,7 +128,7 @@ def _device_sharing(context: RunContext, trainer: Trainer, engine: EmbeddedEngin
     """Choose how trainer and engine share devices. Raises ConfigError for a trainer that cannot leave them."""
     cluster = context.config.cluster
     if not (cluster.offload_train or cluster.offload_rollout) or not isinstance(engine, HttpEngine):
-        return SeparateDevices()
+        return DeviceSharing()
     if context.config.debug.debug_rollout_only:
         raise ConfigError(
             "--debug-rollout-only: there is no trainer to offload; remove --debug-rollout-only, or --offload"

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import DeviceMemory, MemoryTransfer
-from furlong.loop.device_sharing import Colocated, SeparateDevices
+from furlong.interfaces import DeviceMemory, DeviceSharing, MemoryTransfer
+from furlong.loop.device_sharing import Colocated
 
 
 class Device:
@@ -384,7 +384,7 @@ def test_a_part_that_is_not_offloaded_stays(train, rollout):
 
 def test_without_sharing_everything_may_run_at_once():
     async def body():
-        shared = SeparateDevices()
+        shared = DeviceSharing()
         async with shared.training(), shared.updating_weights(), shared.generating():
             return shared.metrics()
 

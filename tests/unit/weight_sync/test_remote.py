@@ -15,8 +15,7 @@ from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, ch
 from furlong.errors import EngineError, EngineTimeoutError, SyncError, UnreachableError
 from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
-from furlong.interfaces import SamplingParams
-from furlong.loop.device_sharing import SeparateDevices
+from furlong.interfaces import DeviceSharing, SamplingParams
 from furlong.loop.weight_update import WeightUpdater
 from furlong.weight_sync.rank_sync import RankSync
 from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
@@ -163,7 +162,7 @@ def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_
         sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
         url = engine.servers[0].url
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not finish within 0\.05 s.*{url}"):
-            await WeightUpdater(sync, heard, SeparateDevices())(1)
+            await WeightUpdater(sync, heard, DeviceSharing())(1)
         missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": []}
         assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
@@ -218,7 +217,7 @@ def test_verification_during_serving_ends_before_training_and_removes_a_wrong_se
 
     async def body():
         sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), verify_while_serving=True)
-        publish = WeightUpdater(sync, Heard(), SeparateDevices())
+        publish = WeightUpdater(sync, Heard(), DeviceSharing())
         await publish(1)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
         assert set(completion.versions) == {1}  # while nothing is proven

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from furlong.loop.device_sharing import SeparateDevices
+from furlong.interfaces import DeviceSharing
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.build import Built
 from furlong.wiring.serving_parts import ServingParts
@@ -46,7 +46,7 @@ def test_engines_are_stopped_although_closing_the_weight_sync_fails(monkeypatch)
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
     shared: Any = None
     sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
-    serving = ServingParts(shared, closes("engine"), sync, SeparateDevices(), closes("supervisor"))
+    serving = ServingParts(shared, closes("engine"), sync, DeviceSharing(), closes("supervisor"))
     with pytest.raises(OSError, match="supervisor"):
         asyncio.run(serving.close())
     assert closed == ["sync", "engine", "supervisor"]

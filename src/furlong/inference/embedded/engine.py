@@ -354,6 +354,10 @@ class EmbeddedEngine(Engine):
         """Compute the checksums that `load_weights` returns for given tensors."""
         return ExpectedChecksums(self.model.table)
 
+    def queue_lengths(self) -> dict[str, int]:
+        """Return numbers of running and waiting requests; thread-safe."""
+        return {"engine running": len(self._batch.running), "engine waiting": self._thread.num_waiting}
+
     def stats(self) -> EngineStats:
         """A snapshot of the counters; thread-safe."""
         batch = self._batch

@@ -97,6 +97,11 @@ class HttpEngine(Engine):
         """All servers, including lost ones that were not removed yet."""
         return self.pool.servers
 
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all servers, or of processes on CPUs."""
+        return sum(server.info.num_gpus for server in self.servers)
+
     # -- the Engine interface ----------------------------------------------------------------------------------
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:

@@ -8,11 +8,9 @@ into it and verified; only then is it added to the router again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,9 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica, stop_replicas
 from furlong.inference.supervisor.host import HostGpus
+from furlong.inference.supervisor.router import SglangRouter
 from furlong.inference.supervisor.server_launch import Launch
+from furlong.interfaces import DeviceSharing
 
 logger = logging.getLogger(__name__)
 
@@ -44,58 +44,11 @@ ROUTER_FIX = (
 OnEvent = Callable[..., None]
 
 
-class HealthCheck(Protocol):
-    """Health of an engine or of the router."""
-
-    async def exit_reason(self) -> str:
-        """Describe how its process ended; "" while it runs."""
-        ...
-
-    async def hang_reason(self, timeout_s: float) -> str:
-        """Why it does not answer within `timeout_s`; "" if it does, or need not."""
-        ...
-
-
-class RouterProcess(HealthCheck, Protocol):
-    """A router in front of the engines."""
-
-    async def start(self) -> SglangServer:
-        """Start it and return the client to send requests through."""
-        ...
-
-    async def close(self) -> None:
-        """Stop it; `start` may follow."""
-        ...
-
-    async def add(self, server: SglangServer) -> None:
-        """Route requests to this engine."""
-        ...
-
-    async def remove(self, url: str) -> None:
-        """Stop routing requests to this engine."""
-        ...
-
-
 class WeightLoader(Protocol):
     """Loads weights into one server (`weight_sync.remote_sync.RemoteSync`)."""
 
     async def load_into(self, server: SglangServer, version: int) -> object:
         """Load and verify the weights sent last. Raises SyncError if only the next weight update can provide them."""
-        ...
-
-
-class DeviceHandover(Protocol):
-    """Gives the devices that trainer and engines share to one engine (`loop.device_sharing.Colocated`)."""
-
-    def starting(self) -> AbstractAsyncContextManager[Callable[[SglangServer], Awaitable[None]]]:
-        """Keep the trainer off the devices while an engine starts.
-
-        Yields a function that releases the memory of the new engine that the other engines have released.
-        """
-        ...
-
-    def reloading(self) -> AbstractAsyncContextManager[None]:
-        """Hold the devices to load weights into one engine. Raises SyncError if they are in use."""
         ...
 
 
@@ -116,7 +69,7 @@ class ReplicaSet:
         min_context_len: Required context length. None: any.
         probe_s: Timeout of the health check before and after weight updates.
         router: Started with the engines; None sends requests to the engines directly.
-        devices: For colocated engines that are restarted.
+        devices: Gives them to a colocated engine that is restarted.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
         weights: Loads the current weights into a restarted engine; None if its folder has them.
         on_event: Called with `engines_started` (num, seconds), `engine_lost` (engine, url, why), `engine_restarted`
@@ -132,8 +85,8 @@ class ReplicaSet:
     fault: FaultFlags = field(default_factory=FaultFlags)
     min_context_len: int | None = None
     probe_s: float = PROBE_S
-    router: RouterProcess | None = None
-    devices: DeviceHandover | None = None
+    router: SglangRouter | None = None
+    devices: DeviceSharing = field(default_factory=DeviceSharing)
     first_index: int = 0
     first_ranks: Sequence[int] = ()
     weights: WeightLoader | None = None
@@ -202,7 +155,9 @@ class ReplicaSet:
 
     # -- health ------------------------------------------------------------------------------------------------
 
-    async def _watch(self, target: HealthCheck, replace: Callable[[str, float], Awaitable[None]], fix: str) -> None:
+    async def _watch(
+        self, target: EngineReplica | SglangRouter, replace: Callable[[str, float], Awaitable[None]], fix: str
+    ) -> None:
         """Watch an engine or the router and `replace` it whenever it is lost; any other error ends the run's requests.
 
         `replace` gets the reason and the `time.perf_counter` of the loss. `fix` is the advice without fault tolerance.
@@ -225,7 +180,7 @@ class ReplicaSet:
         fail = self.fail or self.engine.fail
         fail(error)
 
-    async def _loss(self, target: HealthCheck) -> str:
+    async def _loss(self, target: EngineReplica | SglangRouter) -> str:
         """Wait until `target` is lost; returns why: its process ended, it hangs, or requests could not reach it."""
         fault = self.fault
         check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
@@ -251,7 +206,7 @@ class ReplicaSet:
 
     # -- the router --------------------------------------------------------------------------------------------
 
-    async def _update_router(self, router: RouterProcess, command: Awaitable[None]) -> None:
+    async def _update_router(self, router: SglangRouter, command: Awaitable[None]) -> None:
         """Await a command to the router. One that has died learns its engines when it is restarted."""
         async with self._router_lock:
             try:
@@ -260,7 +215,7 @@ class ReplicaSet:
                 if not self.fault.use_fault_tolerance or not await router.exit_reason():
                     raise
 
-    async def _restart_router(self, router: RouterProcess, why: str, lost_s: float) -> None:
+    async def _restart_router(self, router: SglangRouter, why: str, lost_s: float) -> None:
         """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
         pool = self.engine.pool
         logger.error("router_lost: %s", why)
@@ -311,7 +266,7 @@ class ReplicaSet:
         while True:
             logger.info("restarting engine %d (%s)", replica.index, self._count_restart(why))
             try:
-                async with self._free_devices() as settle:
+                async with self.devices.starting() as settle:
                     server = await self._restart(replica, settle)
                 await self._while_alive(replica, "while its weights were loaded", self._load_weights(server))
                 await self._while_alive(replica, "before it received requests", self._admit(server))
@@ -343,15 +298,6 @@ class ReplicaSet:
             await self._update_router(self.router, self.router.remove(server.url))
         await replica.stop()
         await self.engine.pool.remove(server)
-
-    @contextlib.asynccontextmanager
-    async def _free_devices(self) -> AsyncGenerator[Callable[[SglangServer], Awaitable[None]]]:
-        """Keep a colocated trainer off the devices while an engine starts."""
-        if self.devices is None:
-            yield _keep_memory
-        else:
-            async with self.devices.starting() as settle:
-                yield settle
 
     async def _restart(self, replica: EngineReplica, settle: Callable[[SglangServer], Awaitable[None]]) -> SglangServer:
         """Start an engine again and add it to the pool; it is `stale` if it needs weights before it gets requests."""
@@ -393,7 +339,7 @@ class ReplicaSet:
             versions = [replica.version for replica in self._replicas if replica.version is not None]
             if versions:
                 try:
-                    async with contextlib.nullcontext() if self.devices is None else self.devices.reloading():
+                    async with self.devices.reloading():
                         await self.weights.load_into(server, max(versions))
                 except SyncError as error:
                     why = str(error)
@@ -402,7 +348,7 @@ class ReplicaSet:
                     if error.late is not None and server.url in error.late["missing"]:
                         raise EngineError(f"{server.url} hangs: {why}") from error
                     logger.info("%s waits for the next weight update: %s", server.url, why)
-                    server.awaits_weights = self.devices is None  # a colocated trainer updates it in its turn
+                    server.awaits_weights = not self.devices.is_colocated  # a colocated trainer updates it in its turn
                     self.engine.pool.notify_change()
             until_s = time.monotonic() + wait_s
             while server.stale and time.monotonic() < until_s:
@@ -425,7 +371,7 @@ class ReplicaSet:
         await replica.stop()
 
 
-async def _add_to_router(router: RouterProcess, server: SglangServer) -> None:
+async def _add_to_router(router: SglangRouter, server: SglangServer) -> None:
     """Add a server to the router; returns early if the server is lost before the router has reached it."""
     adding = asyncio.ensure_future(router.add(server))
     try:
@@ -436,8 +382,3 @@ async def _add_to_router(router: RouterProcess, server: SglangServer) -> None:
     finally:
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
-
-
-async def _keep_memory(server: SglangServer) -> None:
-    """Leave the memory of a server allocated."""
-    del server

@@ -39,7 +39,7 @@ DEFAULT_OPTIONS: Mapping[str, Any] = {
 
 @dataclass(eq=False)
 class SglangRouter:
-    """Implements `replica_set.RouterProcess`. `options` are those of sglang-router; they override `DEFAULT_OPTIONS`.
+    """The process of a router. `options` are those of sglang-router; they override `DEFAULT_OPTIONS`.
 
     With `is_split` some engines prefill and others decode, and the router pairs one of each for a request.
     """

@@ -19,8 +19,10 @@ from furlong.inference.sglang.in_flight import GENERATE
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
 from furlong.inference.supervisor.host import HostGpus
-from furlong.inference.supervisor.replica_set import DeviceHandover, OnEvent, ReplicaSet, RouterProcess, WeightLoader
+from furlong.inference.supervisor.replica_set import OnEvent, ReplicaSet, WeightLoader
+from furlong.inference.supervisor.router import SglangRouter
 from furlong.inference.supervisor.server_launch import Launch
+from furlong.interfaces import DeviceSharing
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +153,9 @@ class EngineSupervisor:
         placements: Sequence[Sequence[HostGpus]] = (),
         first_ranks: Sequence[int] = (),
         log_dir: Path = Path("logs"),
-        routers: Mapping[str, RouterProcess] | None = None,
+        routers: Mapping[str, SglangRouter] | None = None,
         weights: WeightLoader | None = None,
-        devices: DeviceHandover | None = None,
+        devices: DeviceSharing | None = None,
     ) -> None:
         self._replica_sets: list[ReplicaSet] = []
         self._monitors: list[Callable[[], Coroutine[Any, Any, None]]] = [LoadMonitor(engine.pool).check]
@@ -174,7 +176,7 @@ class EngineSupervisor:
                 fault=config.fault,
                 min_context_len=config.rollout.rollout_max_context_len if trained else None,
                 router=(routers or {}).get(model.name),
-                devices=devices if trained else None,
+                devices=(devices if trained else None) or DeviceSharing(),
                 first_index=first,
                 first_ranks=first_ranks[first:last],
                 weights=weights if trained else None,
