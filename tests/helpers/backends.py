@@ -14,7 +14,7 @@ from furlong.config.sections.moe import MoeFlags
 from furlong.config.sections.optim import OptimFlags
 from furlong.config.sections.train import TrainFlags
 from furlong.training.fsdp.backend import FsdpBackend
-from furlong.training.load_balancing import LoadBalancing
+from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings

@@ -15,8 +15,8 @@ from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
 from furlong.training.batch_split import split_batch
-from furlong.training.load_balancing import LoadBalancing
 from furlong.training.megatron.megatron_backend import MegatronBackend
+from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM

@@ -51,10 +51,10 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
 
 
 def conversion() -> Any:
-    """Return the module `training.megatron.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
+    """Return the module `training.megatron.convert_weights`. Raises ConfigError without Megatron-core."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
-    from furlong.training.megatron.megatron_lm import convert_weights
+    from furlong.training.megatron import convert_weights
 
     return convert_weights

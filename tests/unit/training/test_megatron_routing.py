@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from furlong.training.megatron.family import RoutingRule, family_of
-from furlong.training.megatron.topk_routing import choose_experts, route
+from furlong.training.megatron.moe_routing import choose_experts, route
 from models_zoo import family_config
 
 WIDTH, EXPERTS = 32, 8

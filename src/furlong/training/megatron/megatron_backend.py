@@ -34,9 +34,9 @@ from furlong.models.flops import forward_flops
 from furlong.models.working_memory import COMPILED_FROM
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
-from furlong.training.load_balancing import LoadBalancing
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
+from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import (
     OptimizerState,
@@ -46,13 +46,12 @@ from furlong.training.megatron.distributed_optimizer import (
     missing_moment_bytes,
     moments,
 )
-from furlong.training.megatron.megatron_lm import torch_dist
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
-from furlong.training.megatron.packed_batch import PackedMicroBatch
-from furlong.training.megatron.packed_layer import prepare_layers
+from furlong.training.megatron.moe_routing import LoadBalancing
+from furlong.training.megatron.packed_layer import PackedMicroBatch, prepare_layers
 from furlong.training.megatron.parallel_layout import Compute, Layout
 from furlong.training.megatron.pipeline import Pipeline
-from furlong.training.megatron.role_models import RoleModels, fill
+from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
 from furlong.training.megatron.router_replay import (
     RouterPass,
     RouterReplay,
@@ -61,7 +60,6 @@ from furlong.training.megatron.router_replay import (
     build_pass,
     policy_routes,
 )
-from furlong.training.megatron.trainable_parameters import set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule

@@ -19,10 +19,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.training.load_balancing import AttachLoss, LoadBalancing, TokenSets, load_balancing_loss, z_loss
 from furlong.training.megatron.family import RoutingRule
+from furlong.training.megatron.moe_routing import (
+    AttachLoss,
+    LoadBalancing,
+    TokenSets,
+    choose_experts,
+    load_balancing_loss,
+    route,
+    z_loss,
+)
 from furlong.training.megatron.router_replay import RouterPass, RouterReplay
-from furlong.training.megatron.topk_routing import choose_experts, route
 
 
 class MoeRouter(TopKRouter):

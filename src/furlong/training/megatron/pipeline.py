@@ -29,7 +29,7 @@ from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.working_memory import chunk_rows, logits_bytes
 from furlong.training.loss_wrappers import StatsRequest
-from furlong.training.megatron.packed_batch import PackedMicroBatch, pack
+from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.router_replay import RouterPass, RouterReplay
 from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered_logits, vocab_parallel_token_stats

@@ -25,8 +25,8 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError
 from furlong.models.router_hooks import check_routes
-from furlong.training.load_balancing import Kind, LoadBalancing, TokenSets
-from furlong.training.megatron.packed_batch import PackedMicroBatch
+from furlong.training.megatron.moe_routing import Kind, LoadBalancing, TokenSets
+from furlong.training.megatron.packed_layer import PackedMicroBatch
 from furlong.training.routing_replay import agreement
 
 

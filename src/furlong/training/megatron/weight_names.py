@@ -1,4 +1,4 @@
-"""Convert between Megatron-core's parameters and tensors of a Hugging Face checkpoint, by the rules of `weight_rules`.
+"""Convert between Megatron-core's parameters and tensors of a Hugging Face checkpoint, by the rules of `family`.
 
 Loading reads the tensors of one parameter at a time; exporting yields one tensor at a time.
 """
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.stored_tensors import TensorSource
-from furlong.training.megatron.family import architecture_of, family_of
-from furlong.training.megatron.weight_rules import ENDS, WeightRule
+from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 logger = logging.getLogger(__name__)
 

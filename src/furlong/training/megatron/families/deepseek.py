@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from furlong.training.megatron.family import Architecture, Family, RoutingRule
-from furlong.training.megatron.weight_rules import WeightRule
+from furlong.training.megatron.family import Architecture, Family, RoutingRule, WeightRule
 
 MLA = (
     WeightRule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from furlong.config.checks.architecture_checks import GPT_OSS_CLAMP, GPT_OSS_OFFSET
-from furlong.training.megatron.family import Architecture, Family, RoutingRule
-from furlong.training.megatron.weight_rules import FC1, FC2, WeightRule
+from furlong.training.megatron.family import FC1, FC2, Architecture, Family, RoutingRule, WeightRule
 
 MOE = (
     WeightRule("mlp.router.weight", ("mlp.router.weight",)),

@@ -1,4 +1,4 @@
-"""Auxiliary router losses of mixture-of-experts layers: load balancing and z-loss, one of each per layer.
+"""Top-k routing of mixture-of-experts layers, and router losses. Imports no Megatron-core.
 
 Load-balancing loss (Switch Transformer, arXiv:2101.03961 eq. 4, with Megatron-LM's normalization) over one token set:
 
@@ -10,11 +10,11 @@ is 1 for uniformly used experts. The token set is
 - "aux_loss": a micro-batch, as in Megatron-LM, so the loss depends on packing. Micro-batches are weighted by tokens.
 - "seq_aux_loss": a sample (DeepSeek-V3, arXiv:2412.19437 eq. 17); the loss is the mean over the samples of the step.
 
-The z-loss (ST-MoE, arXiv:2202.08906 eq. 5) is the mean of logsumexp(logits)^2 over the tokens of the step.
+The z-loss (ST-MoE, arXiv:2202.08906 eq. 5) is the mean of logsumexp(logits)^2 over the tokens of the step. Each layer
+has one of each. Prompt and response tokens count alike. Routing counts use the top K by score: without bias, groups or
+replay.
 
-Prompt and response tokens count alike. Routing counts use the top K by score: without bias, groups or replay.
-
-Legend: T tokens of a router, N experts, K experts per token, G token sets.
+Legend: T tokens of a router, N experts, K experts per token, G groups of experts, or token sets.
 """
 
 from __future__ import annotations
@@ -28,6 +28,46 @@ from torch import Tensor
 
 from furlong.config.sections.moe import MoeFlags
 from furlong.core.batch import sum_rows
+from furlong.training.megatron.family import RoutingRule
+
+EPSILON = 1e-20  # DeepSeek-V3 adds it to the sum of weights
+
+
+def choose_experts(logits_TN: Tensor, rule: RoutingRule, bias_N: Tensor | None = None) -> Tensor:
+    """Return the [T, K] experts of each token. `bias_N` is added to the scores for this choice only."""
+    scores_TN = logits_TN.sigmoid() if rule.scores == "sigmoid" else logits_TN
+    if bias_N is not None:
+        scores_TN = scores_TN + bias_N
+    if rule.groups > rule.top_groups:
+        scores_TGn = scores_TN.unflatten(1, (rule.groups, -1))
+        best_TG = scores_TGn.topk(2, dim=-1).values.sum(-1)
+        is_kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+        is_kept_TG.scatter_(1, best_TG.topk(rule.top_groups, dim=-1).indices, True)
+        scores_TN = scores_TGn.masked_fill(~is_kept_TG[..., None], float("-inf")).flatten(1)
+    return scores_TN.topk(rule.top_k, dim=-1).indices
+
+
+def route(
+    logits_TN: Tensor, rule: RoutingRule, bias_N: Tensor | None = None, chosen_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token and their weights, both [T, K].
+
+    `chosen_TK` overrides the router's own choice (routing replay). Weights are always computed from the logits and have
+    a gradient.
+    """
+    if chosen_TK is None:
+        with torch.no_grad():
+            chosen_TK = choose_experts(logits_TN, rule, bias_N)
+    if rule.scores == "sigmoid":
+        weights_TK = logits_TN.gather(1, chosen_TK).sigmoid()
+        if rule.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + EPSILON)
+    elif rule.normalize:
+        weights_TK = logits_TN.gather(1, chosen_TK).softmax(-1)
+    else:
+        weights_TK = logits_TN.softmax(-1).gather(1, chosen_TK)
+    return chosen_TK, weights_TK * rule.scale
+
 
 Kind = Literal["none", "aux_loss", "seq_aux_loss"]
 

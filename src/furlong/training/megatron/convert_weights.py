@@ -24,10 +24,10 @@ from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.megatron_lm.torch_dist import DistPlaces, common_state, empty_model
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
-from furlong.training.megatron.packed_batch import sequence_params
+from furlong.training.megatron.packed_layer import sequence_params
 from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.torch_dist import DistPlaces, common_state, empty_model
 from furlong.training.ranks import Ranks
 
 FORWARD_TOKENS = 24  # tokens of the forward comparison
