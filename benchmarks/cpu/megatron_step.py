@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models.presets import write_preset

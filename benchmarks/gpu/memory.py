@@ -43,10 +43,7 @@ from rollout import client_of, options_from, write_model
 from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.optim import OptimFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.supervisor.engine_process import start_server

@@ -50,8 +50,7 @@ from train_mfu import SHAPES, RandomBackend, Task
 from weight_sync import build_launch, servers_of
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import AlgoFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine

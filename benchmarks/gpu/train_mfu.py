@@ -41,10 +41,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.optim import OptimFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.training.fsdp.backend import FsdpBackend

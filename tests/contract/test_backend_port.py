@@ -9,8 +9,7 @@ import torch
 from backends import fsdp_backend
 from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import merge
 from furlong.core.pending_files import PendingFiles

@@ -12,8 +12,7 @@ from transformers import Qwen3Config
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.config.command_line import load
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.machine import deterministic_kernels
 from furlong.models import hf_model as hf

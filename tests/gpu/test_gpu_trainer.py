@@ -8,8 +8,7 @@ import torch
 
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf
 from models_zoo import FAMILIES, family_config, random_batch

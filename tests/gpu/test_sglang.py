@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample

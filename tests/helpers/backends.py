@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from furlong.config.sections.checkpoint import CheckpointFlags
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.moe import MoeFlags
-from furlong.config.sections.optim import OptimFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.parallel_layout import Compute, Layout

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backends import fsdp_backend, megatron_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import OptimFlags
 from furlong.core.batch import MicroBatch, pack_micro_batch
 from furlong.core.metric import Metric, Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import Metric
 from furlong.errors import FurlongError, TrainerError

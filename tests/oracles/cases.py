@@ -14,7 +14,7 @@ from furlong.algo.algorithm_rules import denominator
 from furlong.algo.logprob import token_stats
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import Metrics, merge
 from furlong.interfaces import LossFn

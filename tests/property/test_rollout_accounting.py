@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fakes_loop import FakeSync, FakeTrainer, ListTracker, Unobserved, World
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.config.hooks import Hooks
-from furlong.config.sections.rollout import RolloutFlags
+from furlong.config.sections import RolloutFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf

@@ -14,7 +14,7 @@ from torch import Tensor
 from furlong.algo.advantage import ADVANTAGES, AdvantageInputs, normalize_rewards, overlong_penalty, whiten
 from furlong.algo.kl import kl_estimate
 from furlong.algo.reduce import Reduce, identity
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.algorithms import Aggregation, Algorithm, find_algorithm
 from furlong.core.batch import FloatArray, IntArray
 from furlong.errors import ConfigError, DataError

@@ -21,7 +21,7 @@ from furlong.algo.correction import importance_correction, mismatch_metrics, off
 from furlong.algo.kl import kl_estimate
 from furlong.algo.policy_loss import POLICY_LOSSES, PolicyInputs, sequence_log_ratio
 from furlong.algo.reduce import Reduce, identity
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import DataError

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from furlong.config.hooks import Hooks
-from furlong.config.sections.rollout import RolloutFlags
+from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, mean, total

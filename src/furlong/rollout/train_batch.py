@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from furlong.algo.algorithm_rules import training_rewards
 from furlong.config.hooks import Hooks
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward

@@ -10,7 +10,7 @@ import numpy as np
 from furlong.algo.algorithm_rules import denominator
 from furlong.algo.packing import Balance, BatchPlan, plan
 from furlong.algo.reduce import loss_weights
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import OptimFlags
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.interfaces import OptimReport

@@ -10,11 +10,7 @@ from typing import Literal
 
 import torch
 
-from furlong.config.sections.checkpoint import CheckpointFlags
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.moe import MoeFlags
-from furlong.config.sections.optim import OptimFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.errors import ConfigError
 from furlong.interfaces import Role
 from furlong.training.routing_replay import Replay

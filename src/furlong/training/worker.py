@@ -28,7 +28,7 @@ from torch import Tensor
 
 from furlong.algo.algorithm_rules import needs, token_advantages
 from furlong.algo.reduce import step_mean
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, maximum, mean, merge, total

@@ -6,7 +6,7 @@ import torch
 
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import LayerStack, dense_layers

@@ -12,7 +12,7 @@ import torch
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.config.hooks import Hooks
-from furlong.config.sections.rollout import RolloutFlags
+from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status

@@ -10,7 +10,7 @@ import pytest
 
 from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.config.hooks import Hooks
-from furlong.config.sections.rollout import RolloutFlags
+from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
 from furlong.rollout import timers

@@ -11,8 +11,7 @@ from transformers import PhimoeConfig
 
 from backends import fsdp_backend
 from furlong.algo.loss import CustomLoss, PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf_model as hf

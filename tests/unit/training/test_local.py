@@ -8,7 +8,7 @@ import pytest
 
 from fakes_trainer import FakeBackend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import MemoryTransfer

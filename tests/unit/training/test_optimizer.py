@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.training.checkpoint.tensor_files import TensorReader
 from furlong.training.optimizer import MasterOptimizer, Schedule

@@ -13,8 +13,7 @@ import torch
 from backends import fsdp_backend
 from fakes_engine import Halt
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample

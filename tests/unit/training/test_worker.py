@@ -11,8 +11,7 @@ from backends import fsdp_backend
 from fakes_trainer import FakeBackend
 from furlong.algo.kl import kl_estimate
 from furlong.algo.loss import PolicyLoss, SftLoss
-from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError

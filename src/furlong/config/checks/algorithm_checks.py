@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.config.sections import Config
-from furlong.config.sections.algo import AlgoFlags
+from furlong.config.sections import AlgoFlags, Config
 from furlong.core.algorithms import find_algorithm
 
 DEFAULTS = AlgoFlags()

@@ -7,22 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.config.sections.algo import AlgoFlags
-from furlong.config.sections.architecture import ArchitectureFlags
-from furlong.config.sections.checkpoint import CheckpointFlags
-from furlong.config.sections.cluster import ClusterFlags
-from furlong.config.sections.data import DataFlags
-from furlong.config.sections.debug import DebugFlags
-from furlong.config.sections.engines import EnginesFlags
-from furlong.config.sections.eval import EvalFlags
-from furlong.config.sections.fault import FaultFlags
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.moe import MoeFlags
-from furlong.config.sections.optim import OptimFlags
-from furlong.config.sections.reward import RewardFlags
-from furlong.config.sections.rollout import RolloutFlags
-from furlong.config.sections.sync import SyncFlags
-from furlong.config.sections.track import TrackFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections.cluster import ClusterFlags, EnginesFlags, SyncFlags
+from furlong.config.sections.megatron import ArchitectureFlags, MegatronFlags, MoeFlags
+from furlong.config.sections.rollout import DataFlags, EvalFlags, RewardFlags, RolloutFlags
+from furlong.config.sections.run import CheckpointFlags, DebugFlags, FaultFlags, TrackFlags
+from furlong.config.sections.train import OptimFlags, TrainFlags
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Flags of the section `rollout`."""
+"""Flags of generation: sampling, prompts, rewards and evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from furlong.config.flag_spec import flag
 
@@ -74,3 +75,125 @@ class RolloutFlags:
         None, "User function that converts samples to a training batch."
     )
     custom_rollout_log_function_path: str | None = flag(None, "User function that logs a rollout.")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Prompts, and the number of prompts per rollout."""
+
+    prompt_data: str | None = flag(None, "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.")
+    rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[0, 1000000]")
+    n_samples_per_prompt: int = flag(1, "Number of responses per prompt.", within="[1, inf)")
+    num_rollout: int | None = flag(
+        None, "Total number of rollouts, counted from the first start of the run; 0 only evaluates.", within="[0, inf)"
+    )
+    num_epoch: int | None = flag(
+        None,
+        "Number of passes over the prompts; determines the length of the run if --num-rollout is not given.",
+        within="[1, inf)",
+    )
+    start_rollout_id: int | None = flag(
+        None, "Number of the first rollout. Default: the one after the loaded checkpoint, else 0.", within="[0, inf)"
+    )
+    input_key: str = flag("input", "Column of the prompt: text, or a list of messages.")
+    label_key: str | None = flag(None, "Column of the label that rewards compare with.")
+    metadata_key: str = flag("metadata", "Column of an object that becomes the sample's metadata.")
+    tool_key: str = flag("tools", "Column of the tool definitions for the chat template.")
+    apply_chat_template: bool = flag(False, "Render prompts with the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
+        {}, "Keyword arguments for the chat template, as a JSON object.", needs="apply_chat_template"
+    )
+    chat_template_path: str | None = flag(
+        None,
+        "Chat template to use instead of the tokenizer's: a Jinja file, or the name of a shipped one (`furlong "
+        "template list`).",
+        needs="apply_chat_template or loss_type=sft_loss or custom_generate_function_path or rollout_function_path or "
+        "eval_function_path or eval_config or data_source_path",
+    )
+    rollout_shuffle: bool = flag(False, "Shuffle the prompts in every epoch.")
+    rollout_seed: int = flag(42, "Seed of the prompt order and of sampling.", within="[0, 1e18]")
+    rollout_global_dataset: bool = flag(True, "Do not read --prompt-data; the rollout function provides its own data.")
+    data_source_path: str | None = flag(None, "User data source class. Default: --prompt-data is read.")
+    buffer_filter_path: str | None = flag(
+        None, "User function that selects groups from the buffer of unfinished ones. Default: oldest first."
+    )
+    streaming_data: bool = flag(False, "Read prompts on demand instead of all at the start.")
+    num_data_workers: int = flag(
+        0, "Number of threads that read and tokenize in advance; 0 reads when prompts are needed.", within="[0, inf)"
+    )
+
+
+@dataclass(frozen=True)
+class RewardFlags:
+    """Reward functions and verifiers."""
+
+    rm_type: str | None = flag(
+        None,
+        "Verifier: math, dapo, deepscaler, f1, gpqa, remote_rm or random; with the prefix `boxed_` it reads the "
+        r"content of \boxed{...}.",
+        excludes="custom_rm_path",
+    )
+    rm_url: str | None = flag(
+        None, "URL to which --rm-type remote_rm posts samples.", needs="rm_type=remote_rm or rm_type=boxed_remote_rm"
+    )
+    custom_rm_path: str | None = flag(None, "User reward function.")
+    group_rm: bool = flag(
+        False, "Score all samples of a prompt in one call of --custom-rm-path.", needs="custom_rm_path"
+    )
+    reward_key: str | None = flag(None, "Key of the value to train on, for rewards that are objects.")
+    eval_reward_key: str | None = flag(None, "Key of the value to report in evaluations. Default: --reward-key.")
+    custom_reward_post_process_path: str | None = flag(
+        None, "User function that replaces the normalization of rewards within groups."
+    )
+    num_reward_workers: int = flag(2, "Number of processes that run verifiers.", within="[1, inf)")
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """Evaluation sets and their sampling parameters. Sampling defaults to the rollout's values."""
+
+    eval_interval: int | None = flag(
+        None, "Rollouts between evaluations.", within="[1, inf)", needs="eval_prompt_data or eval_config"
+    )
+    eval_prompt_data: tuple[str, ...] | None = flag(
+        None, "Evaluation sets as pairs: NAME FILE NAME FILE ...", excludes="eval_config"
+    )
+    eval_config: str | None = flag(
+        None, "YAML or JSON file of evaluation sets with their own settings (`eval.defaults`, `eval.datasets`)."
+    )
+    skip_eval_before_train: bool = flag(False, "Do not evaluate before the first rollout.")
+    n_samples_per_eval_prompt: int = flag(1, "Number of responses per evaluation prompt.", within="[1, inf)")
+    eval_pass_k: tuple[int, ...] | None = flag(
+        None, "Values of k for pass@k. Default: powers of two up to --n-samples-per-eval-prompt.", within="[1, inf)"
+    )
+    eval_temperature: float | None = flag(
+        None, "Sampling temperature; 0 is greedy. Default: --rollout-temperature.", within="[0, inf)"
+    )
+    eval_top_p: float | None = flag(
+        None,
+        "Nucleus sampling: sample from the smallest set of tokens with this total probability. Default: "
+        "--rollout-top-p.",
+        within="(0, 1]",
+    )
+    eval_top_k: int | None = flag(
+        None, "Sample from this many most likely tokens; -1 for all. Default: --rollout-top-k.", within="[-1, inf)"
+    )
+    eval_min_new_tokens: int | None = flag(
+        None, "Minimum response length, in tokens. Default: --rollout-min-new-tokens.", within="[0, inf)"
+    )
+    eval_max_response_len: int | None = flag(
+        None, "Maximum response length, in tokens. Default: --rollout-max-response-len.", within="[1, inf)"
+    )
+    eval_max_prompt_len: int | None = flag(
+        None, "Maximum prompt length, in tokens. Default: --rollout-max-prompt-len.", within="[1, inf)"
+    )
+    eval_max_context_len: int | None = flag(
+        None,
+        "Maximum length of prompt and response together, in tokens. Default: --rollout-max-context-len.",
+        within="[2, inf)",
+    )
+    eval_input_key: str | None = flag(None, "Column of the prompt. Default: --input-key.")
+    eval_label_key: str | None = flag(None, "Column of the label. Default: --label-key.")
+    eval_tool_key: str | None = flag(None, "Column of the tool definitions. Default: --tool-key.")
+    eval_function_path: str | None = flag(None, "User function that evaluates. Default: --rollout-function-path.")
+    custom_eval_rollout_log_function_path: str | None = flag(None, "User function that logs an evaluation.")

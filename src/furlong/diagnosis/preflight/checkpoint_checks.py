@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from furlong.config.sections.checkpoint import CheckpointFlags
+from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import (

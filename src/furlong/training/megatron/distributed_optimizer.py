@@ -21,7 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.config.sections.optim import OptimFlags
+from furlong.config.sections import OptimFlags
 from furlong.training.optimizer import MOMENTS
 
 MASTER = "master"

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from furlong.config.sections.moe import MoeFlags
+from furlong.config.sections import MoeFlags
 from furlong.core.batch import sum_rows
 from furlong.training.megatron.family import RoutingRule
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError
 from furlong.training.megatron.family import USE_FSDP, Family, family_of
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from furlong.config.sections.sync import SyncFlags
+from furlong.config.sections import SyncFlags
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, WeightSource
 from furlong.weight_sync.daemon_threads import in_thread
