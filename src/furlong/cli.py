@@ -1,4 +1,4 @@
-"""The command line: `furlong COMMAND ...`, with one row and one module per command."""
+"""The command line: `furlong COMMAND ...`, with one row and one function per command."""
 
 from __future__ import annotations
 
@@ -8,44 +8,50 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from furlong.commands import train
 from furlong.commands.output import problems_text, show
+from furlong.commands.train import train
 from furlong.errors import ConfigError, FurlongError
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its summary, and the module whose `main(words)` runs it."""
+    """A command: its summary, and the module and name of the function that runs it."""
 
     summary: str
-    module: str
+    target: str
 
 
 GROUPS: dict[str, dict[str, Command]] = {
     "train": {
-        "quickstart": Command("teach a tiny model arithmetic in a minute or two", "furlong.quickstart.quickstart"),
-        "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train"),
+        "quickstart": Command("teach a tiny model arithmetic in a minute or two", "furlong.quickstart.quickstart:main"),
+        "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train:train"),
     },
     "check before a run": {
-        "doctor": Command("check a launch command without starting it", "furlong.commands.doctor"),
-        "plan": Command("predict the GPU memory of each phase", "furlong.commands.plan"),
-        "data": Command("check every row of the data, or tokenize it to a file", "furlong.commands.data"),
-        "reward": Command("test a reward function on rows of the data", "furlong.commands.reward"),
-        "template": Command("test a chat template over several turns", "furlong.commands.template"),
-        "check": Command("check the files and values of a model or checkpoint", "furlong.commands.check"),
-        "env": Command("compare installed versions with the tested ones", "furlong.commands.env"),
+        "doctor": Command("check a launch command without starting it", "furlong.commands.doctor:doctor"),
+        "plan": Command("predict the GPU memory of each phase", "furlong.commands.plan:plan"),
+        "data": Command(
+            "check every row of the data, or tokenize it to a file", "furlong.commands.data_and_reward:data"
+        ),
+        "reward": Command("test a reward function on rows of the data", "furlong.commands.data_and_reward:reward"),
+        "template": Command("test a chat template over several turns", "furlong.commands.template:template"),
+        "check": Command(
+            "check the files and values of a model or checkpoint", "furlong.commands.weight_folders:check"
+        ),
+        "env": Command("compare installed versions with the tested ones", "furlong.commands.doctor:env"),
     },
     "inspect a run": {
-        "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor"),
-        "report": Command("summarize runs and audit their prompt groups", "furlong.commands.report"),
-        "diff": Command("find the first value in which two runs differ", "furlong.commands.diff"),
-        "bundle": Command("save one step to a small file, without text", "furlong.commands.bundle"),
-        "replay": Command("train the step of a bundle again and compare", "furlong.commands.replay"),
-        "trace": Command("merge the trace files of a killed run", "furlong.commands.trace"),
+        "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor:doctor"),
+        "report": Command("summarize runs and audit their prompt groups", "furlong.commands.inspect_run:report"),
+        "diff": Command("find the first value in which two runs differ", "furlong.commands.inspect_run:diff"),
+        "bundle": Command("save one step to a small file, without text", "furlong.commands.inspect_run:bundle"),
+        "replay": Command("train the step of a bundle again and compare", "furlong.commands.inspect_run:replay"),
+        "trace": Command("merge the trace files of a killed run", "furlong.commands.inspect_run:trace"),
     },
     "models": {
-        "serve": Command("serve a model with SGLang's and OpenAI's APIs", "furlong.commands.serve"),
-        "convert": Command("convert between Hugging Face and Megatron-LM formats", "furlong.commands.convert"),
+        "serve": Command("serve a model with SGLang's and OpenAI's APIs", "furlong.commands.serve:serve"),
+        "convert": Command(
+            "convert between Hugging Face and Megatron-LM formats", "furlong.commands.weight_folders:convert"
+        ),
     },
 }
 COMMANDS = {name: row for rows in GROUPS.values() for name, row in rows.items() if " " not in name}
@@ -69,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, hint = did_you_mean(words[0], COMMANDS)
         print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
         return 2
-    return _exit_code(f"furlong {words[0]}", lambda: import_module(command.module).main(words[1:]))
+    module, _, function = command.target.partition(":")
+    return _exit_code(f"furlong {words[0]}", lambda: getattr(import_module(module), function)(words[1:]))
 
 
 def _exit_code(name: str, command: Callable[[], int]) -> int:
@@ -100,7 +107,7 @@ def main_train(argv: Sequence[str] | None = None) -> int:
 
 def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    return _exit_code("furlong", lambda: train.main(words, preset))
+    return _exit_code("furlong", lambda: train(words, preset))
 
 
 def _usage() -> str:

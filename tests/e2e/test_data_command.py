@@ -7,7 +7,7 @@ import json
 import pytest
 
 from furlong.cli import main
-from furlong.commands.data import _histogram
+from furlong.commands.data_and_reward import _histogram
 from furlong.errors import ConfigError
 from runs import flags, reproducible, rows, train, write_prompts
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from furlong.commands import report
+from furlong.commands.inspect_run import report
 from furlong.data.audit import audit
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
@@ -60,7 +60,7 @@ def test_report_loses_no_rollouts_that_a_checkpoint_holds_for_a_larger_number(mo
     assert go(tmp_path / "branch", 5, load=save, ckpt_step=2) == 5  # trains on what was ahead in another folder
     for number in (2, 3, 5):  # two rollouts are ahead of the checkpoint: less, and one of them, and more
         assert go(run, number, save=save, load=save, ckpt_step=2 if number < 5 else 3) == number
-        assert report.main([str(run), str(tmp_path / "branch"), "--finished"]) == 0, capsys.readouterr().out
+        assert report([str(run), str(tmp_path / "branch"), "--finished"]) == 0, capsys.readouterr().out
     assert audit(run / "ledger.jsonl", finished=True).num_trained == 20
 
 

@@ -209,7 +209,7 @@ def test_the_doctor_imports_neither_torch_nor_transformers(world):
     words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)
     code = (
         "import sys; from furlong.cli import main; code = main(sys.argv[1:]);"
-        "import furlong.commands.check, furlong.diagnosis.postmortem.run_examination;"  # `check`, `doctor --run`
+        "import furlong.commands.weight_folders, furlong.diagnosis.postmortem.run_examination;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, "doctor", *words], capture_output=True, text=True, check=False)

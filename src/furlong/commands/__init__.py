@@ -1,1 +1,1 @@
-"""The commands, one module each; `main(words)` returns the exit code."""
+"""The commands: functions that take the words after the command's name and return the exit code."""

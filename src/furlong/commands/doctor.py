@@ -1,14 +1,23 @@
-"""`furlong doctor`: check a launch command or a run, and explain diagnoses."""
+"""Commands `furlong doctor`, which checks a launch command or a run, and `furlong env`, which checks packages."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
+from collections import Counter
 from pathlib import Path
 
-from furlong.commands.output import show, show_findings
+from furlong.commands.output import (
+    STYLES,
+    command_parser,
+    findings_code,
+    show,
+    show_findings,
+    show_json,
+    terminal_width,
+)
 from furlong.errors import ConfigError
+from furlong.tools.environment import environment_findings, read_environment
 
 USAGE = """usage: furlong doctor FLAGS [--json]
        furlong doctor --run DIR [--json]
@@ -25,7 +34,7 @@ Exit code 1 on an error, 0 if there are only warnings and notes.
   --json        print JSON"""
 
 
-def main(words: list[str]) -> int:
+def doctor(words: list[str]) -> int:
     """Check a launch command or a run; exit code 1 on an error."""
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
@@ -35,8 +44,8 @@ def main(words: list[str]) -> int:
     match words:
         case ["--run", folder]:
             return _examine_run(Path(folder), as_json=as_json)
-        case ["--run", *named]:
-            raise ConfigError(f"furlong doctor --run needs one run directory; got {' '.join(named) or 'none'}")
+        case ["--run", *folders]:
+            raise ConfigError(f"furlong doctor --run needs one run directory; got {' '.join(folders) or 'none'}")
         case ["--list"]:
             return _list(as_json=as_json)
         case ["--explain", id]:
@@ -53,15 +62,15 @@ def _check(words: list[str], *, as_json: bool) -> int:
     from furlong.run.run_folder import folder_problems
 
     resolved, problems = examine(words)
-    found = preflight(resolved.config, [*problems, *folder_problems(resolved)])
-    ok = not any(finding.severity == "error" for finding in found)
+    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)])
+    counts = Counter(finding.severity for finding in findings)
+    ok = not counts["error"]
     if as_json:
-        show(json.dumps({"ok": ok, "findings": [finding.record() for finding in found]}, indent=1))
+        show(json.dumps({"ok": ok, "findings": [finding.record() for finding in findings]}, indent=1))
     else:
-        show_findings(found, well="no problems found")
-        if found:
-            counts = {severity: sum(f.severity == severity for f in found) for severity in ("error", "warning", "info")}
-            show(", ".join(f"{n} {severity}{'s' * (n != 1)}" for severity, n in counts.items() if n))
+        show_findings(findings, well="no problems found")
+        if findings:
+            show(", ".join(f"{n} {severity}{'s' * (n != 1)}" for severity in STYLES if (n := counts[severity])))
     return 0 if ok else 1
 
 
@@ -87,22 +96,22 @@ def _list(*, as_json: bool) -> int:
         show(json.dumps([row.record() for row in CATALOGUE.values()], indent=1))
         return 0
     lines = [f"{row.id:8} {row.moments:4} {row.severity:8} {row.title}" for row in CATALOGUE.values()]
-    show(
-        "\n".join(
-            [*lines, "", "P before the run, R during the run, X after a failure; --explain ID describes a diagnosis"]
-        )
-    )
+    legend = "P before the run, R during the run, X after a failure; --explain ID describes a diagnosis"
+    show("\n".join([*lines, "", legend]))
     return 0
 
 
 def _wrapped(name: str, text: str) -> str:
     """Wrap a named fact to the width of the terminal; flags and paths are not split."""
-    width = min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
     begin = f"  {name:8} "
     return textwrap.fill(
-        text, width, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False,
+        text,
+        terminal_width(),
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def _explain(id: str, *, as_json: bool) -> int:
@@ -122,3 +131,20 @@ def _explain(id: str, *, as_json: bool) -> int:
     lines = [f"{row.id}: {row.title}", *(_wrapped(name, text) for name, text in facts.items())]
     show("\n".join(lines))
     return 0
+
+
+def env(words: list[str]) -> int:
+    """Compare installed versions with the tested ones and load compiled kernels; exit code 1 on a problem."""
+    options = command_parser("env", env.__doc__).parse_args(words)
+    environment = read_environment()
+    findings = environment_findings(environment)
+    if options.json:
+        show_json(findings, environment=environment.record())
+        return findings_code(findings)
+    driver = f", {environment.driver}" if environment.driver else ""
+    show(f"furlong {environment.furlong}, Python {environment.python}, {environment.machine}{driver}")
+    for package in environment.packages:
+        state = "does not load" if package.problem else "" if package.is_tested else "not tested"
+        show(f"  {package.name:20}{package.installed or '-':18}{package.tested:16}{state}".rstrip())
+    show_findings(findings, well="all installed versions are tested")
+    return findings_code(findings)

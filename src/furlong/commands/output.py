@@ -1,9 +1,11 @@
-"""Printing of results and findings."""
+"""Option parsers of the commands, and printing of results and findings."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +14,25 @@ from furlong.core.catalogue import Diagnosis
 from furlong.errors import ConfigError
 
 
+def command_parser(name: str, description: str | None, *, has_json: bool = True) -> argparse.ArgumentParser:
+    """Return the option parser of `furlong NAME`, with --json."""
+    parser = argparse.ArgumentParser(prog=f"furlong {name}", allow_abbrev=False, description=description)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
 def show(text: str) -> None:
     """Print to stdout; a closed pipe (`| head`) is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def terminal_width(default: int = 120, most: int = 120) -> int:
+    """Return the columns of the terminal, between 60 and `most`; `default` without a terminal."""
+    return min(max(shutil.get_terminal_size((default, 24)).columns, 60), most)
 
 
 def problems_text(error: ConfigError) -> str:

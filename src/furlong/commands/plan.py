@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from furlong.commands.output import show
+from furlong.commands.output import show, terminal_width
 from furlong.config.command_line import load
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import read_json
@@ -38,7 +37,7 @@ it fit. Needs no GPU and no weights, only config.json of --hf-checkpoint.
 FALLBACK = "h100"
 
 
-def main(words: list[str]) -> int:
+def plan(words: list[str]) -> int:
     """Print the plan; exit code 1 if the run does not fit."""
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
@@ -47,8 +46,8 @@ def main(words: list[str]) -> int:
     as_json = "--json" in words
     if as_json:
         words.remove("--json")
-    name, size = _device(_taken(words, "--device", f"{', '.join(DEVICES)}, or the GPU's memory in GiB"))
-    gpus = _count(_taken(words, "--gpus", "the number of GPUs"))
+    name, size = _device(_pop_value(words, "--device", f"{', '.join(DEVICES)}, or the GPU's memory in GiB"))
+    gpus = _count(_pop_value(words, "--gpus", "the number of GPUs"))
     assumed = assumptions(words, gpus=gpus, device_bytes=size)
     if gpus is not None and not assumed:
         raise ConfigError(
@@ -57,22 +56,22 @@ def main(words: list[str]) -> int:
         )
     config = load(words, preset=assumed).config
     folder = Path(str(config.rollout.hf_checkpoint))
-    plan = plan_memory(config, read_json(folder / "config.json"), size)
+    memory = plan_memory(config, read_json(folder / "config.json"), size)
     if as_json:
-        show(json.dumps(plan.record() | {"device": name, "assumed": shown(assumed)}, indent=1))
+        show(json.dumps(memory.record() | {"device": name, "assumed": shown(assumed)}, indent=1))
     else:
         note = f"assumed: {shown(assumed)}\n\n" if shown(assumed) else ""
-        show(note + _text(plan, name))
-    return 0 if plan.fits else 1
+        show(note + _text(memory, name))
+    return 0 if memory.fits else 1
 
 
-def _taken(words: list[str], flag: str, wanted: str) -> str | None:
+def _pop_value(words: list[str], flag: str, what: str) -> str | None:
     """Remove a flag of this command and its value from the words. Raises ConfigError if the value is missing."""
     if flag not in words:
         return None
     at = words.index(flag)
     if at + 1 == len(words) or words[at + 1].startswith("--"):
-        raise ConfigError(f"{flag} got nothing; give {wanted}")
+        raise ConfigError(f"{flag} got nothing; give {what}")
     value = words[at + 1]
     del words[at : at + 2]
     return value
@@ -116,7 +115,7 @@ def _text(plan: MemoryPlan, name: str) -> str:
         mark = "" if phase.total <= plan.limit or who == "host" else "  does not fit"
         table.add_row(who, phase.name, f"{phase.total / GIB:.1f}{mark}", "; ".join(filter(None, (parts, phase.note))))
     out = io.StringIO()
-    Console(file=out, width=min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)).print(table)
+    Console(file=out, width=terminal_width()).print(table)
     lines = [out.getvalue().rstrip()]
     if plan.most_fraction is not None:
         lines.append(

@@ -12,7 +12,7 @@ from furlong.errors import ConfigError
 from furlong.machine import import_without_gc, raise_open_file_limit
 
 
-def main(words: list[str]) -> int:
+def serve(words: list[str]) -> int:
     """Check model and port, then load and serve. Raises ConfigError for an invalid model or a port in use."""
     from furlong.models.hf_folder import check_folder
 
@@ -21,24 +21,24 @@ def main(words: list[str]) -> int:
     ports.add_argument("--port", default="30000")
     ports.add_argument("--model-path")
     ports.add_argument("--skip-tokenizer-init", action="store_true")
-    given, _ = ports.parse_known_args(words)
+    options, _ = ports.parse_known_args(words)
     if not {"-h", "--help"} & set(words):  # the server itself reports missing and invalid values
         problems: list[str] = []
-        if given.port.isdigit() and int(given.port) < 65536:
-            found = taken_port("--port", given.host, int(given.port))
-            problems += [] if found is None else [found.text()]
+        if options.port.isdigit() and int(options.port) < 65536:
+            taken = taken_port("--port", options.host, int(options.port))
+            problems += [] if taken is None else [taken.text()]
         try:
-            if given.model_path is not None:
-                check_folder(given.model_path, weights=True, tokenizer=not given.skip_tokenizer_init)
+            if options.model_path is not None:
+                check_folder(options.model_path, weights=True, tokenizer=not options.skip_tokenizer_init)
         except ConfigError as error:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
     with import_without_gc("furlong.inference.server.http_server"):
-        from furlong.inference.server.http_server import main as serve
+        from furlong.inference.server.http_server import main
 
     raise_open_file_limit()  # one per connection; without a free one, clients wait seconds
-    return serve(words)
+    return main(words)
 
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:

@@ -8,15 +8,15 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from furlong.commands.output import findings_code, show, show_findings, show_json
+from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
 from furlong.errors import ConfigError, DataError
 
 PROMPTS_READ = 256
 
 
-def main(words: list[str]) -> int:
+def template(words: list[str]) -> int:
     """Check, list or print chat templates; exit code 1 if `check` finds a problem."""
-    parser = argparse.ArgumentParser(prog="furlong template", allow_abbrev=False, description=main.__doc__)
+    parser = command_parser("template", template.__doc__, has_json=False)
     commands = parser.add_subparsers(dest="command", required=True)
     does = "render scripted conversations and check every turn"
     check = commands.add_parser(
@@ -76,15 +76,15 @@ def _check(options: argparse.Namespace) -> int:
     tokenizer.chat_template = text or tokenizer.chat_template
     require_template(tokenizer)
     name = f"the chat template of {folder}" if text is None else f"the chat template {options.template}"
-    template = Template(tokenizer, text, _object(options.chat_template_kwargs))
-    trials = template.trials(("on", "off") if options.thinking == "both" else (options.thinking,))
+    rendering = Template(tokenizer, text, _object(options.chat_template_kwargs))
+    trials = rendering.trials(("on", "off") if options.thinking == "both" else (options.thinking,))
     suggested = None
     if text is None and any(trial.rewriting for trial in trials):
         suggested = suggested_template(tokenizer)
     findings = rewriting_findings(trials, name=name, suggested=suggested)
     stops = {"stop_token_ids": options.rollout_stop_token_ids, "stop": options.rollout_stop}
     try:
-        findings += stop_findings(tokenizer, folder, template, **stops)
+        findings += stop_findings(tokenizer, folder, rendering, **stops)
     except TEMPLATE_ERRORS as error:
         problem = f"{name} cannot render a user message with its answer: {type(error).__name__}: {error}"
         raise DataError(f"{problem}; use another template (--chat-template-path)") from error

@@ -97,16 +97,17 @@ def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: boo
     return [word for name, given in values.items() for word in (name, *(str(value) for value in given))]
 
 
-def _new_folder(wanted: Path | None, *, is_async: bool) -> Path:
+def _new_folder(requested: Path | None, *, is_async: bool) -> Path:
     """Create the run directory: the given one, which must be new, or the first free outputs/quickstart*."""
-    if wanted is not None:
-        if (wanted / "metrics.jsonl").exists():
-            raise ConfigError(f"--output-dir {wanted} already contains a run; choose a new directory")
-        wanted.mkdir(parents=True, exist_ok=True)
-        return wanted
+    if requested is not None:
+        if (requested / "metrics.jsonl").exists():
+            raise ConfigError(f"--output-dir {requested} already contains a run; choose a new directory")
+        requested.mkdir(parents=True, exist_ok=True)
+        return requested
+    from furlong.run.run_folder import free_folder
+
     base = Path("outputs") / ("quickstart-async" if is_async else "quickstart")
-    candidates = (base if n == 1 else base.with_name(f"{base.name}-{n}") for n in range(1, 10_000))
-    folder = next(path for path in candidates if not path.exists())
+    folder = free_folder(base)
     folder.mkdir(parents=True)
     return folder
 

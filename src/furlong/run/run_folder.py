@@ -65,14 +65,14 @@ def _folder_problems(resolved: Resolved) -> Iterator[str]:
     for path in (folder / name for name in RUN_FILES if (folder / name).exists()):
         if not path.is_file() or not os.access(path, os.W_OK):
             what = "is not writable by this user" if path.is_file() else "is not a file"
-            yield f"--output-dir {folder}: {path.name} {what}; choose another directory, such as {_free(folder)}"
+            yield f"--output-dir {folder}: {path.name} {what}; choose another directory, such as {free_folder(folder)}"
             return
     if is_locked(folder / RUN_LOG):
         yield f"--output-dir {folder} {IN_USE}"
     elif (folder / METRICS).exists() and not (_has_checkpoint(flags) or _is_of(folder, flags)):
         yield f"--output-dir {folder} already contains a run{_other_run_fix(folder)}"
     elif (why := _other_ledger(folder / LEDGER, flags)) is not None:
-        yield f"--output-dir {folder}: {why}, or choose another directory, such as {_free(folder)}"
+        yield f"--output-dir {folder}: {why}, or choose another directory, such as {free_folder(folder)}"
     if flags.save is not None and is_locked(Path(flags.save) / LOCK):
         yield f"--save {flags.save} {IN_USE}"
 
@@ -169,11 +169,11 @@ def _other_run_fix(folder: Path) -> str:
     """Return the fix if the directory contains another run."""
     saved = read_sections(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
     if saved is None:
-        return f" without checkpoints; choose another directory, such as {_free(folder)}"
-    return f"; resume it with --load {saved}, or choose another directory, such as {_free(folder)}"
+        return f" without checkpoints; choose another directory, such as {free_folder(folder)}"
+    return f"; resume it with --load {saved}, or choose another directory, such as {free_folder(folder)}"
 
 
-def _free(folder: Path) -> Path:
+def free_folder(folder: Path) -> Path:
     """Return the first of NAME, NAME-2, ... that does not exist."""
     return next(path for path in _numbered(folder) if not path.exists())
 

@@ -7,8 +7,7 @@ import shutil
 import pytest
 import torch
 
-from furlong.commands import convert
-from furlong.commands.check import main
+from furlong.commands.weight_folders import check, convert
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.dist_checkpoint import check_dist, dist_folder
 from furlong.training.checkpoint.dist_files import COMMON, INDEX, VERSION, DistReader, DistWriter
@@ -50,7 +49,7 @@ def diagnose(folder, **options):
 def test_a_complete_checkpoint_is_healthy_and_found_from_its_parent_folder(folder, capsys):
     (folder.parent / TRACKER).write_text("7\n")
     assert dist_folder(folder.parent) == dist_folder(folder) == folder
-    assert main([str(folder.parent)]) == 0
+    assert check([str(folder.parent)]) == 0
     assert "files, layers and values are complete" in capsys.readouterr().out
     DistReader(folder).check()
 
@@ -85,7 +84,7 @@ def test_a_save_that_was_cut_off_is_reported(folder):
 
 def test_a_tracker_that_names_nothing_lists_what_there_is(folder, capsys):
     (folder.parent / TRACKER).write_text("9\n")
-    assert main([str(folder.parent)]) == 1
+    assert check([str(folder.parent)]) == 1
     output = " ".join(capsys.readouterr().out.split())
     assert "[CKPT01]" in output
     assert output.index("iter_0000009") < output.index("iter_0000007")
@@ -120,9 +119,9 @@ def test_zero_biases_and_padding_between_parameters_of_a_buffer_are_healthy(tmp_
 
 
 def test_convert_check_is_check(folder, capsys):
-    assert convert.main(["check", str(folder)]) == 0
+    assert convert(["check", str(folder)]) == 0
     said_by_convert = capsys.readouterr().out
-    assert main([str(folder)]) == 0
+    assert check([str(folder)]) == 0
     assert capsys.readouterr().out == said_by_convert
 
 
@@ -139,4 +138,4 @@ def test_a_folder_that_was_renamed_is_reported(folder):
 
 def test_a_model_to_compare_with_needs_such_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match="--hf-checkpoint has no effect"):
-        main([str(tmp_path), "--hf-checkpoint", str(tmp_path)])
+        check([str(tmp_path), "--hf-checkpoint", str(tmp_path)])

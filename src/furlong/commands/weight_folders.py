@@ -1,4 +1,4 @@
-"""`furlong convert`: convert weights between Hugging Face and Megatron-LM formats."""
+"""Commands on directories of weights: `furlong check` and `furlong convert`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from furlong.commands import check
-from furlong.commands.check import conversion
-from furlong.commands.output import show, show_findings
+from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
 from furlong.core.files import atomic_folder, write_atomically
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.memory_plan import size_text
 from furlong.tools.weight_values import check_weights
-from furlong.training.checkpoint.dist_files import is_dist_folder
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...
@@ -33,12 +31,59 @@ check is the same as `furlong check`.
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
 
 
-def main(words: list[str]) -> int:
+def check(words: list[str]) -> int:
+    """Check a Hugging Face model, a --save directory or a Megatron-LM checkpoint; exit code 1 on a problem."""
+    parser = command_parser("check", check.__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="model, --save directory, or one iter_* of it")
+    parser.add_argument("--headers-only", action="store_true", help="do not read tensor values")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", type=Path, help="also check that a Megatron-LM checkpoint matches this model"
+    )
+    options = parser.parse_args(words)
+    findings = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
+    if options.json:
+        show_json(findings, folder=str(options.folder))
+    else:
+        what = "files and layers" if options.headers_only else "files, layers and values"
+        show_findings(findings, well=f"{options.folder}: {what} are complete")
+    return findings_code(findings)
+
+
+def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Diagnosis]:
+    from furlong.tools.dist_checkpoint import check_dist, dist_folder
+
+    dist = dist_folder(folder)
+    if dist is None:
+        if model is not None:
+            raise ConfigError(f"--hf-checkpoint has no effect: {folder} is not a Megatron-LM checkpoint; remove it")
+        return check_weights(folder, with_values=with_values)
+    findings = check_dist(dist, with_values=with_values)
+    if model is None or any(finding.severity == "error" for finding in findings):
+        return findings
+    try:
+        with _conversion().open_weights(dist, model):
+            return findings
+    except CheckpointError as error:
+        remedy = "give the Hugging Face model that was saved"
+        return [*findings, diagnosis("CKPT04", str(error), cause="The two are different models.", remedy=remedy)]
+
+
+def _conversion() -> Any:
+    """Return the module `training.megatron.convert_weights`. Raises ConfigError without Megatron-core."""
+    from furlong.training.megatron import megatron_compat as compat
+
+    compat.prepare()
+    from furlong.training.megatron import convert_weights
+
+    return convert_weights
+
+
+def convert(words: list[str]) -> int:
     """Convert or check weights; exit code 1 if a check fails."""
     commands: dict[str, Callable[[list[str]], int]] = {
         "hf-to-megatron": hf_to_megatron,
         "megatron-to-hf": megatron_to_hf,
-        "check": check.main,
+        "check": check,
     }
     if not words or words[0] in ("-h", "--help"):
         show(FORMS)
@@ -50,7 +95,7 @@ def main(words: list[str]) -> int:
 
 def hf_to_megatron(words: Sequence[str]) -> int:
     """Write a Megatron-LM checkpoint (torch_dist) from a Hugging Face model or a furlong checkpoint."""
-    parser = _parser("furlong convert hf-to-megatron", hf_to_megatron.__doc__)
+    parser = _parser("convert hf-to-megatron", hf_to_megatron.__doc__)
     parser.add_argument(
         "source", metavar="SOURCE", nargs="?", type=Path, help="Hugging Face model, or a --save directory"
     )
@@ -64,29 +109,29 @@ def hf_to_megatron(words: Sequence[str]) -> int:
         known = f"--{name}-{'' if name == 'context' else 'model-'}parallel-size"
         parser.add_argument(known, type=int, metavar="N", help="no effect: any parallel layout can load the result")
     options = parser.parse_args(words)
-    given, target = options.source or options.hf_checkpoint, options.target or options.save
-    if given is None or target is None:
+    origin, target = options.source or options.hf_checkpoint, options.target or options.save
+    if origin is None or target is None:
         raise ConfigError("furlong convert hf-to-megatron needs a SOURCE and a TARGET (or --hf-checkpoint and --save)")
-    source, config = _source(given, options.step), Path(options.hf_checkpoint or given)
+    source, config = _source(origin, options.step), Path(options.hf_checkpoint or origin)
     _need_config(config)
     name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     final = target / name
     _free(final, options.force)
-    convert, dtype = conversion(), _dtype(options.dtype)
-    with atomic_folder(final) as partial, convert.open_weights(source, config) as weights:
-        num_bytes = convert.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
-        with convert.open_weights(partial, config) as written:
-            count = convert.check_same(weights, written, dtype=dtype)
+    tool, dtype = _conversion(), _dtype(options.dtype)
+    with atomic_folder(final) as partial, tool.open_weights(source, config) as weights:
+        num_bytes = tool.write_dist(weights, partial, dtype=dtype, iteration=options.iteration or 0)
+        with tool.open_weights(partial, config) as written:
+            count = tool.check_same(weights, written, dtype=dtype)
     write_atomically(target / TRACKER, "release" if options.iteration is None else f"{options.iteration}\n")
     show(f"{final}: {count} tensors, {size_text(num_bytes)}, read back and equal")
     if source == config:
-        _forward(options.forward, convert, final, config, num_bytes)
+        _forward(options.forward, tool, final, config, num_bytes)
     return 0
 
 
 def megatron_to_hf(words: Sequence[str]) -> int:
     """Write a Hugging Face model from a Megatron-LM checkpoint (torch_dist) or a furlong checkpoint."""
-    parser = _parser("furlong convert megatron-to-hf", megatron_to_hf.__doc__)
+    parser = _parser("convert megatron-to-hf", megatron_to_hf.__doc__)
     parser.add_argument(
         "source", metavar="SOURCE", nargs="?", type=Path, help="directory of checkpoints, or one of them"
     )
@@ -96,29 +141,29 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     what = "Hugging Face model whose config.json, tokenizer and other files are copied"
     _both(parser, "--hf-checkpoint", "--origin-hf-dir", what=what)
     options = parser.parse_args(words)
-    given, target, config = options.source or options.input_dir, options.target or options.output_dir, None
-    if given is None or target is None or options.hf_checkpoint is None:
+    origin, target = options.source or options.input_dir, options.target or options.output_dir
+    if origin is None or target is None or options.hf_checkpoint is None:
         raise ConfigError("furlong convert megatron-to-hf needs a SOURCE, a TARGET and --hf-checkpoint")
     config = Path(options.hf_checkpoint)
     _need_config(config)
-    source = _source(given, options.step)
+    source = _source(origin, options.step)
     _free(target, options.force)
-    convert, dtype = conversion(), _dtype(options.dtype)
-    with atomic_folder(target) as partial, convert.open_weights(source, config) as weights:
-        num_bytes = convert.write_hf(weights, partial, dtype=dtype, companions=config)
-        with convert.open_weights(partial, partial) as written:
-            count = convert.check_same(weights, written, dtype=dtype)
-        found = check_weights(partial)
-        if any(each.severity == "error" for each in found):
-            show_findings(found, well="")
+    tool, dtype = _conversion(), _dtype(options.dtype)
+    with atomic_folder(target) as partial, tool.open_weights(source, config) as weights:
+        num_bytes = tool.write_hf(weights, partial, dtype=dtype, companions=config)
+        with tool.open_weights(partial, partial) as written:
+            count = tool.check_same(weights, written, dtype=dtype)
+        findings = check_weights(partial)
+        if any(finding.severity == "error" for finding in findings):
+            show_findings(findings, well="")
             raise CheckpointError(f"the model converted from {source} is incomplete; check SOURCE with `furlong check`")
     show(f"{target}: {count} tensors, {size_text(num_bytes)}, read back and equal; files and layers are complete")
-    _forward(options.forward, convert, source, target, num_bytes)
+    _forward(options.forward, tool, source, target, num_bytes)
     return 0
 
 
-def _parser(name: str, what: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=name, allow_abbrev=False, description=what)
+def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    parser = command_parser(name, description, has_json=False)
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="data type to write (default: as stored)")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint in SOURCE (default: newest)")
     parser.add_argument("--force", "-f", action="store_true", help="replace an existing TARGET")
@@ -144,6 +189,8 @@ def _need_config(folder: Path) -> None:
 
 def _source(folder: Path, step: int | None) -> Path:
     """Return the directory with weights: `folder` itself, or a checkpoint in it."""
+    from furlong.training.checkpoint.dist_files import is_dist_folder  # imports torch
+
     if (folder / "config.json").is_file() or is_dist_folder(folder) or (folder / "trainer.json").is_file():
         return folder
     if (folder / "trainer").is_dir():
@@ -152,9 +199,9 @@ def _source(folder: Path, step: int | None) -> Path:
     name = f"iter_{step:07d}" if step is not None else newest if newest == "release" else f"iter_{newest:0>7}"
     if is_dist_folder(folder / name):
         return folder / name
-    found = find_checkpoint(folder, step=step, save_dir=None, flag="checkpoint")
-    assert found is not None  # without save_dir, a missing checkpoint is an error
-    return found / "trainer"
+    checkpoint = find_checkpoint(folder, step=step, save_dir=None, flag="checkpoint")
+    assert checkpoint is not None  # without save_dir, a missing checkpoint is an error
+    return checkpoint / "trainer"
 
 
 def _free(target: Path, is_forced: bool) -> None:
@@ -168,15 +215,15 @@ def _dtype(name: str | None) -> Any:
     return None if name is None else getattr(torch, DTYPES[name])
 
 
-def _forward(wanted: str, convert: Any, source: Path, hf_folder: Path, num_bytes: int) -> None:
+def _forward(mode: str, tool: Any, source: Path, hf_folder: Path, num_bytes: int) -> None:
     """Compare the logits of both models if asked to, or if both fit into half of the free memory."""
     needed, free = 4 * num_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if wanted == "off" or (wanted == "auto" and needed > free / 2):
+    if mode == "off" or (mode == "auto" and needed > free / 2):
         show(
             f"logits not compared: needs about {size_text(needed)} of {size_text(free)} free memory; "
             "compare with --forward on"
         )
         return
-    with convert.open_weights(source, hf_folder) as weights:
-        worst = convert.check_forward(weights, hf_folder)
+    with tool.open_weights(source, hf_folder) as weights:
+        worst = tool.check_forward(weights, hf_folder)
     show(f"largest difference of the logits of both models: {worst:.1e}")

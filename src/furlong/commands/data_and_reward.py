@@ -1,17 +1,21 @@
-"""`furlong data`: check or tokenize the data of a run."""
+"""Commands that read the data of a run: `furlong data` checks or tokenizes it, `furlong reward` scores rows of it."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.commands.output import findings_code, show, show_findings, show_json
+from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
     from furlong.config.sections import Config
+    from furlong.data.prompt import Prompt
     from furlong.diagnosis.preflight.context import PromptFile
 
 SHOWN_ROWS = 20
@@ -19,20 +23,20 @@ BINS = 10
 BAR = 40
 
 
-def main(words: list[str]) -> int:
+def data(words: list[str]) -> int:
     """Check every row of the files that a run reads, or write its prompts as tokens.
 
     Accepts the flags of `furlong train`; --hf-checkpoint and --prompt-data are required, and flags of columns, chat
     template and length limits apply.
     """
-    parser = argparse.ArgumentParser(prog="furlong data", allow_abbrev=False, description=main.__doc__)
+    parser = command_parser("data", data.__doc__, has_json=False)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
-        "check", help="report bad rows and lengths; exit code 1 on a problem", description=main.__doc__
+        "check", help="report bad rows and lengths; exit code 1 on a problem", description=data.__doc__
     )
     check.add_argument("--json", action="store_true", help="print JSON")
     tokenize = commands.add_parser(
-        "tokenize", help="write a Parquet file of tokens for --prompt-data", description=main.__doc__
+        "tokenize", help="write a Parquet file of tokens for --prompt-data", description=data.__doc__
     )
     tokenize.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="output file, .parquet")
     tokenize.add_argument("--json", action="store_true", help="print JSON")
@@ -59,22 +63,26 @@ def _config(flags: Sequence[str]) -> Config:
     else:
         problems.append(prompt_file_problem("--prompt-data", config.data.prompt_data))
     problems += [prompt_file_problem(f"evaluation set {spec.name}", spec.path) for spec in eval_specs(config)]
-    if found := [problem for problem in problems if problem]:
-        raise ConfigError(*found)
+    if errors := [problem for problem in problems if problem]:
+        raise ConfigError(*errors)
     return config
 
 
 def _check(config: Config, *, as_json: bool) -> int:
     from furlong.core.catalogue import most_severe_first
-    from furlong.diagnosis.preflight import data_checks as data
-    from furlong.diagnosis.preflight import model_checks as model
-    from furlong.diagnosis.preflight import template_checks as template
+    from furlong.diagnosis.preflight import data_checks, model_checks, template_checks
     from furlong.diagnosis.preflight.context import PreflightContext
 
     context = PreflightContext(config, reads_all=True)
-    checks = (data.files, data.rows, data.lengths, template.no_template, template.templated_twice)
+    checks = (
+        data_checks.files,
+        data_checks.rows,
+        data_checks.lengths,
+        template_checks.no_template,
+        template_checks.templated_twice,
+    )
     if context.tokenizer is None:  # then rows cannot be counted; weights are not needed
-        checks = (model.model_folder, *checks)
+        checks = (model_checks.model_folder, *checks)
     findings = most_severe_first([finding for check in checks for finding in check(context)])
     if as_json:
         show_json(findings, files=[_record(file) for file in context.files])
@@ -141,8 +149,6 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
 
 
 def _tokenize(config: Config, options: argparse.Namespace) -> int:
-    import time
-
     from furlong.data.prompt import PromptFormat
     from furlong.data.row_readers import PromptDataPath, open_reader
     from furlong.data.tokenized import write_tokenized
@@ -174,3 +180,91 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
         "use it as --prompt-data with the same flags"
     )
     return 0
+
+
+def reward(words: list[str]) -> int:
+    """Call a reward on rows of the data; exit code 1 if a call fails or correct answers do not score higher.
+
+    Accepts the flags of `furlong train`: --rm-type or --custom-rm-path, --prompt-data, --input-key, --label-key,
+    --reward-key, --reward-timeout; with --hf-checkpoint, samples have tokens.
+    """
+    parser = command_parser("reward", reward.__doc__, has_json=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    test = commands.add_parser("test", help="call the reward", allow_abbrev=False, description=reward.__doc__)
+    test.add_argument("--response", metavar="TEXT", help="response to score; {label} is replaced by the label")
+    test.add_argument("--rows", type=int, default=3, metavar="N", help="number of rows (default: 3)")
+    test.add_argument("--json", action="store_true", help="print JSON")
+    options, flags = parser.parse_known_args(words)
+    return _test_reward(options, flags)
+
+
+def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
+    from furlong.config.args_view import Args
+    from furlong.config.command_line import parse
+    from furlong.rewards.group_reward import GroupReward
+    from furlong.tools.reward_test import call_reward, reward_findings
+
+    config = parse(flags).config
+    _require_inputs(config, has_response=options.response is not None)
+    reward, tokenizer = config.reward, _tokenizer(config)
+    rows = _rows(config, max(1, options.rows), tokenizer)
+    scorer = GroupReward(
+        rm_type=reward.rm_type,
+        rm_url=reward.rm_url,
+        custom_rm=reward.custom_rm_path,
+        group_rm=reward.group_rm,
+        timeout_s=config.fault.reward_timeout,
+        num_workers=1,
+        args=Args(config),
+    )
+    name = f"--rm-type {reward.rm_type}" if reward.rm_type else f"--custom-rm-path {reward.custom_rm_path}"
+    calls = asyncio.run(
+        call_reward(scorer, rows, rm_type=reward.rm_type, response=options.response, tokenizer=tokenizer)
+    )
+    findings = reward_findings(calls, name=name, reward_key=reward.reward_key)
+    if options.json:
+        show_json(findings, calls=[call.record() for call in calls])
+    else:
+        show("\n".join(call.text() for call in calls))
+        show_findings(findings, well=f"{name} scored {len(calls)} responses to {len(rows)} rows")
+    return findings_code(findings)
+
+
+def _require_inputs(config: Config, *, has_response: bool) -> None:
+    """Raise ConfigError if there is no reward, no data, or nothing to score."""
+    if config.reward.rm_type is None and config.reward.custom_rm_path is None:
+        raise ConfigError("no reward to test; give --rm-type or --custom-rm-path")
+    if config.data.prompt_data is None:
+        raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
+    if config.data.label_key is None and not has_response:
+        raise ConfigError("--label-key is missing: there is no correct answer to score; give it, or --response TEXT")
+
+
+def _tokenizer(config: Config) -> Any:
+    """Load the tokenizer of --hf-checkpoint; None without that flag."""
+    if config.rollout.hf_checkpoint is None:
+        return None
+    from furlong.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.rollout.hf_checkpoint)
+
+
+def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:
+    """Read the first rows of --prompt-data, as rewards receive them."""
+    from furlong.data.dataset import open_prompts
+    from furlong.data.prompt import PromptFormat
+
+    assert config.data.prompt_data is not None  # checked by `_require_inputs`
+    prompt_format = dataclasses.replace(
+        PromptFormat.of_training(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
+    )
+    prompts = open_prompts(
+        config.data.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True
+    )
+    prompts.begin(None)
+    rows = prompts.take(count)
+    prompts.close()
+    for prompt in rows:
+        if tokenizer is not None and isinstance(prompt.text, str):
+            prompt.tokens = list(tokenizer.encode(prompt.text, add_special_tokens=False))
+    return rows

@@ -1,0 +1,195 @@
+"""Commands that inspect runs: `furlong report`, `diff`, `bundle`, `replay` and `trace`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.core.tracing import merge
+from furlong.data.audit import audit
+from furlong.errors import ConfigError
+from furlong.run.run_folder import free_folder
+from furlong.tools.run_bundle import read_bundle, shape_differences, unpack, write_bundle
+from furlong.tools.run_diff import compare_runs, findings
+from furlong.tools.run_summary import as_json, summarize, table
+from furlong.tracking.run_files import METRICS, read_rows
+
+SHOWN_METRICS = 12
+
+
+def report(words: list[str]) -> int:
+    """Summarize rewards and speed of runs, and audit their ledgers; exit code 1 if a group was lost or used twice."""
+    parser = command_parser("report", report.__doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories, or their ledger.jsonl")
+    parser.add_argument("--ledger", metavar="RUN_DIR", help="another run, used only to audit its ledger")
+    parser.add_argument(
+        "--finished",
+        action="store_true",
+        help="runs are complete: count groups still in flight as lost, except those kept for a larger --num-rollout",
+    )
+    options = parser.parse_args(words)
+    runs = [Path(run) for run in options.runs]
+    paths = [*runs, *([Path(options.ledger)] if options.ledger else [])]
+    if not paths:
+        parser.error("name a run directory")
+    without = [path for path in paths if not _ledger(path).exists()]
+    ended_before = [path for path in without if (path / "config.json").is_file()]  # Ctrl-C while it starts, for example
+    if without and (without != ended_before or without == paths):
+        raise ConfigError(*(_no_ledger(path) for path in without))
+    for path in ended_before:
+        print(f"skipped {path}: no ledger.jsonl; the run ended before the first rollout", file=sys.stderr)
+    audits = [audit(_ledger(path), finished=options.finished) for path in paths if path not in without]
+    summaries = [summarize(_ledger(path).parent) for path in runs if path not in without]
+    ok = all(result.ok for result in audits)
+    if options.json:
+        summary = {"runs": [as_json(run) for run in summaries]} if summaries else {}
+        show(json.dumps({"ok": ok, "problems": [line for result in audits for line in result.problems]} | summary))
+        return 0 if ok else 1
+    parts = [table(summaries)] if summaries else []
+    parts += [result.summary() for result in audits if len(audits) == 1 or not result.ok]
+    if len(audits) > 1 and ok:
+        parts.append("every group of every run is accounted for")
+    show("\n\n".join(parts))
+    return 0 if ok else 1
+
+
+def _ledger(path: Path) -> Path:
+    """Return the ledger of a run directory; another path is the ledger itself."""
+    return path / "ledger.jsonl" if path.is_dir() else path
+
+
+def _no_ledger(path: Path) -> str:
+    """Return the problem of a path without a ledger."""
+    if not path.exists():
+        return f"{path}: no such directory; give a run directory (--output-dir)"
+    runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))
+    if runs:
+        return (
+            f"{path}: no ledger.jsonl, but {len(runs)} runs below it; give {path}/*/ or one of them, such as {runs[0]}"
+        )
+    return f"{path}: no ledger.jsonl; give a run directory (--output-dir)"
+
+
+def diff(words: list[str]) -> int:
+    """Find the first step, stage and value in which two runs differ; exit code 1 if they do."""
+    parser = command_parser("diff", diff.__doc__)
+    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="run directory (--output-dir)")
+    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="the other run directory")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance of metrics (default: 0)")
+    options = parser.parse_args(words)
+    comparison = compare_runs(options.run_a, options.run_b, rtol=options.rtol)
+    diagnoses = findings(comparison)
+    if options.json:
+        show_json(diagnoses, comparison=comparison.record())
+        return findings_code(diagnoses)
+    for m in comparison.metrics[:SHOWN_METRICS]:
+        size = "" if m.largest is None else f"; largest relative difference {m.largest:.2e}"
+        show(f"{m.name}: from step {m.step}, {m.a} against {m.b}{size}")
+    if len(comparison.metrics) > SHOWN_METRICS:
+        show(f"... and {len(comparison.metrics) - SHOWN_METRICS} more metrics")
+    stages = f"{comparison.num_stages} stages and " if comparison.num_stages else ""
+    show_findings(diagnoses, well=f"no difference: {stages}all metrics of {comparison.steps[0]} steps are equal")
+    return findings_code(diagnoses)
+
+
+def bundle(words: list[str]) -> int:
+    """Save one step of a run to a file that `furlong replay` can train again elsewhere.
+
+    The file contains tokens, but no paths, keys or text.
+    """
+    parser = command_parser("bundle", bundle.__doc__)
+    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run that saved its samples")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step number, as in metrics.jsonl")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="output file (default: RUN_NAME-stepN.zip)")
+    parser.add_argument("--with-text", action="store_true", help="include prompts, responses, labels and metadata")
+    parser.add_argument("--with-checkpoint", action="store_true", help="include the weights before the step")
+    options = parser.parse_args(words)
+    output: Path = options.output or Path(f"{options.run.resolve().name}-step{options.step}.zip")
+    saved = write_bundle(
+        options.run, options.step, output, with_text=options.with_text, with_checkpoint=options.with_checkpoint
+    )
+    size = output.stat().st_size
+    if options.json:
+        show(json.dumps({"file": str(output), "bytes": size, "left_out": saved.left_out, "has_text": saved.has_text}))
+        return 0
+    show(f"{output}: step {saved.step}, {size / 1024:.0f} KiB, {'with' if saved.has_text else 'without'} text")
+    if saved.left_out:
+        show(f"left out: the values of {', '.join(saved.left_out)}; describe them in the report")
+    if saved.step > 1 and not saved.has_checkpoint:
+        show("no checkpoint included: a replay starts from --hf-checkpoint, with the same shapes but other numbers")
+    return 0
+
+
+def replay(words: list[str]) -> int:
+    """Train the step of a bundle without an engine; exit code 1 if its metrics differ from the recorded ones.
+
+    Further flags of `furlong train` override those of the bundle.
+    """
+    parser = command_parser("replay", replay.__doc__)
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="file written by `furlong bundle`")
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", type=Path, help="model of the run")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="run directory (default: outputs/replay, -2, ...)"
+    )
+    parser.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance (default: 0.001)")
+    options, flags = parser.parse_known_args(words)
+    saved = read_bundle(options.bundle)
+    if different := shape_differences(saved, options.hf_checkpoint):
+        shown = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in list(different.items())[:5])
+        raise ConfigError(
+            f"--hf-checkpoint {options.hf_checkpoint} is not the model of the bundle: {shown}; give that model"
+        )
+    output = options.output_dir or free_folder(Path("outputs/replay"))
+    if (output / METRICS).exists():
+        raise ConfigError(f"--output-dir {output} already contains a run; choose another directory")
+
+    from furlong.config.command_line import load
+    from furlong.run.launch import run
+
+    with tempfile.TemporaryDirectory(prefix="furlong-replay-") as folder:
+        paths = ["--hf-checkpoint", str(options.hf_checkpoint), "--output-dir", str(output)]
+        run(load([*saved.words(), *unpack(options.bundle, saved, Path(folder)), *paths, *flags]))
+    replayed = next(row for row in read_rows(output / METRICS, "step") if row["step"] == saved.step)
+    rows = [
+        (name, recorded, replayed[name], _is_close(recorded, replayed[name], options.rtol))
+        for name, recorded in saved.metrics.items()
+        if name in replayed
+    ]
+    is_same = all(close for *_, close in rows)
+    is_comparable = saved.has_checkpoint or saved.step == 1
+    if options.json:
+        metrics = {name: {"recorded": a, "replayed": b, "is_close": close} for name, a, b, close in rows}
+        show(json.dumps({"ok": is_same, "is_comparable": is_comparable, "metrics": metrics}, indent=1))
+    else:
+        lines = [
+            f"{name:42} {_number(a):>12} {_number(b):>12}{'' if close else '  differs'}" for name, a, b, close in rows
+        ]
+        show("\n".join([f"{f'step {saved.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
+        if not is_comparable:
+            show(f"step {saved.step} was trained from --hf-checkpoint; compare with a bundle made --with-checkpoint")
+    return int(is_comparable and not is_same)
+
+
+def _is_close(a: float | None, b: float | None, rtol: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    return abs(a - b) <= rtol * max(abs(a), abs(b)) + 1e-8
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def trace(words: list[str]) -> int:
+    """Merge the trace files of a killed run into `trace.json`, for ui.perfetto.dev; other runs do so at their end."""
+    parser = command_parser("trace", trace.__doc__, has_json=False)
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run directory (--output-dir)")
+    folder = parser.parse_args(words).run
+    if not any((folder / "trace").glob("*.jsonl")):
+        raise ConfigError(f"{folder} has no trace; train with --trace, and give the run directory (--output-dir)")
+    target = folder / "trace.json"
+    show(f"{merge(folder / 'trace', target)} events in {target}; open it in ui.perfetto.dev")
+    return 0
