@@ -259,6 +259,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
     """Run furlong's step on the tokens and rewards of TRL's step."""
     _quiet(out)
     built = build_furlong(folder, prompts, out, threads=1, dtype="fp32", rounds=1)
+    from furlong.config.sections import RolloutFlags
     from furlong.core.sample import Group, Sample, Status
     from furlong.rollout.train_batch import Conversion, batch_from_groups
 
@@ -272,7 +273,7 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
             samples.append(sample)
         groups.append(Group(g, samples))
     settings = built.parts.trainer.worker.algo
-    batch = batch_from_groups(0, groups, Conversion(algo=settings, max_response_len=NEW))
+    batch = batch_from_groups(0, groups, Conversion(algo=settings, rollout=RolloutFlags(rollout_max_response_len=NEW)))
 
     async def step() -> dict[str, float]:
         metrics = await built.parts.trainer.train(batch)

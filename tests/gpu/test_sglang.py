@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from backends import fsdp_backend
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags, OptimFlags
+from furlong.config.sections import AlgoFlags, MoeFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape
 from furlong.core.sample import Group, Sample
@@ -146,7 +146,7 @@ def batch_of(shape: RoutingShape, prompts: list[list[int]], completions: list[Co
         sample = Sample(tokens=list(prompt), index=number, group_index=number, reward=float(number % 2))
         append_completion(sample, completion)
         groups.append(Group(number, [sample]))
-    return batch_from_groups(0, groups, Conversion(routing=shape, needs_routes=True))
+    return batch_from_groups(0, groups, Conversion(routing=shape, moe=MoeFlags(use_rollout_routing_replay=True)))
 
 
 def gap_and_agreement(folder, batch: RolloutBatch, replay: str, **where) -> tuple[float, float]:

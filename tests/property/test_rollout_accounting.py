@@ -116,7 +116,10 @@ def parts_of(how, ledger, source, rng):
         ledger=ledger,
         generation=Generation(
             SamplingParams(max_new_tokens=MAX_NEW),
-            custom=a_generate(how["custom"], rng),
+            hooks=Hooks(
+                custom_generate_function=a_generate(how["custom"], rng),
+                dynamic_sampling_filter=a_filter(how["filter"], rng),
+            ),
             args=SimpleNamespace(reward_key=None),
         ),
         flags=RolloutFlags(
@@ -124,7 +127,6 @@ def parts_of(how, ledger, source, rng):
             partial_rollout=how["partial"],
             mask_offpolicy_in_partial_rollout=how["partial"] and how["mask_offpolicy"],
         ),
-        hooks=Hooks(dynamic_sampling_filter=a_filter(how["filter"], rng)),
         batch_size=how["batch_size"],
         in_order=how["in_order"] and not how["partial"],
         conversion=Conversion(),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.heartbeat import heartbeat
@@ -93,7 +92,6 @@ class EngineRollout:
         generation: Generation,
         conversion: Conversion,
         flags: RolloutFlags,
-        hooks: Hooks,
         batch_size: int,
         in_order: bool = False,
         num_gpus: int = 1,
@@ -105,7 +103,7 @@ class EngineRollout:
     ) -> None:
         self._engine, self._tokenizer, self._source = engine, tokenizer, source
         self._reward, self._ledger, self._generation = reward, ledger, generation
-        self._conversion, self._hooks = conversion, hooks
+        self._conversion, self._hooks = conversion, generation.hooks
         self._batch_size, self._in_order = batch_size, in_order
         self._submit_size = flags.over_sampling_batch_size or batch_size
         self._partial, self._mask_offpolicy = flags.partial_rollout, flags.mask_offpolicy_in_partial_rollout

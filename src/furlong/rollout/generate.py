@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from furlong.config.hooks import HOOKS, Function, Hooks, check_signature, load_function
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import tracer
 from furlong.core.user_code import describe_exception
-from furlong.errors import RolloutError
+from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
 from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
@@ -30,25 +32,28 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
 
-CustomGenerate = Callable[..., Awaitable[Sample | list[Sample]]]
+
+@functools.cache
+def load_generate_function(path: str) -> Function:
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
+    function = load_function(path)
+    if problem := check_signature(HOOKS["custom_generate_function"], function):
+        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
+    return function
 
 
 @dataclass(frozen=True)
 class Generation:
     """Settings for generating samples of one kind (training, or one evaluation set).
 
-    max_context_len: limit of prompt + response; custom: replaces the single turn; load_function: loads the function
-    named by `Sample.generate_function_path`, which takes precedence; hooks: run after generation, before the reward;
-    timeout_s: limit of one sample's generation. Tokens from custom functions must be below `vocab_size` and at most
-    `max_tokens` per sample, the model's context. logged_failures: kinds of failures of user code already logged;
-    blocking: time that `custom` blocked the event loop.
+    max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
+    functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
+    kinds of failures of user code already logged; blocking: time that custom functions blocked the event loop.
     """
 
     params: SamplingParams
     max_context_len: int | None = None
-    custom: CustomGenerate | None = None
-    load_function: Callable[[str], CustomGenerate] | None = None
-    hooks: tuple[Callable[..., Any], ...] = ()
+    hooks: Hooks = field(default_factory=Hooks)
     timeout_s: float | None = None
     evaluation: bool = False
     args: Any = None
@@ -57,17 +62,17 @@ class Generation:
     logged_failures: set[str] = field(default_factory=set[str])
     blocking: BlockingTimer = field(default_factory=BlockingTimer)
 
-    def function_of(self, sample: Sample) -> CustomGenerate | None:
+    def function_of(self, sample: Sample) -> Function | None:
         """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
         if (path := sample.generate_function_path) is None:
-            return self.custom
-        if self.load_function is None:
-            raise RolloutError(f"sample {sample.index} names the generate function {path}, which cannot be loaded here")
-        return self.load_function(path)
+            return self.hooks.custom_generate_function
+        return load_generate_function(path)
 
     def is_custom(self, group: Group) -> bool:
         """Return whether user functions generate samples of the group, and may change them."""
-        return self.custom is not None or any(sample.generate_function_path is not None for sample in group.samples)
+        return self.hooks.custom_generate_function is not None or any(
+            sample.generate_function_path is not None for sample in group.samples
+        )
 
     def log_failure(self, what: str, sample: Sample, reason: str) -> None:
         """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
@@ -195,7 +200,7 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
     """Run the hooks on a sample; returns the sample, or the replacement returned by a hook."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         return sample
-    for hook in generation.hooks:
+    for hook in generation.hooks.rollout_sample_hook:
         result = hook(generation.args, sample, rollout_id=rollout_id, evaluation=generation.evaluation)
         if inspect.isawaitable(result):
             result = await result
@@ -212,7 +217,7 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
 
 
 async def _call_custom(
-    custom: CustomGenerate, engine: Engine, tokenizer: Any, sample: Sample, generation: Generation
+    custom: Function, engine: Engine, tokenizer: Any, sample: Sample, generation: Generation
 ) -> list[Sample]:
     params = dict_from_params(continuation(sample, generation))
     extra = {"evaluation": generation.evaluation} if "evaluation" in inspect.signature(custom).parameters else {}

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from furlong.config.hooks import Hooks
+from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metric, Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
@@ -27,17 +29,13 @@ REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so large rollouts 
 UNSAMPLED = "trained_unsampled_tokens"  # sample metadata: number of trained tokens that the engine did not sample
 RETOKENISED = "retokenised_from"  # sample metadata: position of the first trained token that was not sampled
 
+DEFAULT_TRACK = TrackFlags()
+
 Floats = NDArray[np.float64]
 
 
 def rollout_metrics(
-    groups: Sequence[Group],
-    *,
-    reward_key: str | None = None,
-    reward_category: str | None = None,
-    pass_rate: bool = False,
-    multi_turn: bool = False,
-    correct_samples: bool = False,
+    groups: Sequence[Group], track: TrackFlags = DEFAULT_TRACK, *, reward_key: str | None = None
 ) -> Metrics:
     """Measure the samples of one training rollout.
 
@@ -46,9 +44,8 @@ def rollout_metrics(
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were asked for;
     `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, if there
     are any; `perf/non_generation_time/*`, the seconds that generate functions wrote into samples, if any did.
-    `reward_category` names a key of dict rewards (`--log-reward-category`) and gives `rollout/error_cat/{value}`;
-    `pass_rate` gives `passrate/pass@k`; `multi_turn` gives `multi_turn/*`; `correct_samples` gives
-    `rollout/correct_response_len/*` of those with reward 1.
+    --log-reward-category gives `rollout/error_cat/{value}`, --log-passrate `passrate/pass@k`, --log-multi-turn
+    `multi_turn/*`, and --log-correct-samples `rollout/correct_response_len/*` of those with reward 1.
     Raises DataError for dict rewards without `reward_key`.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -62,17 +59,17 @@ def rollout_metrics(
     metrics |= {f"rollout/{name}": value for name, value in _outcomes(samples).items()}
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
-    if reward_category is not None:
-        metrics |= {f"rollout/{name}": value for name, value in _categories(samples, reward_category).items()}
-    if pass_rate:
+    if track.log_reward_category is not None:
+        metrics |= {f"rollout/{name}": value for name, value in _categories(samples, track.log_reward_category).items()}
+    if track.log_passrate:
         metrics |= {f"passrate/{name}": value for name, value in pass_at_k(_attempts(groups, reward_key)).items()}
-    if correct_samples:
+    if track.log_correct_samples:
         correct = [s for s in samples if s.reward is not None and scalar_reward(s, reward_key) == 1]
         metrics |= {f"rollout/correct_response_len/{name}": value for name, value in _lengths(correct).items()}
     if any(s.non_generation_time for s in samples):
         seconds = statistics(s.non_generation_time for s in samples)
         metrics |= {f"perf/non_generation_time/{name}": value for name, value in seconds.items()}
-    if multi_turn:
+    if track.log_multi_turn:
         metrics |= {f"multi_turn/{name}": value for name, value in _turns(samples).items()}
     return metrics
 
@@ -247,29 +244,30 @@ def _turns(samples: Sequence[Sample]) -> Metrics:
 class SampleReport:
     """Metrics of samples, with slime's logging hooks. If a hook returns True, the standard metrics are left out.
 
-    measure: computes the metrics of a rollout's groups. Hooks are `log_rollout(rollout_id, args, samples,
-    extra_metrics, rollout_time)` and `log_evaluation(rollout_id, args, data, extra_metrics)`; `data` maps the name of
-    each set to its `rewards`, `truncated` and `samples`, lists with one entry per sample.
+    `custom_rollout_log_function(rollout_id, args, samples, extra_metrics, rollout_time)` and
+    `custom_eval_rollout_log_function(rollout_id, args, data, extra_metrics)`; `data` maps the name of each set to its
+    `rewards`, `truncated` and `samples`, lists with one entry per sample.
     """
 
-    measure: Callable[[Sequence[Group]], Metrics] = rollout_metrics
-    log_rollout: Callable[..., Any] | None = None
-    log_evaluation: Callable[..., Any] | None = None
+    track: TrackFlags = DEFAULT_TRACK
+    hooks: Hooks = field(default_factory=Hooks)
+    reward_key: str | None = None
     args: Any = None
 
     def of_rollout(self, rollout_id: int, groups: Sequence[Group], extra: Metrics, seconds: float) -> Metrics:
         """Return the metrics of a training rollout with `extra`, which overrides measured ones."""
-        if self.log_rollout is not None:
+        if (log := self.hooks.custom_rollout_log_function) is not None:
             samples = [sample for group in groups for sample in group.samples]
-            if self.log_rollout(rollout_id, self.args, samples, values(extra), seconds):
+            if log(rollout_id, self.args, samples, values(extra), seconds):
                 return extra
-        return self.measure(groups) | extra
+        return rollout_metrics(groups, self.track, reward_key=self.reward_key) | extra
 
     def of_evaluation(
         self, rollout_id: int, data: dict[str, dict[str, Any]], measured: Metrics, extra: Metrics
     ) -> Metrics:
         """Return the metrics of an evaluation: `extra`, and `measured` unless the hook has logged."""
-        if self.log_evaluation is not None and self.log_evaluation(rollout_id, self.args, data, values(extra)):
+        log = self.hooks.custom_eval_rollout_log_function
+        if log is not None and log(rollout_id, self.args, data, values(extra)):
             return extra
         return measured | extra
 

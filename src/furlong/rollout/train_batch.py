@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from furlong.algo.algorithm_rules import training_rewards
 from furlong.config.hooks import Hooks
-from furlong.config.sections import AlgoFlags
+from furlong.config.sections import AlgoFlags, MoeFlags, RewardFlags, RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
@@ -33,16 +33,15 @@ class Conversion:
 
     algo: reward normalization and --mask-truncated; None keeps rewards unchanged (demonstrations). hooks:
     `custom_reward_post_process` replaces normalization, `custom_convert_samples_to_train_data` the whole conversion.
-    max_response_len: start of the over-long penalty; routing: shape of the routed experts, if samples may have them;
-    with `needs_routes` they must.
+    routing: shape of the routed experts, if samples may have them; with --use-rollout-routing-replay they must.
     """
 
     algo: AlgoFlags | None = None
+    rollout: RolloutFlags = field(default_factory=RolloutFlags)
+    reward: RewardFlags = field(default_factory=RewardFlags)
+    moe: MoeFlags = field(default_factory=MoeFlags)
     hooks: Hooks = field(default_factory=Hooks)
-    max_response_len: int = 0
-    reward_key: str | None = None
     routing: RoutingShape | None = None
-    needs_routes: bool = False
     args: Any = None
 
 
@@ -98,7 +97,7 @@ def _raw_reward(sample: Sample, conversion: Conversion) -> float:
     is_demonstration = conversion.algo is None and sample.reward is None
     if is_demonstration or sample.status is Status.FAILED:
         return float("nan")
-    return scalar_reward(sample, conversion.reward_key)
+    return scalar_reward(sample, conversion.reward.reward_key)
 
 
 def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion: Conversion) -> NDArray[np.float32]:
@@ -114,7 +113,7 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion:
         group_ids_N=np.array([_required_id(samples[i].group_index) for i in scored], np.int64),
         rollout_ids_N=np.array([_rollout_key(samples[i]) for i in scored], np.int64),
         response_lengths_N=np.array([samples[i].response_length for i in scored], np.int64),
-        max_response_len=conversion.max_response_len,
+        max_response_len=conversion.rollout.rollout_max_response_len or 0,
     )
     return rewards
 
@@ -211,7 +210,8 @@ def _routed_experts(
     Raises RolloutError if the token before a trained one has no experts, or those of another model.
     """
     shape = conversion.routing
-    if shape is None or not (conversion.needs_routes or any(s.rollout_routed_experts is not None for s in samples)):
+    is_required = conversion.moe.use_rollout_routing_replay
+    if shape is None or not (is_required or any(s.rollout_routed_experts is not None for s in samples)):
         return None
     parts: list[Routes] = []
     for sample, mask in zip(samples, masks, strict=True):
@@ -219,7 +219,7 @@ def _routed_experts(
         num_needed = sample.prompt_length + int(trained[-1]) if len(trained) else 0  # up to the last trained token
         recorded = sample.rollout_routed_experts
         num_known = 0 if recorded is None else len(recorded)
-        if conversion.needs_routes and num_known < num_needed:
+        if is_required and num_known < num_needed:
             raise RolloutError(
                 f"sample {sample.index} has routed experts for {num_known} tokens, but training needs them for "
                 f"{num_needed}; a custom function that calls the engine directly must set "

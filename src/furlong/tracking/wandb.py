@@ -7,8 +7,9 @@ import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from furlong.config.sections import TrackFlags
 from furlong.errors import ConfigError
 
 _SECTIONS = {
@@ -24,27 +25,11 @@ _SECTIONS = {
 class WandbTracker:
     """Reports to one W&B run, with slime's x-axes: `train/step`, `rollout/step` and `eval/step`.
 
-    The arguments are slime's `--wandb-*` flags. `team` is W&B's entity. `group` gets a random suffix unless
-    `random_suffix` is False or `run_id` continues a run. With `always_use_train_step` every metric has the x-axis
-    `train/step`. `key` is only passed to W&B's login. Raises ConfigError if wandb is not installed or rejects the
-    settings.
+    The group gets a random suffix unless --wandb-run-id continues a run. The key is only passed to W&B's login. Raises
+    ConfigError if wandb is not installed or rejects the settings.
     """
 
-    def __init__(
-        self,
-        *,
-        project: str | None = None,
-        group: str | None = None,
-        team: str | None = None,
-        mode: Literal["online", "offline", "disabled"] | None = None,
-        host: str | None = None,
-        key: str | None = None,
-        folder: Path | None = None,
-        run_id: str | None = None,
-        random_suffix: bool = True,
-        always_use_train_step: bool = False,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, flags: TrackFlags, config: Mapping[str, Any] | None = None) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
@@ -53,35 +38,31 @@ class WandbTracker:
             raise ConfigError(
                 "--use-wandb needs the package wandb, which is not installed; pip install 'furlong[wandb]'"
             ) from error
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        suffix = f"_{uuid.uuid4().hex[:8]}" if group and random_suffix and run_id is None else ""
+        if flags.wandb_dir is not None:
+            Path(flags.wandb_dir).mkdir(parents=True, exist_ok=True)
+        group, run_id = flags.wandb_group, flags.wandb_run_id
+        suffix = f"_{uuid.uuid4().hex[:8]}" if group and flags.wandb_random_suffix and run_id is None else ""
         name = f"{group}{suffix}" if group else None
         try:
-            if key is not None and mode not in ("offline", "disabled"):
-                wandb.login(key=key, host=host)
+            if flags.wandb_key is not None and flags.wandb_mode not in ("offline", "disabled"):
+                wandb.login(key=flags.wandb_key, host=flags.wandb_host)
             self._run = wandb.init(
-                project=project,
-                entity=team,
+                project=flags.wandb_project,
+                entity=flags.wandb_team,
                 group=name,
                 name=name,
-                mode=mode,
-                dir=None if folder is None else str(folder),
+                mode=flags.wandb_mode,
+                dir=flags.wandb_dir,
                 id=run_id,
                 resume="allow" if run_id else None,
                 config=dict(config or {}),
             )
         except wandb.errors.UsageError as error:
             raise ConfigError(f"--use-wandb: {error}; or pass --wandb-mode offline") from error
-        axes = dict.fromkeys(_SECTIONS, "train/step") if always_use_train_step else _SECTIONS
+        axes = dict.fromkeys(_SECTIONS, "train/step") if flags.wandb_always_use_train_step else _SECTIONS
         for section, axis in axes.items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{section}/*", step_metric=axis)
-
-    @property
-    def run_id(self) -> str:
-        """W&B's id of the run, to continue it with `--wandb-run-id`."""
-        return self._run.id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Report one step, without non-finite values, which W&B cannot plot."""

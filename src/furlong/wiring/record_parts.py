@@ -112,17 +112,5 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
         folder = context.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
         builders["tensorboard"] = lambda: TensorBoardTracker(folder)
     if track.use_wandb:
-        builders["wandb"] = lambda: WandbTracker(
-            project=track.wandb_project,
-            group=track.wandb_group,
-            team=track.wandb_team,
-            mode=track.wandb_mode,
-            host=track.wandb_host,
-            key=track.wandb_key,
-            folder=None if track.wandb_dir is None else Path(track.wandb_dir),
-            run_id=track.wandb_run_id,
-            random_suffix=track.wandb_random_suffix,
-            always_use_train_step=track.wandb_always_use_train_step,
-            config=context.args.as_dict() | {"wandb_key": None},
-        )
+        builders["wandb"] = lambda: WandbTracker(track, context.args.as_dict() | {"wandb_key": None})
     return Trackers.open(builders)

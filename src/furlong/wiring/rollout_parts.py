@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from furlong.config.checks.moe_checks import returns_routes, routing_of
 from furlong.config.command_line import flags_as_written
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
-from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.config.hooks import load_function
 from furlong.core.sample import Group
 from furlong.data.dataset import PromptTable, open_prompts
 from furlong.data.ledger import FileLedger
@@ -30,7 +29,7 @@ from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
-from furlong.rollout.sample_metrics import SampleReport, rollout_metrics
+from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
 from furlong.tools.run_diff import replay_differences
@@ -101,7 +100,6 @@ def _engine_rollout(
         generation=_generation(context),
         conversion=_conversion(context),
         flags=flags,
-        hooks=hooks,
         batch_size=batch_size,
         # Over-sampling without a filter, and partial rollouts, exist to not wait for the slowest group.
         in_order=not flags.partial_rollout and (hooks.dynamic_sampling_filter is not None or not over_samples),
@@ -149,29 +147,17 @@ def _conversion(context: RunContext) -> Conversion:
     return Conversion(
         algo=config.algo,
         hooks=context.hooks,
-        max_response_len=config.rollout.rollout_max_response_len or 0,
-        reward_key=config.reward.reward_key,
+        rollout=config.rollout,
+        reward=config.reward,
+        moe=config.moe,
         routing=routing_of(config) if returns_routes(config) else None,
-        needs_routes=config.moe.use_rollout_routing_replay,
         args=context.args,
     )
 
 
 def _report(context: RunContext) -> SampleReport:
-    config, hooks = context.config, context.hooks
-    return SampleReport(
-        measure=partial(
-            rollout_metrics,
-            reward_key=config.reward.reward_key,
-            reward_category=config.track.log_reward_category,
-            pass_rate=config.track.log_passrate,
-            multi_turn=config.track.log_multi_turn,
-            correct_samples=config.track.log_correct_samples,
-        ),
-        log_rollout=hooks.custom_rollout_log_function,
-        log_evaluation=hooks.custom_eval_rollout_log_function,
-        args=context.args,
-    )
+    config = context.config
+    return SampleReport(config.track, context.hooks, reward_key=config.reward.reward_key, args=context.args)
 
 
 def _generation(context: RunContext) -> Generation:
@@ -190,23 +176,12 @@ def _generation(context: RunContext) -> Generation:
             return_routed_experts=returns_routes(context.config),
         ),
         max_context_len=rollout.rollout_max_context_len,
-        custom=context.hooks.custom_generate_function,
-        load_function=_generate_function,
-        hooks=context.hooks.rollout_sample_hook,
+        hooks=context.hooks,
         timeout_s=context.config.fault.generate_timeout,
         args=context.args,
         vocab_size=vocabulary_size(context.model_dir),
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
     )
-
-
-@functools.cache
-def _generate_function(path: str) -> Function:
-    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
-    function = load_function(path)
-    if problem := check_signature(HOOKS["custom_generate_function"], function):
-        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
-    return function
 
 
 def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
@@ -249,7 +224,7 @@ def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
             return_routed_experts=False,
         ),
         max_context_len=spec.max_context_len,
-        custom=custom,
+        hooks=dataclasses.replace(context.hooks, custom_generate_function=custom),
         evaluation=True,
     )
     return EvalSet(

@@ -36,19 +36,21 @@ def rollout(
     engine, source, *, ledger=None, submit_size=None, how=None, reward=None, dynamic_filter=None, partial=False,
     mask_offpolicy=False, batch_size=2, **options,
 ):  # fmt: skip
+    how = how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None))
     return EngineRollout(
         engine=engine,
         tokenizer=CharTokenizer(),
         source=source,
         reward=reward or LabelReward(),
         ledger=ledger or MemoryLedger(),
-        generation=how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None)),
+        generation=dataclasses.replace(
+            how, hooks=dataclasses.replace(how.hooks, dynamic_sampling_filter=dynamic_filter)
+        ),
         flags=RolloutFlags(
             over_sampling_batch_size=submit_size,
             partial_rollout=partial,
             mask_offpolicy_in_partial_rollout=mask_offpolicy,
         ),
-        hooks=Hooks(dynamic_sampling_filter=dynamic_filter),
         batch_size=batch_size,
         conversion=Conversion(),
         **options,
@@ -221,7 +223,7 @@ async def tool_user(args, sample, sampling_params):
 
 
 def test_a_custom_generate_function_masks_tool_output():
-    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None)
+    how = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user))
     batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     assert batch.loss_masks.tolist() == [1, 0, 0] * 4
     assert batch.columns["token_versions"].tolist() == [3, -1, -1] * 4
@@ -241,8 +243,9 @@ class NamingSource(ListSource):
         return groups
 
 
-def test_a_sample_may_name_the_function_that_generates_it():
-    how = Generation(SamplingParams(max_new_tokens=4), load_function={"tools": tool_user}.__getitem__, args=None)
+def test_a_sample_may_name_the_function_that_generates_it(monkeypatch):
+    monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"tools": tool_user}.__getitem__)
+    how = Generation(SamplingParams(max_new_tokens=4))
     batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.loss_masks.tolist() == [1] * 2 + [1, 0, 0] * 2
@@ -250,9 +253,10 @@ def test_a_sample_may_name_the_function_that_generates_it():
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_aborted_groups_with_and_without_a_custom_function_are_returned(partial):
+def test_aborted_groups_with_and_without_a_custom_function_are_returned(partial, monkeypatch):
     ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
-    how = Generation(SamplingParams(max_new_tokens=4), load_function={"hangs": hanging}.__getitem__, args=None)
+    monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"hangs": hanging}.__getitem__)
+    how = Generation(SamplingParams(max_new_tokens=4))
     parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
     assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
     assert [ledger.states[index] for index in (0, 1)] == ["returned"] * 2
@@ -272,7 +276,7 @@ async def fan_out(args, sample, sampling_params):
 
 
 def test_a_sample_may_fan_out_into_several_of_one_rollout_id():
-    how = Generation(SamplingParams(), custom=fan_out, args=None)
+    how = Generation(SamplingParams(), hooks=Hooks(custom_generate_function=fan_out))
     batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     assert len(batch) == 8
     assert batch.rollout_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -317,7 +321,7 @@ async def with_nan(args, sample, sampling_params):
     ],
 )
 def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason(function, reason):
-    how = Generation(SamplingParams(), custom=function, timeout_s=0.01, args=None)
+    how = Generation(SamplingParams(), hooks=Hooks(custom_generate_function=function), timeout_s=0.01)
     with pytest.raises(RolloutError, match=reason):
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
@@ -331,9 +335,9 @@ def test_custom_samples_longer_than_the_context_fail_with_their_lengths_and_one_
         sample.append_response_tokens(tokens=more, trainable=False, text="")
         return sample
 
-    how = Generation(SamplingParams(max_new_tokens=4), custom=tool_user, args=None, max_tokens=5)
+    how = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user), max_tokens=5)
     assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
-    how = dataclasses.replace(how, custom=longer_and_longer, max_tokens=4)
+    how = dataclasses.replace(how, hooks=Hooks(custom_generate_function=longer_and_longer), max_tokens=4)
     with pytest.raises(RolloutError, match=r"(?s)sample of 5 tokens .*2.* 3\).* 4.*--rollout-max-context-len"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -344,7 +348,7 @@ def test_sample_hooks_run_before_the_reward():
     def hook(args, sample, *, rollout_id, evaluation):
         sample.label = 7
 
-    how = Generation(SamplingParams(), hooks=(hook,), args=None)
+    how = Generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(hook,)))
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
 
 
@@ -355,7 +359,11 @@ def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
         accepted.append(server_params(sampling_params))
         return await tool_user(args, sample, sampling_params)
 
-    how = Generation(SamplingParams(max_new_tokens=4, return_routed_experts=True), custom=posting, args=None)
+    how = Generation(
+        SamplingParams(max_new_tokens=4, return_routed_experts=True),
+        hooks=Hooks(custom_generate_function=posting),
+        args=None,
+    )
     engine = ScriptedEngine()
     produce(rollout(engine, ListSource(1), how=how))
     assert {(params.max_new_tokens, params.return_routed_experts) for params in accepted} == {(4, False)}
@@ -369,7 +377,7 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
     def counted(args, sample, *, rollout_id, evaluation):
         sample.label += 1
 
-    how = Generation(SamplingParams(), hooks=(relabelled, counted), args=None)
+    how = Generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(relabelled, counted)))
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [8] * 4
 
 
@@ -384,15 +392,14 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
     ],
 )
 def test_a_hook_that_returns_something_else_is_an_error(returned, message):
-    how = Generation(
-        SamplingParams(), hooks=(lambda args, sample, *, rollout_id, evaluation: returned(sample),), args=None
-    )
+    hooks = Hooks(rollout_sample_hook=(lambda args, sample, *, rollout_id, evaluation: returned(sample),))
+    how = Generation(SamplingParams(), hooks=hooks)
     with pytest.raises(RolloutError, match=f"--rollout-sample-hook-path:? {message}"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
-    how = Generation(SamplingParams(), max_context_len=2, args=None)
+    how = Generation(SamplingParams(), max_context_len=2)
     with pytest.raises(RolloutError, match=r"2 tokens leaves no room in a context of 2"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from fakes_rollout import ListSource, MemoryLedger
+from furlong.config.hooks import Hooks
 from furlong.core.metric import mean, values
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
@@ -189,7 +190,8 @@ def test_logging_hooks_replace_the_standard_metrics_if_they_return_true(handled)
         calls.append((rollout_id, args, data["e"]["rewards"], extra_metrics))
         return handled
 
-    report = SampleReport(log_rollout=log_rollout, log_evaluation=log_evaluation, args="args")
+    hooks = Hooks(custom_rollout_log_function=log_rollout, custom_eval_rollout_log_function=log_evaluation)
+    report = SampleReport(hooks=hooks, args="args")
     extra = {"perf/x": mean(1.5)}
     assert ("rollout/raw_reward" in report.of_rollout(3, dumped(2), extra, 0.5)) == (not handled)
     data = {"e": evaluation_data([answered(Sample(tokens=[1])), Sample()], None)}

@@ -83,7 +83,8 @@ def timed(clock: Clock, *, generate_s: float, reward_s: float, **hooks):
         clock.goes_on(generate_s)
         return [1]
 
-    how, reward = Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None)), SlowReward()
+    args = SimpleNamespace(reward_key=None)
+    how, reward = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(**hooks), args=args), SlowReward()
     return EngineRollout(
         engine=ScriptedEngine(answer),
         tokenizer=None,
@@ -92,7 +93,6 @@ def timed(clock: Clock, *, generate_s: float, reward_s: float, **hooks):
         ledger=MemoryLedger(),
         generation=how,
         flags=RolloutFlags(),
-        hooks=Hooks(**hooks),
         batch_size=2,
         in_order=True,
         conversion=Conversion(),

@@ -7,6 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from furlong.config.sections import TrackFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
@@ -55,7 +56,7 @@ def test_failed_rewards_are_counted_and_not_averaged():
 
 def test_lengths_of_correct_samples_are_measured_on_request():
     groups = [Group(0, [sample(1.0, length=2), sample(0.0, length=8), sample(None, length=4)])]
-    metrics = shown(rollout_metrics(groups, correct_samples=True))
+    metrics = shown(rollout_metrics(groups, TrackFlags(log_correct_samples=True)))
     assert metrics["rollout/correct_response_len/mean"] == 2
     assert metrics["rollout/correct_response_len/max"] == 2
 
@@ -75,7 +76,7 @@ def test_a_rollout_without_scores_has_no_reward_metric():
 
 def test_response_length_counts_trained_tokens_and_multi_turn_shows_both():
     turn = sample(1.0, length=4, loss_mask=[1, 0, 0, 1], metadata={"round_number": 3})
-    metrics = shown(rollout_metrics([Group(0, [turn])], multi_turn=True))
+    metrics = shown(rollout_metrics([Group(0, [turn])], TrackFlags(log_multi_turn=True)))
     assert metrics["rollout/response_len/mean"] == 2
     assert metrics["multi_turn/raw_response_length/max"] == 4
     assert metrics["multi_turn/wo_obs_response_length/max"] == 2
@@ -84,13 +85,13 @@ def test_response_length_counts_trained_tokens_and_multi_turn_shows_both():
 
 def test_dict_rewards_need_a_key_and_give_categories():
     groups = [Group(0, [sample({"score": 1.0, "why": "ok"}), sample({"score": 0.0, "why": "format"})])]
-    metrics = shown(rollout_metrics(groups, reward_key="score", reward_category="why"))
+    metrics = shown(rollout_metrics(groups, TrackFlags(log_reward_category="why"), reward_key="score"))
     assert metrics["rollout/raw_reward"] == 0.5
     assert metrics["rollout/error_cat/format"] == 0.5
     with pytest.raises(DataError, match="reward-key"):
         rollout_metrics(groups)
     with pytest.raises(DataError, match="--log-reward-category colour"):
-        rollout_metrics(groups, reward_key="score", reward_category="colour")
+        rollout_metrics(groups, TrackFlags(log_reward_category="colour"), reward_key="score")
 
 
 def test_metadata_raw_reward_replaces_only_the_shown_reward():
@@ -128,7 +129,7 @@ def test_pass_at_k_leaves_out_small_groups_and_unreached_k():
 
 def test_samples_fanned_out_from_one_completion_are_one_attempt():
     fanned = [sample(1.0, rollout_id=7), sample(1.0, rollout_id=7), sample(0.0, rollout_id=8)]
-    assert shown(rollout_metrics([Group(0, fanned)], pass_rate=True))["passrate/pass@1"] == 0.5
+    assert shown(rollout_metrics([Group(0, fanned)], TrackFlags(log_passrate=True)))["passrate/pass@1"] == 0.5
 
 
 def test_eval_metrics_carry_slime_names():

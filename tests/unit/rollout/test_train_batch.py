@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from furlong.config.hooks import Hooks
-from furlong.config.sections import AlgoFlags
+from furlong.config.sections import AlgoFlags, RewardFlags, RolloutFlags
 from furlong.core.sample import Group, Outcome, Sample, Status
 from furlong.errors import DataError, RolloutError
 from furlong.rollout.train_batch import Conversion, batch_from_groups
@@ -77,14 +77,16 @@ def test_truncated_sample_is_marked_and_may_be_masked(mask_truncated, masks):
 
 def test_overlong_penalty_counts_from_the_longest_response():
     flags = AlgoFlags(rewards_normalization=False, overlong_buffer_len=2, overlong_penalty_factor=1.0)
-    batch = convert([sample(0, 1.0, n=2), sample(1, 1.0, n=4)], algo=flags, max_response_len=4)
+    batch = convert(
+        [sample(0, 1.0, n=2), sample(1, 1.0, n=4)], algo=flags, rollout=RolloutFlags(rollout_max_response_len=4)
+    )
     assert batch.rewards.tolist() == [1.0, 0.0]
     assert batch.raw_rewards.tolist() == [1.0, 1.0]
 
 
 def test_key_picks_from_a_dict_reward():
     rewards = [{"score": 1.0, "x": 9.0}, {"score": 0.0, "x": 9.0}]
-    batch = convert([sample(i, r) for i, r in enumerate(rewards)], reward_key="score")
+    batch = convert([sample(i, r) for i, r in enumerate(rewards)], reward=RewardFlags(reward_key="score"))
     assert batch.raw_rewards.tolist() == [1, 0]
     with pytest.raises(DataError, match="--reward-key"):
         convert([sample(i, r) for i, r in enumerate(rewards)])

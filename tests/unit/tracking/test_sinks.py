@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ import types
 
 import pytest
 
+from furlong.config.sections import TrackFlags
 from furlong.errors import ConfigError
 from furlong.machine import LOG_FORMAT
 from furlong.run.run_log import _terminal_handler
@@ -404,8 +406,11 @@ def fake_wandb(monkeypatch):
 
 def test_wandb_gets_slimes_settings_and_axes(fake_wandb, tmp_path):
     tracker = WandbTracker(
-        project="p", group="g", team="t", mode="online", host="https://w", key="secret", folder=tmp_path / "w",
-        config={"lr": 1},
+        TrackFlags(
+            wandb_project="p", wandb_group="g", wandb_team="t", wandb_mode="online", wandb_host="https://w",
+            wandb_key="secret", wandb_dir=str(tmp_path / "w"),
+        ),
+        {"lr": 1},
     )  # fmt: skip
     tracker.log(3, {"train/loss": 0.5, "eval/aime": 0.1, "train/kl_loss": math.nan})
     tracker.close()
@@ -417,20 +422,21 @@ def test_wandb_gets_slimes_settings_and_axes(fake_wandb, tmp_path):
     assert "secret" not in str(options)
     assert fake_wandb.metrics["perf/*"] == "rollout/step"
     assert fake_wandb.records == [{"train/loss": 0.5, "eval/aime": 0.1, "train/step": 3, "eval/step": 3}]
-    assert (tracker.run_id, fake_wandb.finished) == ("run7", 1)
+    assert fake_wandb.finished == 1
 
 
 def test_wandb_continues_a_run_without_a_suffix_and_offline_without_login(fake_wandb):
-    WandbTracker(group="g", run_id="run7", mode="offline", key="secret", always_use_train_step=True)
+    flags = TrackFlags(wandb_group="g", wandb_run_id="run7", wandb_mode="offline", wandb_key="secret")
+    WandbTracker(dataclasses.replace(flags, wandb_always_use_train_step=True))
     options = fake_wandb.init[0]
     assert (options["id"], options["resume"], options["group"]) == ("run7", "allow", "g")
     assert fake_wandb.login == []
     assert fake_wandb.metrics["rollout/*"] == "train/step"
-    WandbTracker(group="g", random_suffix=False)
+    WandbTracker(TrackFlags(wandb_group="g", wandb_random_suffix=False))
     assert fake_wandb.init[1]["group"] == "g"
 
 
 def test_wandb_that_is_not_installed_is_a_configuration_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'furlong\[wandb\]'"):
-        WandbTracker()
+        WandbTracker(TrackFlags())

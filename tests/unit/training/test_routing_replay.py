@@ -13,7 +13,7 @@ import torch
 from backends import fsdp_backend
 from fakes_engine import Halt
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags, OptimFlags
+from furlong.config.sections import AlgoFlags, MoeFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample
@@ -81,7 +81,7 @@ def batch_of(folder: Path, completions: list[Completion]) -> RolloutBatch:
         append_completion(sample, completion)
         groups.append(Group(i, [sample]))
     shape = RoutingShape.of(hf.load_config(folder).to_dict())
-    return batch_from_groups(0, groups, Conversion(routing=shape, needs_routes=True))
+    return batch_from_groups(0, groups, Conversion(routing=shape, moe=REPLAYS))
 
 
 def backend(folder: Path, replay: str, **options) -> FsdpBackend:
@@ -357,6 +357,7 @@ def test_a_later_completion_adds_rows_and_keeps_known_ones():
     np.testing.assert_array_equal(again.rollout_routed_experts, sample.rollout_routed_experts)
 
 
+REPLAYS = MoeFlags(use_rollout_routing_replay=True)
 SHAPE = RoutingShape(2, 2, 4)
 
 
@@ -371,22 +372,26 @@ def sample_with(rows: int | None, *, mask: list[int]) -> Sample:
 @pytest.mark.parametrize(("rows", "mask"), [(None, [1, 0, 0]), (3, [1, 1, 1]), (1, [1, 0, 0])])
 def test_a_trained_token_without_a_record_is_an_error(rows, mask):
     with pytest.raises(RolloutError, match="sample 7 has routed experts"):
-        batch_from_groups(0, [Group(0, [sample_with(rows, mask=mask)])], Conversion(routing=SHAPE, needs_routes=True))
+        batch_from_groups(
+            0,
+            [Group(0, [sample_with(rows, mask=mask)])],
+            Conversion(routing=SHAPE, moe=REPLAYS),
+        )
 
 
 @pytest.mark.parametrize(("rows", "mask"), [(4, [1, 1, 1]), (3, [1, 1, 0]), (2, [1, 0, 0]), (None, [0, 0, 0])])
 def test_tokens_after_the_last_trained_one_need_no_routes(rows, mask):
     groups = [Group(0, [sample_with(rows, mask=mask)])]
-    batch = batch_from_groups(0, groups, Conversion(routing=SHAPE, needs_routes=True))
+    batch = batch_from_groups(0, groups, Conversion(routing=SHAPE, moe=REPLAYS))
     assert (batch.routed_experts[:, 0, 0] >= 0).tolist() == [i < (rows or 0) for i in range(5)]
 
 
 def test_the_record_of_another_model_is_an_error():
     group = Group(0, [sample_with(4, mask=[1, 1, 1])])
     with pytest.raises(ValueError, match="this model has"):
-        batch_from_groups(0, [group], Conversion(routing=RoutingShape(3, 2, 4), needs_routes=True))
+        batch_from_groups(0, [group], Conversion(routing=RoutingShape(3, 2, 4), moe=REPLAYS))
     with pytest.raises(ValueError, match="the engine serves another model"):
-        batch_from_groups(0, [group], Conversion(routing=RoutingShape(2, 2, 1), needs_routes=True))
+        batch_from_groups(0, [group], Conversion(routing=RoutingShape(2, 2, 1), moe=REPLAYS))
 
 
 # -- weights
