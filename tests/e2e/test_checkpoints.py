@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from furlong.cli import main
 from furlong.data.audit import audit
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.chat_template import write_template
+from furlong.models.tokenizer import write_template
 from runs import flags, reproducible, rows, train, trainer_bytes, write_model, write_prompts
 
 

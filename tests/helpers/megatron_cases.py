@@ -27,7 +27,7 @@ from furlong.inference.sglang.server import connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
-from furlong.models.stored_tensors import open_tensors
+from furlong.models.hf_model import open_tensors
 from furlong.training.batch_split import split_batch
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.ranks import Ranks

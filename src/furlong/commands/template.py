@@ -44,14 +44,14 @@ def template(words: list[str]) -> int:
         case "list":
             return _list(as_json=options.json)
         case _:
-            from furlong.models.chat_template import read_template
+            from furlong.models.tokenizer import read_template
 
             show(read_template(options.name, "furlong template show"))
             return 0
 
 
 def _list(*, as_json: bool) -> int:
-    from furlong.models.chat_template import SHIPPED
+    from furlong.models.tokenizer import SHIPPED
 
     rows = {name: template.family for name, template in SHIPPED.items()}
     show(json.dumps(rows, indent=1) if as_json else "\n".join(f"{name:30}{family}" for name, family in rows.items()))
@@ -60,8 +60,7 @@ def _list(*, as_json: bool) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from furlong.data.chat import TEMPLATE_ERRORS, require_template
-    from furlong.models.chat_template import read_template
-    from furlong.models.tokenizer import load_tokenizer
+    from furlong.models.tokenizer import load_tokenizer, read_template
     from furlong.tools.template_test import (
         Template,
         prompt_findings,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.errors import ConfigError
-from furlong.models.packing_support import ATTENTION_LAYERS, layer_kinds
+from furlong.models.model_facts import ATTENTION_LAYERS, layer_kinds
 
 # torch < 2.13 has only the older name
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]

@@ -1,20 +1,22 @@
-"""Load and save Hugging Face models. Nothing is downloaded, and no remote code runs."""
+"""Load and save Hugging Face models, whole or one tensor at a time. Nothing is downloaded; no remote code runs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -27,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import TOKENIZER_FILES, WEIGHT_FILES, check_folder
 from furlong.models.packed_attention import IMPLEMENTATION
-from furlong.models.tokenizer import UNREADABLE
+from furlong.models.tokenizer import unreadable_errors
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def load_config(folder: Path | str) -> PretrainedConfig:
         return cast(
             "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         )
-    except UNREADABLE as error:
+    except unreadable_errors() as error:
         raise ConfigError(
             f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
         ) from error
@@ -292,3 +294,61 @@ def write_index(folder: Path, written: Mapping[str, tuple[str, int]]) -> None:
             "weight_map": {name: final[part] for name, (part, _) in written.items()},
         }
         (folder / WEIGHT_FILES[1]).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class TensorSource(Protocol):
+    """A source of named tensors that are read one at a time."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor onto the CPU. Raises CheckpointError if it cannot be read."""
+        ...
+
+
+class StoredTensors:
+    """The tensors of a folder opened by `open_tensors`."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._opened: dict[str, Any] = {}
+        single, index = WEIGHT_FILES
+        if (folder / index).exists():
+            self._files: dict[str, str] = json.loads((folder / index).read_text())["weight_map"]
+        else:
+            self._files = dict.fromkeys(self._open(single).keys(), single)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(
+                f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
+            )
+        try:
+            return self._open(file).get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {name} from {self._folder / file}: {error}") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            try:
+                self._opened[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot read {self._folder / file}: {error}") from error
+        return self._opened[file]
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path) -> Generator[StoredTensors]:
+    """Open a folder to read its tensors. Raises CheckpointError if it has none."""
+    with contextlib.ExitStack() as stack:
+        yield StoredTensors(folder, stack)

@@ -7,21 +7,22 @@ It returns hidden states of the positions that predict response tokens. Log-prob
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from furlong.core.batch import MicroBatch, sum_rows
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context_parallel import ContextParallel, TokenShard
-from furlong.models.onednn_linear import use_onednn
+from furlong.models.model_facts import check_family, length_limit, single_sequence_reason
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_layout import PackedLayout, plan_layout
-from furlong.models.packing_support import check_family, length_limit, single_sequence_reason
 from furlong.models.router_hooks import RouterHooks, RouterRecord, check_routes, rerouted_fraction
 
 # Config fields of families that scale logits after the head, which is not supported.
@@ -29,6 +30,8 @@ LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 # Config fields of the soft cap on logits; the second is RecurrentGemma's.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+_onednn: Any = torch.ops.mkldnn
 
 # (hidden states, head weight [V, D], head bias [V], indices of the states among R or None for all) -> outputs
 OutputLayer = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
@@ -234,3 +237,45 @@ class PackedModel(torch.nn.Module):
             replay_lTK = replay_lTK.to(self.head_VD.device)
         self.hooks.current = RouterRecord(replay_lTK)
         return engine_lTK
+
+
+class _OneDnnMatmul(torch.autograd.Function):
+    """x @ weight.T + bias for x [rows, in] and weight [out, in]; oneDNN is not faster for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  once_differentiable is untyped
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            _onednn._linear_pointwise(grad, weight.t(), None, "none", [], "") if need_x else None,
+            grad.t() @ x if need_weight else None,
+            grad.sum(0) if need_bias else None,
+        )
+
+
+class OneDnnLinear(nn.Linear):
+    """`nn.Linear` with oneDNN, which is faster than MKL on x86; its parameters must be float32 on the CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to [..., in]."""
+        if torch.compiler.is_compiling():  # the compiler chooses its own GEMMs and cannot trace these
+            return super().forward(input)
+        # 2-D inside: autograd forbids in-place writes to a view that a Function returns, and some families do them.
+        rows = cast("Tensor", _OneDnnMatmul.apply(input.reshape(-1, self.in_features), self.weight, self.bias))
+        return rows.view(*input.shape[:-1], self.out_features)
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Switch the linear layers of `model` to oneDNN where it is faster: float32 on an x86 CPU."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+            module.__class__ = OneDnnLinear

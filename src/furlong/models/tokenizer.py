@@ -1,23 +1,33 @@
-"""Load a model's tokenizer, or build a small deterministic one.
+"""Tokenizers and chat templates: those of model folders, shipped templates, and a small deterministic tokenizer.
 
-Does not import transformers' model code, which takes a second.
+Training and generation use the tokenizers of transformers, which are imported when the first is loaded or built. Checks
+that must be fast use `JsonTokenizer`; a test compares the two.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import check_folder
+from furlong.models.hf_folder import LFS_POINTER, check_folder, read_json
 
-# Errors that transformers raises for a config or tokenizer with invalid values.
-UNREADABLE = (ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError)
+if TYPE_CHECKING:  # it takes a second to import
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 PAD, EOS, IM_START, IM_END, UNKNOWN = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIALS = (PAD, EOS, IM_START, IM_END, UNKNOWN)
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation + " \n"
@@ -27,12 +37,21 @@ CHAT_TEMPLATE = (
 )
 
 
+def unreadable_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that transformers raises for a config or tokenizer with invalid values."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError
+
+
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer. Raises ConfigError if its files are missing or unreadable."""
+    from transformers import AutoTokenizer
+
     path = check_folder(folder, tokenizer=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except UNREADABLE as error:
+    except unreadable_errors() as error:
         raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)
 
@@ -45,6 +64,8 @@ def build_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     >>> build_tokenizer("ab+").encode("a+b")
     [5, 7, 6]
     """
+    from transformers import PreTrainedTokenizerFast
+
     characters = list(dict.fromkeys(alphabet))
     vocab = {token: i for i, token in enumerate([*SPECIALS, *characters])}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
@@ -59,3 +80,198 @@ def build_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class JsonTokenizer:
+    """Encodes with tokenizer.json and renders the folder's chat template, without transformers.
+
+    It has the part of transformers' tokenizers that data and template code uses, under the same names. Raises
+    ConfigError if tokenizer.json is missing or damaged.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        self.name_or_path = str(folder)
+        try:
+            self._core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises a plain Exception for any damage
+            path = folder / "tokenizer.json"
+            if path.is_file() and path.read_bytes().startswith(LFS_POINTER):
+                raise ConfigError(
+                    f"{path} is a Git LFS pointer: the repository was cloned without Git LFS; run `git lfs pull` there"
+                ) from error
+            raise ConfigError(f"cannot load the tokenizer of {folder}: {error}") from error
+        self._core.no_padding()
+        self._core.no_truncation()
+        settings = read_json(folder / "tokenizer_config.json")
+        named = read_json(folder / "special_tokens_map.json") | settings
+        self._named = {name: text for name in NAMED if (text := _text(named.get(name)))}
+        self.added_tokens_decoder: dict[int, AddedToken] = self._core.get_added_tokens_decoder()
+        self.chat_template = _template_of(folder, settings)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Special tokens: named ones, and added ones marked special."""
+        added = [str(token.content) for token in self.added_tokens_decoder.values() if token.special]
+        return list(dict.fromkeys([*self._named.values(), *added]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens."""
+        ids = (self._core.token_to_id(token) for token in self.all_special_tokens)
+        return [id for id in ids if id is not None]
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        return self._named.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token."""
+        return None if self.eos_token is None else self._core.token_to_id(self.eos_token)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return every token with its id, added ones included."""
+        return self._core.get_vocab(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        return self._core.get_vocab_size(with_added_tokens=True)
+
+    def __call__(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, **_: Any
+    ) -> dict[str, list[list[int]]]:
+        """Encode texts to {"input_ids": ...}, without attention masks."""
+        encoded = self._core.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return {"input_ids": [each.ids for each in encoded]}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def convert_ids_to_tokens(self, id: int) -> str | None:
+        """Return the token of an id, None for an unknown one."""
+        return self._core.id_to_token(id)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tokenize: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Render messages to text. Raises ValueError without a template, and errors of the template."""
+        source = chat_template or self.chat_template
+        if source is None or tokenize:
+            raise ValueError(
+                f"{self.name_or_path} has no chat template" if source is None else "tokenize=True is not supported"
+            )
+        values = {**self._named, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return _compiled(source).render(messages=messages, documents=None, **values)
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a token that is stored as text or as an object."""
+    return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+
+
+def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {row["name"]: row["template"] for row in cast("list[dict[str, str]]", template)}
+        return named.get("default")
+    return template
+
+
+class _Generation(Extension):
+    """Render the body of `{% generation %}` blocks, which mark assistant turns."""
+
+    tags = {"generation"}  # noqa: RUF012  type declared by jinja2
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """Replace the block by its statements."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals.update(functions)
+    return environment.from_string(source)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class ShippedTemplate:
+    """A shipped template. family: the models it is for; settings: Jinja code prepended to the file."""
+
+    family: str
+    file: str
+    settings: str = ""
+
+    def text(self) -> str:
+        """Return the Jinja source."""
+        return self.settings + (TEMPLATES / self.file).read_text(encoding="utf-8")
+
+
+SHIPPED: Mapping[str, ShippedTemplate] = {
+    "qwen3-append-only": ShippedTemplate("Qwen3 models that think when asked to", "qwen3.jinja"),
+    "qwen3-thinking-append-only": ShippedTemplate(
+        "Qwen3 models that always think", "qwen3.jinja", "{%- set opens_thinking = true -%}"
+    ),
+    "glm45-append-only": ShippedTemplate("GLM-4.5 and GLM-4.6", "glm45.jinja"),
+}
+
+
+def read_template(name: str, flag: str = "--chat-template-path") -> str:
+    """Return the Jinja source of a shipped template or of the file `name`. Raises ConfigError for neither."""
+    if name in SHIPPED:
+        return SHIPPED[name].text()
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"{flag} {name}: no such file, and not a shipped template; give a file, or one of {', '.join(SHIPPED)}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {name}: the file is not text ({error}); give a Jinja template") from error
+
+
+def write_template(folder: Path, source: str) -> None:
+    """Replace the chat template of a Hugging Face folder by `source`."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        values = json.loads(settings.read_text(encoding="utf-8"))
+        if values.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")

@@ -13,9 +13,8 @@ from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.data.chat import TEMPLATE_ERRORS, Messages, double_template_problem, render_chat
-from furlong.models.chat_template import SHIPPED, read_template
 from furlong.models.hf_folder import check_folder, end_ids, read_json
-from furlong.models.json_tokenizer import JsonTokenizer
+from furlong.models.tokenizer import SHIPPED, JsonTokenizer, load_tokenizer, read_template
 from furlong.tools.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
 
 SHOWN = 40  # characters on either side of a difference
@@ -290,8 +289,6 @@ def read_tokenizer(folder: Path) -> Any:
     """Read a folder's tokenizer, with transformers if it has no tokenizer.json. Raises ConfigError."""
     if (folder / "tokenizer.json").is_file():
         return JsonTokenizer(folder)
-    from furlong.models.tokenizer import load_tokenizer
-
     return load_tokenizer(folder)
 
 

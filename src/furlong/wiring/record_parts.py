@@ -17,7 +17,7 @@ from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import RunSchedule
 from furlong.machine import MemoryUse
-from furlong.models.chat_template import read_template, write_template
+from furlong.models.tokenizer import read_template, write_template
 from furlong.tracking.console import ConsoleTracker
 from furlong.tracking.event_log import EventLog
 from furlong.tracking.jsonl import JsonlTracker

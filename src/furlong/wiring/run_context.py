@@ -14,9 +14,8 @@ import torch
 from furlong.config.args_view import Args
 from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
-from furlong.models.chat_template import read_template
 from furlong.models.hf_model import context_length
-from furlong.models.tokenizer import load_tokenizer
+from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
 from furlong.tracking.jsonl import StepFile

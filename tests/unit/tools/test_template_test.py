@@ -9,8 +9,7 @@ import pytest
 from data_zoo import chat_tokenizer, write_jsonl
 from furlong.cli import main
 from furlong.errors import ConfigError, DataError
-from furlong.models.chat_template import SHIPPED, read_template
-from furlong.models.tokenizer import build_tokenizer
+from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
 from furlong.rollout.sft import conversation_tokens
 from furlong.tools.conversations import CONVERSATIONS
 from furlong.tools.template_test import (

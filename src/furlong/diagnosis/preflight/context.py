@@ -26,8 +26,8 @@ from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
 from furlong.data.row_readers import Cursor, JsonLines, PromptDataPath, RawRow, RowReader, read_slice
 from furlong.data.tokenized import read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.models.chat_template import read_template
 from furlong.models.hf_folder import check_folder
+from furlong.models.tokenizer import read_template
 from furlong.tools.model_folder import StoredModel, read_model
 from furlong.tools.template_test import read_tokenizer
 

@@ -15,7 +15,7 @@ from furlong.config.problem import Problem
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.chat_template import read_template
+from furlong.models.tokenizer import read_template
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems
 
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide

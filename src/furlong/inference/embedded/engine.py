@@ -29,7 +29,7 @@ from furlong.inference.embedded.request import Finished, Progress, Request, Requ
 from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
 from furlong.inference.embedded.weight_table import ExpectedChecksums, WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
-from furlong.models.packing_support import length_limit
+from furlong.models.model_facts import length_limit
 
 T = TypeVar("T")
 

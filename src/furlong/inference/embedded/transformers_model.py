@@ -30,7 +30,7 @@ from furlong.inference.embedded.decode_model import padded_rows
 from furlong.inference.embedded.slot_cache import SlotCache, attend_slots, decode_mask
 from furlong.inference.embedded.weight_table import WeightTable
 from furlong.models.hf_model import Rows, disk_rows
-from furlong.models.packing_support import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
+from furlong.models.model_facts import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
 from furlong.models.router_hooks import RouterHooks, RouterRecord
 
 ATTENTION_NAME = "furlong_slots"

@@ -34,7 +34,7 @@ from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
 from furlong.models import hf_model as hf
-from furlong.models.flops import forward_flops
+from furlong.models.model_facts import forward_flops
 from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
 from furlong.training.checkpoint import tensor_files

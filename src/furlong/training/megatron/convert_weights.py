@@ -19,7 +19,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.stored_tensors import TensorSource, open_tensors
+from furlong.models.hf_model import TensorSource, open_tensors
 from furlong.training.checkpoint import tensor_files
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder

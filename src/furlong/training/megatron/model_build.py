@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.errors import ConfigError, TrainerError
-from furlong.models.flops import layer_windows
+from furlong.models.model_facts import layer_windows
 from furlong.training.megatron.attention import MultiLatentAttention, PackedAttention
 from furlong.training.megatron.family import Architecture, Family, architecture_of, family_of
 from furlong.training.megatron.moe_layers import Experts, MoeRouter

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
-from furlong.models.stored_tensors import open_tensors
+from furlong.models.hf_model import open_tensors
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.megatron import megatron_checkpoint as checkpoint

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.models.stored_tensors import TensorSource
+from furlong.models.hf_model import TensorSource
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 logger = logging.getLogger(__name__)

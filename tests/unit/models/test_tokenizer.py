@@ -8,9 +8,7 @@ from transformers import AutoTokenizer
 
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
-from furlong.models.chat_template import SHIPPED, read_template
-from furlong.models.json_tokenizer import JsonTokenizer
-from furlong.models.tokenizer import build_tokenizer
+from furlong.models.tokenizer import SHIPPED, JsonTokenizer, build_tokenizer, read_template
 from furlong.tools.conversations import CONVERSATIONS
 
 TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
@@ -66,7 +64,7 @@ def test_a_damaged_tokenizer_is_an_error(tmp_path):
 
 def test_it_needs_neither_torch_nor_transformers():
     code = (
-        "import sys, furlong.models.json_tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"
+        "import sys, furlong.models.tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

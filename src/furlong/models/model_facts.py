@@ -1,7 +1,10 @@
-"""Whether a transformers model can run packed sequences, one sequence at a time, or cannot be trained.
+"""Facts about a transformers model: whether it can run packed sequences, its attention windows and its FLOPs.
 
 Packing several sequences in one row is correct if tokens mix only in attention, the attention is furlong's, and the
 model uses the caller's position ids. Otherwise some models can still run one sequence at a time.
+
+Every matrix element costs one multiply-add per token, those of experts only for the tokens routed to them. Attention
+costs the GEMMs of queries with keys and of probabilities with values.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from furlong.core.batch import FlopsModel
+from furlong.core.routing import RoutingShape
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes a second to import
@@ -101,3 +106,48 @@ def _untrainable(model: PreTrainedModel) -> str:
             f"has parameters between its last layer and its head ({', '.join(others[:3])}), which would not be applied"
         )
     return ""
+
+
+def forward_flops(model: PreTrainedModel) -> FlopsModel:
+    """Return the FLOPs model of an unsharded model, which may be on the meta device."""
+    config: Any = model.config.get_text_config()
+    routing = RoutingShape.of(config.to_dict())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    matrices: Any = 0 if head is None else head.weight.numel()
+    for name, parameter in model.named_parameters():
+        is_counted = any(parameter is module.weight for module in (embedding, head) if module is not None)
+        if parameter.ndim < 2 or is_counted or name.endswith("bias"):
+            continue
+        size = parameter.numel()
+        matrices += size * routing.top_k / routing.num_experts if routing and ".experts." in name else size
+    widths = _score_width(config) + _value_width(config)
+    coefficient = float(config.num_attention_heads * widths)
+    windows = [window for window in layer_windows(config) if window is not None]
+    num_whole = config.num_hidden_layers - len(windows)
+    sizes = sorted(set(windows))
+    return FlopsModel(
+        per_token=2.0 * matrices,
+        per_pair=num_whole * coefficient,
+        windows=tuple((size, windows.count(size) * coefficient) for size in sizes),
+    )
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Return the attention window of each layer in tokens, including the query itself; None is unlimited."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _score_width(config: Any) -> int:
+    """Return the width of a query or key head."""
+    if getattr(config, "kv_lora_rank", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _value_width(config: Any) -> int:
+    """Return the width of a value head."""
+    return config.v_head_dim if getattr(config, "kv_lora_rank", None) else _score_width(config)
