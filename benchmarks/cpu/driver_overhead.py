@@ -49,8 +49,7 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
-    from furlong.machine import choose_threads, import_without_gc
-    from furlong.run.process_setup import raise_gc_threshold, set_threads
+    from furlong.machine import choose_threads, import_without_gc, raise_gc_threshold, set_threads
 
     flags: dict[str, Any] = {
         "--hf-checkpoint": model,
@@ -68,7 +67,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
         "--output-dir": out,
     }
     resolved = load([w for k, v in flags.items() for w in (k, *([] if v is None else [str(v)]))])
-    raise_gc_threshold(resolved.config)
+    raise_gc_threshold(resolved.config.data.rollout_batch_size * resolved.config.data.n_samples_per_prompt)
     with import_without_gc("furlong.wiring.build"):
         set_threads(choose_threads(1, num_parts=1))
         from furlong.wiring.build import build

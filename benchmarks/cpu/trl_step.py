@@ -140,12 +140,11 @@ class GateTracker:
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
     """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
-    from furlong.machine import choose_threads, import_without_gc
-    from furlong.run.process_setup import raise_gc_threshold, set_threads
+    from furlong.machine import choose_threads, import_without_gc, raise_gc_threshold, set_threads
     from furlong.run.run_folder import run_folder
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))
-    raise_gc_threshold(resolved.config)
+    raise_gc_threshold(resolved.config.data.rollout_batch_size * resolved.config.data.n_samples_per_prompt)
     with import_without_gc("furlong.wiring.build"):
         set_threads(choose_threads(threads, num_parts=1))
         from furlong.wiring.build import build

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"  # used by every process of a run
 _CGROUP = Path("/sys/fs/cgroup")
 MAX_OPEN_FILES = 1 << 16  # default limit to raise to
+YOUNG_OBJECTS = 50_000  # minimum number of new objects between garbage collections
+OBJECTS_PER_SAMPLE = 100  # the same per sample of a rollout
+MAX_OBJECTS = 2**31 - 1  # the largest threshold of the collector
+MIN_GAIN = 0.8  # several threads are used if they take at most this fraction of the time of one
 _NO_LIMIT = 2**60  # bytes; control groups without a limit report a number near 2**63
 
 
@@ -192,6 +197,35 @@ def choose_threads(
     return Threads(count, f"{cpus} CPUs{limit}, about {busy} in use{shared}")
 
 
+def set_threads(threads: Threads) -> Threads:
+    """Set PyTorch's thread count. Several threads that were not asked for are used only if a short trial is faster."""
+    import torch
+
+    if threads.count > 1 and not threads.is_given:
+        one, several = (_matmul_seconds(count) for count in (1, threads.count))
+        if several > MIN_GAIN * one:
+            threads = Threads(
+                1, f"{threads.reason}; {threads.count} threads take {several / one:.2f} of the time of one"
+            )
+    torch.set_num_threads(threads.count)
+    return threads
+
+
+def _matmul_seconds(num_threads: int) -> float:
+    """Time matmuls of the size of a tiny model's layers, where threads pay least; the best of several tries."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    x, weight = torch.ones(256, 256), torch.ones(768, 256)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        for _ in range(10):
+            torch.nn.functional.silu(torch.nn.functional.linear(x, weight))
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
 def disable_nccl_cumem() -> None:
     """Disable NCCL's cuMem in this process and its children, as SGLang does, unless NCCL_CUMEM_ENABLE is set.
 
@@ -249,3 +283,13 @@ def import_without_gc(module: str) -> Generator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+def raise_gc_threshold(num_samples: int) -> None:
+    """Raise the garbage-collection threshold to about the number of objects that a rollout of `num_samples` creates.
+
+    A rollout creates about a hundred objects per sample, which live until its end. With Python's default threshold of
+    700 new objects, traversing them takes half of the driver's time. The threshold stays low for small rollouts, as
+    garbage in reference cycles may contain tensors, which count as one object each.
+    """
+    gc.set_threshold(min(max(YOUNG_OBJECTS, OBJECTS_PER_SAMPLE * num_samples), MAX_OBJECTS), 10, 10)

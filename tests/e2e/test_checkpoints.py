@@ -163,7 +163,7 @@ def test_step_of_a_hugging_face_reference_is_refused(trained, model, data, tmp_p
     argv = flags(
         model, data, tmp_path / "a", ref_load=trained / "hf_4", ref_ckpt_step=2, use_kl_loss=True, kl_loss_coef=0.1
     )
-    with pytest.raises(ConfigError, match="--ref-ckpt-step 2 has no effect"):
+    with pytest.raises(ConfigError, match="--ref-ckpt-step 2 "):
         train(argv)
 
 

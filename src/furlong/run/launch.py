@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 
 from furlong.config.command_line import Resolved
 from furlong.config.problem import Problem
-from furlong.config.sections import Config
+from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.catalogue import Diagnosis
-from furlong.core.checkpoint_folder import find_complete_folders
+from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import (
@@ -26,13 +26,14 @@ from furlong.machine import (
     deterministic_kernels,
     disable_nccl_cumem,
     import_without_gc,
+    raise_gc_threshold,
+    set_threads,
 )
-from furlong.run.process_setup import raise_gc_threshold, resume_thread_count, set_threads
 from furlong.run.run_folder import folder_problems, lock_save_folder, log_changed_flags, run_folder, write_config
-from furlong.run.run_log import log_run
-from furlong.run.run_outcome import (
+from furlong.run.run_records import (
     TerminatedError,
     explain_errors,
+    log_run,
     record_outcome,
     record_thread_errors,
     trace_processes,
@@ -89,7 +90,7 @@ def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> li
 
 
 def run_in_folder(
-    folder: Path, resolved: Resolved, found: Sequence[Diagnosis], interrupt: Interrupt | None = None
+    folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], interrupt: Interrupt | None = None
 ) -> int:
     """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
     config = resolved.config
@@ -104,9 +105,9 @@ def run_in_folder(
         # processes read the trace directory when they are created
         with explain_errors(resolved, folder) as memory, trace_processes(folder, enabled=config.debug.trace):
             with import_without_gc("furlong.wiring.build"):
-                raise_gc_threshold(config)
+                raise_gc_threshold(config.data.rollout_batch_size * config.data.n_samples_per_prompt)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
-                threads = set_threads(resume_thread_count(chosen, config.checkpoint))
+                threads = set_threads(_resume_thread_count(chosen, config.checkpoint))
                 from furlong.wiring.build import build  # after the threads are set: it imports torch
 
             memory.record_baseline()
@@ -114,17 +115,26 @@ def run_in_folder(
             logger.info("run folder %s; %s: %s", folder, count, threads.reason)
             if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
                 logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
-            for finding in found:
+            for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            return _run_built(build(resolved, folder), resolved, folder, found, threads, interrupt or Interrupt())
+            return _run_built(build(resolved, folder), resolved, folder, findings, threads, interrupt or Interrupt())
+
+
+def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
+    """Return the thread count of the resumed run, unless --num-threads is given, so that sums keep their order."""
+    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    if threads.is_given or folder is None:
+        return threads
+    count = saved_num_threads(folder, step=flags.ckpt_step)
+    return threads if count is None else Threads(count, f"as in {flags.load}, which is resumed", is_given=True)
 
 
 def _run_built(
     built: Built,
     resolved: Resolved,
     folder: Path,
-    found: Sequence[Diagnosis],
+    findings: Sequence[Diagnosis],
     threads: Threads,
     interrupt: Interrupt,
 ) -> int:
@@ -142,7 +152,7 @@ def _run_built(
     )
     try:
         with (
-            record_outcome(built.watch, found, threads=threads.count),
+            record_outcome(built.watch, findings, threads=threads.count),
             record_thread_errors(built.watch),
             hang,
         ):
@@ -204,16 +214,16 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         await built.start()
         watching.append(asyncio.create_task(watch()))
         step = await train(built.parts, built.schedule, built.checkpoints, on_start=on_start)
-        if (found := built.watch.ended_by) is not None:
-            raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{found.text()}")
+        if (diagnosis := built.watch.ended_by) is not None:
+            raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{diagnosis.text()}")
         return step
     except asyncio.CancelledError:
         if ended_by:
             raise TerminatedError(ended_by[0]) from None
         if lost:
             raise lost[0] from None
-        if (found := built.watch.ended_by) is not None:
-            raise DiagnosisError(f"the run was stopped while it waited:\n{found.text()}") from None
+        if (diagnosis := built.watch.ended_by) is not None:
+            raise DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}") from None
         raise
     finally:
         interrupt.attach(lambda _: None)  # the loop is about to close

@@ -108,8 +108,8 @@ def _resolve(flags: Mapping[str, Any]) -> tuple[Resolved, list[Problem]]:
     """Read keywords as the command reads flags."""
     keywords, words = dict(flags), list[str]()
     for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
-        given = keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
-        paths = cast(list[object], given) if isinstance(given, list | tuple) else [] if given is None else [given]
+        value = keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
+        paths = cast(list[object], value) if isinstance(value, list | tuple) else [] if value is None else [value]
         words += [f"{flag}={path}" for path in paths]
     return examine(words, keywords={name: _plain(value) for name, value in keywords.items()})
 

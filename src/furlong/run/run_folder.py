@@ -79,11 +79,11 @@ def _folder_problems(resolved: Resolved) -> Iterator[str]:
 
 def _folder_of(resolved: Resolved) -> Path:
     """Return --output-dir if given, else the directory of the resumed run or the first free NAME, NAME-2, ..."""
-    wanted = Path(str(resolved.config.track.output_dir))
+    requested = Path(str(resolved.config.track.output_dir))
     if not resolved.sources["output_dir"].startswith("derived"):
-        return wanted
-    taken = list(itertools.takewhile(lambda path: (path / CONFIG).exists(), _numbered(wanted)))
-    free = next(itertools.islice(_numbered(wanted), len(taken), None))
+        return requested
+    taken = list(itertools.takewhile(lambda path: (path / CONFIG).exists(), _numbered(requested)))
+    free = next(itertools.islice(_numbered(requested), len(taken), None))
     return next((path for path in taken if _is_of(path, resolved.config.checkpoint)), free)
 
 
@@ -191,12 +191,12 @@ def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
     folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     assert folder is not None
     try:
-        found = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
+        checkpoint = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
     except CheckpointError:  # reported by the preflight
         return None
-    assert found is not None
+    assert checkpoint is not None
     try:
-        check_mark(path, json.loads((found / STATE).read_text())["ledger"])
+        check_mark(path, json.loads((checkpoint / STATE).read_text())["ledger"])
     except CheckpointError as error:
         return str(error)
     return None

@@ -8,16 +8,19 @@ import psutil
 import pytest
 import torch
 
+from furlong import machine
 from furlong.errors import ConfigError
 from furlong.machine import (
     DETERMINISTIC_ENVIRONMENT,
     MemoryUse,
+    Threads,
     available_memory,
     choose_threads,
     cpu_quota,
     deterministic_kernels,
     raise_open_file_limit,
     set_gloo_interface,
+    set_threads,
 )
 
 
@@ -155,3 +158,30 @@ def test_a_nondeterministic_cublas_workspace_is_rejected(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ConfigError, match=r":4096:8 or :16:8"), deterministic_kernels():
         pass
+
+
+@pytest.fixture
+def restore_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize(("several_s", "count"), [(0.5, 2), (0.9, 1), (2.0, 1)])
+def test_several_threads_have_to_pay(monkeypatch, several_s, count):
+    monkeypatch.setattr(machine, "_matmul_seconds", lambda threads: 1.0 if threads == 1 else several_s)
+    chosen = set_threads(Threads(2, "2 CPUs"))
+    assert chosen.count == torch.get_num_threads() == count
+    assert (f"{several_s:.2f}" in chosen.reason) == (count == 1)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_explicit_thread_count_is_not_tuned(monkeypatch):
+    monkeypatch.setattr(machine, "_matmul_seconds", lambda _: pytest.fail("tried"))
+    assert set_threads(Threads(2, "--num-threads", is_given=True)).count == 2
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_the_trial_measures_time():
+    assert 0 < machine._matmul_seconds(1) < 10

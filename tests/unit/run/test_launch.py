@@ -18,11 +18,12 @@ from furlong.cli import main
 from furlong.config.command_line import Resolved, load
 from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks
-from furlong.config.sections import Config
+from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER
 from furlong.core.files import is_locked
 from furlong.errors import CheckpointError, ConfigError, DataError
-from furlong.run.launch import _resume_hint, run
+from furlong.machine import Threads
+from furlong.run.launch import _resume_hint, _resume_thread_count, run
 from furlong.run.run_folder import (
     IN_USE,
     LOCK,
@@ -96,13 +97,13 @@ def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
     [problem] = folder_problems(resolve())
-    way = f"resume it with --load {save}, or choose another directory, such as {tmp_path}/run-2"
-    assert problem == f"--output-dir {tmp_path}/run already contains a run; {way}"
-    with pytest.raises(ConfigError, match=rf"\[CFG05\] --output-dir {tmp_path}/run already contains a run\n *{way}"):
+    assert all(part in problem for part in (f"--output-dir {tmp_path}/run", f"--load {save}", f"{tmp_path}/run-2"))
+    with pytest.raises(ConfigError, match=r"\[CFG05\]") as refused:
         run(resolve())
+    assert all(part in str(refused.value) for part in (f"--output-dir {tmp_path}/run", f"--load {save}"))
     other = tmp_path / "other"
     [problem] = folder_problems(resolve(load=other, save=other))  # the first start of another run
-    assert "already contains a run" in problem
+    assert f"--load {save}" in problem
     assert folder_problems(resolve(load=save, save=save)) == []
     (save / TRACKER).unlink()  # as if it had been killed before its first checkpoint
     assert folder_problems(resolve(load=save, save=save)) == []
@@ -112,11 +113,13 @@ def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
     run(resolve(num_rollout=1, save=tmp_path / "a", output_dir=tmp_path / "run_a"))
     run(resolve(num_rollout=1, save=tmp_path / "b", output_dir=tmp_path / "run_b"))
     before = (tmp_path / "run_b" / "ledger.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="not the ledger that the checkpoint continues"):
+    with pytest.raises(ConfigError, match=r"\[CFG05\]") as refused:
         run(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
+    assert f"{tmp_path}/run_b" in str(refused.value)
+    assert "ledger" in str(refused.value)
     assert (tmp_path / "run_b" / "ledger.jsonl").read_bytes() == before
     [problem] = folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_b"))
-    assert problem.endswith(f", or choose another directory, such as {tmp_path}/run_b-2")
+    assert f"{tmp_path}/run_b-2" in problem
     assert folder_problems(resolve(num_rollout=2, load=tmp_path / "a", output_dir=tmp_path / "run_a")) == []
 
 
@@ -135,7 +138,7 @@ def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tm
     words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
     capsys.readouterr()
     assert main(["doctor", *words]) == 1
-    finding = f"[CFG05] --output-dir {tmp_path}/run already contains a run without checkpoints\n"
+    finding = f"[CFG05] --output-dir {tmp_path}/run "
     assert finding in capsys.readouterr().out
     assert main(["train", *words]) == 2
     assert finding in capsys.readouterr().err
@@ -179,14 +182,15 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_path, monkeypatch):
-    way = f"choose another directory, such as {tmp_path}/run-2"
+    parts = (f"--output-dir {tmp_path}/run", name, f"{tmp_path}/run-2")
     (path := tmp_path / "run" / name).mkdir(parents=True)
-    assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run: {name} is not a file; {way}"]
+    [problem] = folder_problems(resolve())
+    assert all(part in problem for part in parts)
     path.rmdir()
     path.touch()
     monkeypatch.setattr(os, "access", lambda at, _: at != path)  # root may write anywhere
     [problem] = folder_problems(resolve())
-    assert problem == f"--output-dir {tmp_path}/run: {name} is not writable by this user; {way}"
+    assert all(part in problem for part in parts)
 
 
 def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
@@ -195,7 +199,7 @@ def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="in use by a run"):
+        with pytest.raises(ConfigError, match=IN_USE.split(";")[0]):
             run(resolve())
         assert folder_problems(resolve()) == [f"--output-dir {tmp_path}/run {IN_USE}"]
         holder.communicate()
@@ -209,9 +213,9 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=rf"--save {save} is in use by a run"):
+        with pytest.raises(ConfigError, match=rf"--save {save} {IN_USE.split(';')[0]}"):
             run(resolve(num_rollout=1, save=save, load=save))
-        with pytest.raises(ConfigError, match=rf"--save {save} is in use by a run"), lock_save_folder(str(save)):
+        with pytest.raises(ConfigError, match=rf"--save {save} {IN_USE}"), lock_save_folder(str(save)):
             pass
         holder.communicate()
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
@@ -244,7 +248,8 @@ def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trai
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
     run(resolve(num_rollout=1))
     [problem] = folder_problems(resolve())
-    assert problem.endswith(f"without checkpoints; choose another directory, such as {tmp_path}/run-2")
+    assert f"{tmp_path}/run-2" in problem
+    assert "--load" not in problem
 
 
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
@@ -255,7 +260,7 @@ def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog
     assert written["sources"]["num_steps_per_rollout"].startswith("derived")
     with caplog.at_level("INFO", "furlong"):
         log_changed_flags(tmp_path / "run", resolve(num_rollout=1, clip_grad=0.5))
-    assert caplog.messages[-1:] == ["flags changed since the last run in this directory: --clip-grad was 1.0, is 0.5"]
+    assert "--clip-grad was 1.0, is 0.5" in caplog.messages[-1]
 
 
 def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd):
@@ -265,7 +270,7 @@ def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd
         run(resolved)
     assert "Traceback" not in capfd.readouterr().err
     log = (tmp_path / "run" / "run.log").read_text()
-    assert "the run ended with DataError" in log
+    assert "DataError" in log
     assert "Traceback" in log
 
 
@@ -283,12 +288,11 @@ def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeyp
 
 def test_stopped_run_reports_whether_a_checkpoint_can_be_resumed(resolve, tmp_path):
     config = resolve(save=tmp_path / "save", save_interval=5).config
-    assert "(--save-interval is 5 rollouts)" in _resume_hint(config)
+    assert "--save-interval is 5" in _resume_hint(config)
+    assert "--load" not in _resume_hint(config)
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "iter_0000005" / MANIFEST).touch()
-    assert (
-        _resume_hint(config) == f"resume from the last checkpoint with the same command and --load {tmp_path / 'save'}"
-    )
+    assert f"--load {tmp_path / 'save'}" in _resume_hint(config)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -300,7 +304,22 @@ def test_file_system_without_locks_is_reported_and_used(number, tmp_path, monkey
     with caplog.at_level(logging.WARNING), lock_save_folder(str(tmp_path / "save")):
         assert (tmp_path / "save" / LOCK).exists()
         assert not is_locked(tmp_path / "save" / LOCK)
-    assert f"--save {tmp_path / 'save'}: the file system does not support locks (No locks available)" in caplog.text
+    assert f"--save {tmp_path / 'save'}" in caplog.text
+    assert "No locks available" in caplog.text
     monkeypatch.setattr(fcntl, "flock", lambda file, how: Path("/nowhere/at/all").read_text())
     with pytest.raises(ConfigError, match="cannot be written"), lock_save_folder(str(tmp_path / "save")):
         pass
+
+
+def test_resumed_run_uses_thread_count_of_checkpoint_unless_overridden(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    (folder / "state.json").write_text('{"num_threads": 3}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    flags = CheckpointFlags(load=str(tmp_path))
+    chosen, asked = Threads(2, "2 CPUs"), Threads(2, "--num-threads", is_given=True)
+    resumed = _resume_thread_count(chosen, flags)
+    assert (resumed.count, resumed.is_given) == (3, True)
+    assert str(tmp_path) in resumed.reason
+    assert _resume_thread_count(asked, flags) is asked
+    assert _resume_thread_count(chosen, CheckpointFlags()) is chosen

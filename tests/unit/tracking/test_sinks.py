@@ -17,7 +17,7 @@ import pytest
 from furlong.config.sections import TrackFlags
 from furlong.errors import ConfigError
 from furlong.machine import LOG_FORMAT
-from furlong.run.run_log import _terminal_handler
+from furlong.run.run_records import _terminal_handler
 from furlong.tracking.console import ConsoleTracker, Terminal, format_header, format_line
 from furlong.tracking.event_log import EventLog
 from furlong.tracking.jsonl import JsonlTracker, StepFile
@@ -240,7 +240,7 @@ def screen(monkeypatch):
     """A terminal of 100 columns that a run logs to: its handler, and what the screen shows in the end."""
     out = io.StringIO()
     console = Terminal(file=out, force_terminal=True, width=100)
-    monkeypatch.setattr("furlong.run.run_log.terminal", lambda: console)
+    monkeypatch.setattr("furlong.run.run_records.terminal", lambda: console)
     monkeypatch.setattr("furlong.tracking.console.terminal", lambda: console)
     handler = _terminal_handler(is_verbose=False)
     logger = logging.getLogger("furlong")
