@@ -21,22 +21,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.core.catalogue import engine_rows as engines
-from furlong.core.catalogue import flag_rows as flags
-from furlong.core.catalogue import machine_rows as machines
-from furlong.core.catalogue import model_rows as models
-from furlong.core.catalogue import numeric_rows as numbers
-from furlong.core.catalogue import run_rows as runs
-from furlong.core.catalogue import text_rows as texts
-from furlong.core.catalogue.row import MOMENTS, SEVERITIES, Diagnosis, Row, Severity
+from furlong.core.catalogue import run_rows, setup_rows, training_rows
+from furlong.core.catalogue.row import MOMENTS, NO_EFFECT, SEVERITIES, Diagnosis, Problem, Row, Severity
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
 __all__ = [
     "CATALOGUE",
     "MOMENTS",
+    "NO_EFFECT",
     "SEVERITIES",
     "Diagnosis",
+    "Problem",
     "Row",
     "Severity",
     "diagnosis",
@@ -44,8 +40,7 @@ __all__ = [
     "most_severe_first",
 ]
 
-_TABLES = (models, flags, machines, texts, numbers, engines, runs)
-CATALOGUE: dict[str, Row] = {row.id: row for table in _TABLES for row in table.ROWS}
+CATALOGUE: dict[str, Row] = {row.id: row for table in (setup_rows, training_rows, run_rows) for row in table.ROWS}
 
 
 def diagnosis(

@@ -1,4 +1,4 @@
-"""The types of the catalogue: `Row`, a kind of diagnosis, and `Diagnosis`, one occurrence."""
+"""The types of the catalogue: `Row`, a kind of diagnosis; `Diagnosis`, one occurrence; `Problem`, one of flags."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ MOMENTS = {"P": "before the start", "R": "while it runs", "X": "after it died"}
 # The guides of slime and Miles that cover the same problem.
 MQ, MD = "Miles FAQ", "Miles debugging guide"
 SQ, SD, ST = "slime FAQ", "slime debugging guide", "slime troubleshooting guide"
+
+MISFIT, NO_EFFECT = "CFG05", "CFG02"  # rows of problems with flags
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,20 @@ def _wrapped(line: str, width: int, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+class Problem(str):
+    """A problem with flags: what is wrong, with the values; after the last semicolon, the fix. `row` is the diagnosis.
+
+    >>> Problem("--ckpt-step -1: expected a number in [0, inf)").row
+    'CFG05'
+    """
+
+    row: str
+
+    def __new__(cls, message: str, row: str = "") -> Problem:
+        """Keep the row of a message that is a Problem already; else a flag without effect is CFG02, the rest CFG05."""
+        self = super().__new__(cls, message)
+        known = message.row if isinstance(message, Problem) else ""
+        self.row = known or row or (NO_EFFECT if "no effect" in message else MISFIT)
+        return self

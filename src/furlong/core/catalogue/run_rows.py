@@ -1,10 +1,135 @@
-"""Whole runs: asynchronous training, hangs, kills, reproducibility."""
+"""During a run: engines, weight updates, hangs, kills and reproducibility."""
 
 from __future__ import annotations
 
-from furlong.core.catalogue.row import MD, ST, Row
+from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST, Row
 
 ROWS = (
+    Row(
+        "ENG01",
+        "illegal memory access in an engine",
+        "X",
+        "error",
+        symptom="`an illegal memory access was encountered` in an engine's log.",
+        cause="Usually a hidden out-of-memory; otherwise padding of CUDA graphs, or speculative decoding.",
+        checked="The engine's log.",
+        remedy="Try in this order: lower --sglang-mem-fraction-static or --sglang-server-concurrency; "
+        "set CUDA_LAUNCH_BLOCKING=1 in the environment; "
+        "--sglang-disable-cuda-graph; turn off speculative decoding; turn off DeepEP; take a GPU core dump "
+        "(CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1), which names the kernel.",
+        guides=(MQ, MD, SQ, SD),
+    ),
+    Row(
+        "ENG02",
+        "corrupt compiler cache",
+        "X",
+        "error",
+        symptom="`JSONDecodeError` from torch inductor.",
+        cause="Several processes wrote the compile cache at the same time, or one was killed while writing.",
+        checked="The traceback.",
+        remedy="Set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run.",
+        guides=(MQ, MD, SQ),
+    ),
+    Row(
+        "ENG03",
+        "an engine died",
+        "RX",
+        "error",
+        symptom="Connection errors during generation; an engine process is gone.",
+        cause="It ran out of memory or a kernel failed; the end of its log shows which.",
+        checked="Process exits and failed health checks.",
+        remedy="--use-fault-tolerance restarts it. Lower --sglang-mem-fraction-static (or raise it, if its log says "
+        "that the KV cache is too small) or --rollout-batch-size; use --sglang-disable-cuda-graph to find the cause.",
+        guides=(ST,),
+    ),
+    Row(
+        "ENG04",
+        "engines are loaded unevenly",
+        "R",
+        "warning",
+        symptom="Some engines are busy while others are idle.",
+        cause="The router sends requests with the same prefix to the same engine.",
+        checked="Running requests per engine over a window: the maximum against the mean.",
+        remedy="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine.",
+        guides=(ST,),
+    ),
+    Row(
+        "ENG05",
+        "an engine is unreachable",
+        "PX",
+        "error",
+        symptom="`Max retries exceeded with url: /get_model_info`.",
+        cause="The engine is still starting, it died, or another process uses its port.",
+        checked="A connection to each of --rollout-external-engine-addrs; after a failure the traceback, the process, "
+        "and which process listens on the port.",
+        remedy="The message says which of the three; see GPU03 for a port in use. Fewer engines per machine, with a "
+        "larger --rollout-num-gpus-per-engine, need fewer ports.",
+        guides=(MQ, SQ),
+    ),
+    Row(
+        "ENG06",
+        "an engine accepts requests but does not answer",
+        "R",
+        "warning",
+        symptom="The run hangs in a rollout or a weight update; all processes are alive and no log advances.",
+        cause="The engine process is stopped, someone else put the engine to sleep, or one of its kernels or "
+        "collectives hangs.",
+        checked="An engine that has not answered for 30 s gets a health request (/health_generate, or /health while it "
+        "loads weights), which may take another 30 s.",
+        remedy="The message has its requests, the seconds of silence and the result of the health check. The run waits "
+        "until --sglang-router-request-timeout-secs; --use-fault-tolerance restarts such an engine.",
+    ),
+    Row(
+        "SYNC01",
+        "a weight update hangs",
+        "RX",
+        "error",
+        symptom="Training hangs after a rollout, or the weight update times out.",
+        cause="A rank does not take part, or the transport (network, file system, loading engine) is misconfigured or "
+        "slow.",
+        checked="A deadline for each bucket; when it expires, the engines that have not answered, the bucket and the "
+        "transport.",
+        remedy="NCCL: set NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; with "
+        "InfiniBand check `ibstat` and set NCCL_IB_DISABLE=0. gloo: set GLOO_SOCKET_IFNAME=IFACE. Disk: use a faster "
+        "file system. Or use a larger --update-weights-interval, or --colocate.",
+        guides=(MD, ST),
+    ),
+    Row(
+        "SYNC02",
+        "a parameter never arrives in the engine",
+        "R",
+        "error",
+        symptom="A parameter is all zeros in the engine, or never changes during training.",
+        cause="It was quantized under a name that the engine skips (QNT01), or it is frozen.",
+        checked="After each weight update: tensors that are all zeros, and tensors whose checksum never changes.",
+        remedy="Add it to quantization_config.ignore in config.json; check --freeze-params-name-list.",
+        guides=(SD,),
+    ),
+    Row(
+        "SYNC03",
+        "the engine computes with stale weights",
+        "P",
+        "warning",
+        symptom="Log-probs of engine and trainer drift apart during a run, although every weight update is verified.",
+        cause="SGLang 0.5.16 copies the routers of GLM-4-MoE models to float32 at the first forward pass and does not "
+        "refresh the copy when weights are updated.",
+        checked="config.json of --hf-checkpoint, --engine sglang, and the set of trained parameters.",
+        remedy="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that resets `_weight_fp32` when it loads "
+        "weights.",
+    ),
+    Row(
+        "SYNC04",
+        "the engine does not tie the LM head",
+        "P",
+        "error",
+        symptom="The engine gives every token the same probability, or its log-probs are those of an untrained model.",
+        cause="SGLang 0.5.16 respects tie_word_embeddings only for dense and DeepSeek models; for GLM-4-MoE, gpt-oss, "
+        "Qwen2-MoE and Qwen3-MoE it always allocates an LM head, which stays uninitialized if the files have none.",
+        checked="config.json of --hf-checkpoint and --engine sglang; for external servers their model family, at the "
+        "first weight update.",
+        remedy="In the model folder set tie_word_embeddings to false and store the embedding a second time as "
+        "lm_head.weight; or use --engine embedded.",
+    ),
     Row(
         "ASYNC01",
         "stale samples",
