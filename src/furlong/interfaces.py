@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch, RolloutBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
-from furlong.core.pending_files import PendingFiles
 from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import SyncReport, WeightSource

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from furlong.core.batch_file import ARRAYS, load_batch
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PendingFiles
 from furlong.training.worker import RoundWorker
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 

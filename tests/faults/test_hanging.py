@@ -17,7 +17,7 @@ import faulty_hooks
 from diagnosed_runs import events, run
 from fakes_loop import Unobserved
 from faults_marker import fault
-from furlong.core.heartbeat import Heartbeat, heartbeat
+from furlong.core.tracing import Heartbeat, heartbeat
 from furlong.data.audit import audit
 from furlong.diagnosis.hang_watchdog import HangWatchdog, busy_in, stacks_of
 from furlong.training.fsdp.backend import FsdpBackend

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, mean
-from furlong.core.pending_files import PendingFiles
 from furlong.core.sample import Group
 from furlong.core.weights import SyncReport, WeightSource
 from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from furlong.algo.logprob import stats_from_logits
 from furlong.core.batch import MicroBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
-from furlong.core.pending_files import PendingFiles, host_copy
+from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import Backend, LossFn, OptimReport, Role, TokenStats
 

@@ -24,8 +24,8 @@ import torch
 
 from furlong.cluster.actor_process import Failure, die_with_parent, own_address
 from furlong.cluster.rank_stacks import answer_with_stacks
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
-from furlong.core.pending_files import PendingFiles
 from furlong.core.tracing import tracer
 from furlong.core.weights import EngineAddress
 from furlong.errors import CheckpointError

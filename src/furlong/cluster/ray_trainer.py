@@ -27,8 +27,8 @@ from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
 from furlong.cluster.rank_stacks import ask_for_stacks
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
-from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import ClusterError, FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.log_tail import tail

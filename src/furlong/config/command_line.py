@@ -18,9 +18,9 @@ from furlong.config.config_file import FileValues, read_config_file, values_from
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
 from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
-from furlong.config.problem import NO_EFFECT, Problem
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
+from furlong.core.catalogue import NO_EFFECT, Problem
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 

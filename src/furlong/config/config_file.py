@@ -13,7 +13,7 @@ from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import in_short, value_from_yaml
 from furlong.config.passthrough import add_option, program_of, value_in_file
-from furlong.config.problem import NO_EFFECT, Problem
+from furlong.core.catalogue import NO_EFFECT, Problem
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 

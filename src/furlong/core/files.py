@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and file locks."""
+"""Atomic and deferred writes of files and folders, and file locks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTIAL = ".partial"  # suffix of a file or folder that is incomplete, or is being deleted
 REPLACED = ".replaced"  # suffix of the old folder between its replacement and its deletion
@@ -113,3 +119,29 @@ def is_locked(path: Path) -> bool:
             if error.errno not in NO_LOCKS:
                 raise
     return False
+
+
+class PendingFiles:
+    """A queue of file writes, whose content is kept in host memory until then. One thread adds, then one writes."""
+
+    def __init__(self) -> None:
+        self._writes = deque[Callable[[], object]]()
+
+    def add_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+        """Queue a safetensors file. The tensors are not copied: pass copies made by `host_copy`."""
+        from safetensors.torch import save_file  # imports torch
+
+        self._writes.append(partial(save_file, dict(tensors), path, metadata))
+
+    def add_text(self, path: Path, text: str) -> None:
+        """Queue a text file."""
+        self._writes.append(partial(path.write_text, text))
+
+    def add(self, write: Callable[[], object]) -> None:
+        """Queue a function that writes files; it returns once they are written, or raises."""
+        self._writes.append(write)
+
+    def write(self) -> None:
+        """Write all files, and release each one once it is written. Raises OSError or SafetensorError."""
+        while self._writes:
+            self._writes.popleft()()

@@ -1,5 +1,6 @@
-"""Traces of all processes of a run, as spans in the Chrome trace format for Perfetto and chrome://tracing.
+"""Progress of the processes of a run: heartbeats for the hang watchdog, and spans for a trace.
 
+Spans have the Chrome trace format, for Perfetto and chrome://tracing.
 Each process appends to its own `trace/<process>-<pid>.jsonl`, so that a killed one loses little. `merge` combines them
 into one file that a browser opens. Timestamps are from the system clock, so processes of one machine line up.
 """
@@ -23,6 +24,40 @@ from furlong.core.files import atomic_file
 LAST = 1_000_000  # sort index of a process: the driver is 0, followed by the ranks, then the engines
 FOLDER = "FURLONG_TRACE"  # environment variable with the trace folder, for child processes
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Heartbeat:
+    """Time of the last progress and number of beats, by kind. Thread-safe; a beat takes less than a microsecond.
+
+    >>> heartbeat = Heartbeat()
+    >>> heartbeat.beat("group")
+    >>> heartbeat.counts()
+    {'group': 1}
+    """
+
+    def __init__(self) -> None:
+        self._beats: dict[str, tuple[float, int]] = {}
+
+    def beat(self, kind: str) -> None:
+        """Record progress of this kind."""
+        self._beats[kind] = (time.monotonic(), self._beats.get(kind, (0.0, 0))[1] + 1)
+
+    def last(self) -> float:
+        """Return the `time.monotonic` of the last beat of any kind; 0 if there was none."""
+        return max((when for when, _ in self._beats.copy().values()), default=0.0)
+
+    def ages(self) -> dict[str, float]:
+        """Return the seconds since the last beat of each kind."""
+        now = time.monotonic()
+        return {kind: now - when for kind, (when, _) in self._beats.copy().items()}
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of beats of each kind."""
+        return {kind: count for kind, (_, count) in self._beats.copy().items()}
+
+    def reset(self) -> None:
+        """Clear all beats, at the start of another run in this process."""
+        self._beats.clear()
 
 
 class Tracer:
@@ -127,3 +162,4 @@ def _events(folder: Path) -> Iterator[str]:
 
 
 tracer = Tracer()
+heartbeat = Heartbeat()

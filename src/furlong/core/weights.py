@@ -63,6 +63,11 @@ def dtype_of(name: Any) -> torch.dtype:
     return dtype
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory that never shares storage with `tensor`."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def checksum(tensor: Tensor) -> str:
     """Return the xxh3-128 of the tensor's bytes, in hex. GPU tensors are copied to the host first."""
     flat = tensor.detach().contiguous().view(-1).cpu()

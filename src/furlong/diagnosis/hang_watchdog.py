@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from furlong.core.heartbeat import heartbeat
+from furlong.core.tracing import heartbeat
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ Depths = Callable[[], Mapping[str, int]]
 
 
 class HangWatchdog:
-    """Watches `core.heartbeat` from its own thread. Use as a context manager around the run.
+    """Watches `core.tracing.heartbeat` from its own thread. Use as a context manager around the run.
 
     One report is written to `folder` each time that progress stops. With `stops`, the task passed to `attach` is
     cancelled, which ends the run in good order if its parts still respond; otherwise the process exits with code 1

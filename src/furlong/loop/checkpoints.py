@@ -40,8 +40,7 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     step_from_folder,
 )
-from furlong.core.files import PARTIAL, atomic_folder, sync_files, sync_to_disk, write_atomically
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts
 from furlong.rollout.rollout_stream import RolloutStream

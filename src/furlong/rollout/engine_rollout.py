@@ -16,9 +16,9 @@ from typing import Any
 
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
-from furlong.core.heartbeat import heartbeat
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
+from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Engine, Ledger, Reward
 from furlong.rollout.evaluate import EvalSet, evaluate

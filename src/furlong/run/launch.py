@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from furlong.config.command_line import Resolved
-from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags, Config
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError

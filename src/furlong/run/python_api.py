@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
-from furlong.config.problem import Problem
 from furlong.config.sections import Config
+from furlong.core.catalogue import Problem
 from furlong.errors import ConfigError
 from furlong.run.launch import TERMINATED, Interrupt, check_before_run, run_in_folder
 from furlong.run.run_folder import run_folder

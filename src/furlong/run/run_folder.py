@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from furlong.config.command_line import Resolved, flags_as_written
-from furlong.config.problem import Problem
 from furlong.config.sections import CheckpointFlags
+from furlong.core.catalogue import Problem
 from furlong.core.checkpoint_folder import STATE, TRACKER, find_checkpoint, find_resume_folder
 from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
-from furlong.core.pending_files import PendingFiles
 from furlong.core.weights import WeightSource
 from furlong.errors import TrainerError
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer

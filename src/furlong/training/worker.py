@@ -30,10 +30,9 @@ from furlong.algo.algorithm_rules import needs, token_advantages
 from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
-from furlong.core.heartbeat import heartbeat
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, maximum, mean, merge, total
-from furlong.core.pending_files import PendingFiles
-from furlong.core.tracing import tracer
+from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import (

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from furlong.core.heartbeat import heartbeat
+from furlong.core.tracing import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer, WeightSync
 from furlong.weight_sync.verification import compare_checksums

@@ -18,8 +18,7 @@ import xxhash
 from torch import Tensor
 
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
-from furlong.core.heartbeat import heartbeat
-from furlong.core.tracing import tracer
+from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, TensorShard, WeightSource, checksum
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
 from furlong.sglang_layout.shard_checksums import HEAD, ShardChecksums

@@ -17,7 +17,7 @@ from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
 from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory, marker_files
 from furlong.config.sections import CheckpointFlags
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PendingFiles
 from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.wiring.cluster_parts import checkpoint_folders

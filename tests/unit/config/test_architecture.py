@@ -10,8 +10,8 @@ import pytest
 from furlong.config.checks.architecture_checks import FACTS, architecture_problems, layers_with_experts
 from furlong.config.command_line import parse
 from furlong.config.flag_spec import flag_specs
-from furlong.config.problem import MISFIT, Problem
 from furlong.config.sections import Config
+from furlong.core.catalogue import Problem
 from furlong.diagnosis.preflight.flag_checks import from_problem
 
 QWEN3 = """--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
@@ -196,7 +196,7 @@ def test_a_flag_that_differs_is_named_with_the_key_of_the_config(problems_of, fl
     assert problem.startswith(f"{flags} does not match the model: ")
     assert key in problem
     found = from_problem(Problem(problem))
-    assert found.id == MISFIT
+    assert found.id == "CFG05"
     assert found.remedy.startswith(f"remove {flags.split()[0]}, ")
 
 

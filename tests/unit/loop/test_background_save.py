@@ -11,7 +11,7 @@ import pytest
 
 from fakes_loop import FakeTrainer, World, fake_parts
 from furlong.core.checkpoint_folder import check_manifest, find_complete_folders
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import RunSchedule, train

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from furlong.config.checks.engine_checks import is_served, is_started
 from furlong.config.flag_spec import flag_specs
-from furlong.config.problem import Problem
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
+from furlong.core.catalogue import Problem
 
 SIZES = (
     "context_parallel_size",

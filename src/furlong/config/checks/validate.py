@@ -20,10 +20,10 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
-from furlong.config.problem import Problem
 from furlong.config.resolve import COPIES
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
+from furlong.core.catalogue import Problem
 from furlong.core.text import did_you_mean
 
 Problems = Iterator[str]

@@ -15,7 +15,7 @@ MOMENTS = {"P": "before the start", "R": "while it runs", "X": "after it died"}
 MQ, MD = "Miles FAQ", "Miles debugging guide"
 SQ, SD, ST = "slime FAQ", "slime debugging guide", "slime troubleshooting guide"
 
-MISFIT, NO_EFFECT = "CFG05", "CFG02"  # rows of problems with flags
+NO_EFFECT = "CFG02"  # the row of flags without effect; other problems with flags are CFG05
 
 
 @dataclass(frozen=True)
@@ -114,5 +114,5 @@ class Problem(str):
         """Keep the row of a message that is a Problem already; else a flag without effect is CFG02, the rest CFG05."""
         self = super().__new__(cls, message)
         known = message.row if isinstance(message, Problem) else ""
-        self.row = known or row or (NO_EFFECT if "no effect" in message else MISFIT)
+        self.row = known or row or (NO_EFFECT if "no effect" in message else "CFG05")
         return self

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.core.catalogue import Diagnosis
-from furlong.core.heartbeat import heartbeat
+from furlong.core.tracing import heartbeat
 from furlong.diagnosis.monitors.monitor import MonitorSuite
 from furlong.tracking.event_log import EventLog
 

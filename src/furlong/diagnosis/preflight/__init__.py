@@ -8,9 +8,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
-from furlong.config.problem import Problem
 from furlong.config.sections import Config
-from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
+from furlong.core.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.core.user_code import FRAMES, LIBRARIES
 from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
 from furlong.diagnosis.preflight import data_checks as data

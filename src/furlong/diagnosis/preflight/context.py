@@ -18,8 +18,8 @@ from furlong.config.args_view import Args
 from furlong.config.checks.value_checks import prompt_file_problem, unreadable_file
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import Hooks, load_hooks
-from furlong.config.problem import Problem
 from furlong.config.sections import Config
+from furlong.core.catalogue import Problem
 from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow

@@ -11,8 +11,7 @@ from typing import Any
 
 from furlong.config.evaluation import eval_specs
 from furlong.config.hooks import load_function
-from furlong.config.problem import Problem
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.catalogue import Diagnosis, Problem, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import read_template

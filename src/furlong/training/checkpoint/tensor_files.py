@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from furlong.core.pending_files import PendingFiles, host_copy
+from furlong.core.files import PendingFiles
+from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.hf_model import Rows

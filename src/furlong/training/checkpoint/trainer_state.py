@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.training.checkpoint.tensor_files import TensorReader
 from furlong.training.ranks import Ranks

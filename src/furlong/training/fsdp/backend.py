@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.batch import FlopsModel, MicroBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
-from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
 from furlong.models import hf_model as hf

@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.core.batch import FlopsModel, MicroBatch
+from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
-from furlong.core.pending_files import PendingFiles
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, OptimReport, PipelinedBackend, Role, TokenStats
 from furlong.models import hf_model as hf

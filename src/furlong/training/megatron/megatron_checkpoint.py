@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from furlong.core.pending_files import PendingFiles
+from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.interfaces import Role
 from furlong.training.checkpoint import tensor_files
