@@ -37,6 +37,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
+from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
@@ -47,10 +48,9 @@ from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.delta_disk import DeltaTransport
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DeltaTransport, DiskTransport
 from furlong.weight_sync.transports.ipc import IpcTransport
-from furlong.weight_sync.transports.transport import Transport
+from furlong.weight_sync.transports.transport import Transport, TransportContext
 
 Way = Callable[[], Awaitable["Sent"]]
 
@@ -148,14 +148,14 @@ def own_ways(weights: Weights, server: SglangServer, model_dir: Path, folder: Pa
     async def servers() -> list[SglangServer]:
         return [server]
 
-    def folders(name: str) -> VersionFolders:
-        return VersionFolders(folder / name, model_dir=model_dir, file_bytes=BUCKET)
+    def context(name: str) -> TransportContext:
+        return TransportContext(SyncFlags(update_weight_buffer_size=BUCKET), model_dir, folder / name, on_gpu=False)
 
     transports: dict[str, Transport] = {
-        "ipc": IpcTransport(bucket_bytes=BUCKET),
-        "gloo": BroadcastTransport(bucket_bytes=BUCKET, backend="gloo"),
-        "disk": DiskTransport(folders("disk")),
-        "delta": DeltaTransport(folders("delta")),
+        "ipc": IpcTransport(context("ipc")),
+        "gloo": BroadcastTransport(context("gloo")),
+        "disk": DiskTransport(context("disk")),
+        "delta": DeltaTransport(context("delta")),
     }
     return {name: LocalSync(weights, servers, way) for name, way in transports.items()}  # pyright: ignore[reportArgumentType]  only weights() is used
 

@@ -50,7 +50,7 @@ from train_mfu import SHAPES, RandomBackend, Task
 from weight_sync import build_launch, servers_of
 
 from furlong.algo.loss import PolicyLoss
-from furlong.config.sections import AlgoFlags, TrainFlags
+from furlong.config.sections import AlgoFlags, SyncFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
@@ -64,6 +64,7 @@ from furlong.training.offload import device_memory
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports import ipc
 from furlong.weight_sync.transports.ipc import IpcTransport, _CudaPacker
+from furlong.weight_sync.transports.transport import TransportContext
 
 GIB = 2**30
 SWITCHES = {
@@ -184,7 +185,9 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
         await engine.wait_until_ready(args.start_timeout)
         server = await client_of(engine, 8)
         http = HttpEngine([server])
-        sync = LocalSync(trainer, servers_of(server), IpcTransport(bucket_bytes=args.bucket_mb << 20))  # pyright: ignore[reportArgumentType]  only weights() is called
+        flags = SyncFlags(update_weight_buffer_size=args.bucket_mb << 20)
+        context = TransportContext(flags, folder, folder, on_gpu=True)
+        sync = LocalSync(trainer, servers_of(server), IpcTransport(context))  # pyright: ignore[reportArgumentType]  only weights() is called
         versions = itertools.count(1, 2)
 
         async def run(variant: Variant, num_cycles: int) -> list[Cycle]:

@@ -53,6 +53,7 @@ from train_mfu import build as build_trainer
 from train_scaling import free_port
 from transformers import AutoModelForCausalLM
 
+from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
@@ -61,13 +62,11 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.machine import disable_nccl_cumem
 from furlong.training.ranks import Ranks, join
-from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.remote_sync import LocalSync, RankWeightSender, RemoteSync
+from furlong.weight_sync.remote_sync import LocalSync, RankSync, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.delta_disk import DeltaTransport
-from furlong.weight_sync.transports.disk import VersionFolders
-from furlong.weight_sync.transports.ipc import IpcTransport, RankMessages
-from furlong.weight_sync.transports.transport import Transport
+from furlong.weight_sync.transports.disk import DeltaTransport
+from furlong.weight_sync.transports.ipc import IpcTransport
+from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.weight_sync.verification import record_for
 
 
@@ -116,7 +115,16 @@ class Way:
     transport: Transport
 
 
-def ways(args: argparse.Namespace, device: str) -> list[Way]:
+def transport_context(
+    bucket_bytes: int, folder: Path = Path(), *, on_gpu: bool = False, ranks: Ranks | None = None
+) -> TransportContext:
+    """Return the arguments of a transport that sends `bucket_bytes` at a time."""
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    flags = SyncFlags(update_weight_buffer_size=bucket_bytes)
+    return TransportContext(flags, folder, folder, on_gpu=on_gpu, rank=rank, world_size=world_size)
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
     """Return the transports that this machine supports."""
     size = args.bucket_mb << 20
     if args.engine_gpus > 1:
@@ -124,12 +132,12 @@ def ways(args: argparse.Namespace, device: str) -> list[Way]:
             raise SystemExit(
                 f"--engine-gpus {args.engine_gpus} needs one more GPU, available: {torch.cuda.device_count()}"
             )
-        return [Way("nccl", 1, BroadcastTransport(bucket_bytes=size, backend="nccl", device=device))]
-    found = [Way("ipc", 0, IpcTransport(bucket_bytes=size))]
+        return [Way("nccl", 1, BroadcastTransport(transport_context(size, on_gpu=True)))]
+    found = [Way("ipc", 0, IpcTransport(transport_context(size)))]
     if args.engine == "embedded":
-        found.append(Way("gloo", 0, BroadcastTransport(bucket_bytes=size, backend="gloo")))
+        found.append(Way("gloo", 0, BroadcastTransport(transport_context(size))))
     elif torch.cuda.device_count() > 1:
-        found.append(Way("nccl", 1, BroadcastTransport(bucket_bytes=size, backend="nccl", device=device)))
+        found.append(Way("nccl", 1, BroadcastTransport(transport_context(size, on_gpu=True))))
     return found
 
 
@@ -181,7 +189,7 @@ async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
     async def nobody() -> list[SglangServer]:
         return []
 
-    transport = DeltaTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=1 << 30))
+    transport = DeltaTransport(transport_context(1 << 30, folder))
     sync = LocalSync(weights, nobody, transport)  # pyright: ignore[reportArgumentType]  only weights() is called
     whole = await sync.update_weights(1)
     weights.change(0.01)
@@ -203,7 +211,7 @@ async def write_folders(weights: Weights, folder: Path) -> dict[str, float]:
 async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device: str) -> dict[str, object]:
     """Run all measurements of a trainer with one process."""
     found: dict[str, object] = {}
-    chosen = ways(args, device)
+    chosen = ways(args)
     engines: dict[int, ServerProcess] = {}
     servers: dict[int, SglangServer] = {}
     try:
@@ -293,13 +301,11 @@ def rank_main(args: argparse.Namespace, device: str) -> None:
 
 async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
     """Run this rank's part of all weight updates; return the measurements on rank 0."""
-    size, peers = args.bucket_mb << 20, RankMessages(rank=ranks.rank, world_size=ranks.world_size)
     server = SglangServer(args.url, ServerInfo.read({}))
     server.info = ServerInfo.read(await server.ask("/server_info"))
     name = "gloo" if args.way == "nccl" and trainer.device.type == "cpu" else args.way
-    transport: Transport = IpcTransport(bucket_bytes=size, peers=peers)
-    if name != "ipc":
-        transport = BroadcastTransport(bucket_bytes=size, backend=name, device=str(trainer.device))
+    context = transport_context(args.bucket_mb << 20, on_gpu=name == "nccl", ranks=ranks)
+    transport: Transport = IpcTransport(context) if name == "ipc" else BroadcastTransport(context)
 
     @contextlib.asynccontextmanager
     async def connect(addresses: object) -> AsyncGenerator[list[SglangServer]]:
@@ -323,9 +329,7 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
     found: list[Series] = []
     for proof in args.proof:
         if ranks.rank == 0:
-            sync = RemoteSync(
-                RankWeightSender(rank), servers_of(server), name=name, verify_while_serving=proof == "beside"
-            )
+            sync = RemoteSync(rank, servers_of(server), name=name, verify_while_serving=proof == "beside")
             found.append(await publications(sync, change, name, args.rounds, proof))
             found[-1].show()
         else:

@@ -28,12 +28,12 @@ from furlong.interfaces import SamplingParams
 from furlong.models import hf_model as hf
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.delta_disk import DeltaTransport
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DeltaTransport, DiskTransport
 from furlong.weight_sync.transports.ipc import IpcTransport
 from models_zoo import family_config
 from runs import write_model
 from served_engine import ScriptedServer, Untrained, connect, serve_process
+from transport_context import transport_context
 
 WAYS = ["disk", "delta xor", "delta overwrite", "gloo broadcast", "ipc"]
 
@@ -54,15 +54,15 @@ def state(folder):
     return {name: tensor.clone() for name, tensor in source_from_folder(folder).open()}
 
 
-def transport_of(way, path, folder):
+def transport_of(way, path, folder, timeout_s=20):
     if way == "ipc":
-        return IpcTransport(bucket_bytes=8192, timeout_s=20)
+        return IpcTransport(transport_context(8192, timeout=timeout_s))
     if way == "gloo broadcast":
-        return BroadcastTransport(bucket_bytes=8192, backend="gloo", timeout_s=20)
-    folders = VersionFolders(path / "w", model_dir=folder, file_bytes=8192)
+        return BroadcastTransport(transport_context(8192, timeout=timeout_s))
+    versions = {"folder": path / "w", "model_dir": folder, "timeout": timeout_s}
     if way == "disk":
-        return DiskTransport(folders, timeout_s=20)
-    return DeltaTransport(folders, encoding=way.split()[1], timeout_s=20)
+        return DiskTransport(transport_context(8192, **versions))
+    return DeltaTransport(transport_context(8192, **versions, delta_encoding=way.split()[1]))
 
 
 class Spoiling:
@@ -240,8 +240,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         return [client]
 
     async def body():
-        transport = transport_of(way, tmp_path, folder)
-        transport._timeout_s = 0.05
+        transport = transport_of(way, tmp_path, folder, timeout_s=0.05)
         sync = LocalSync(Untrained(state), servers, transport)
         what = {"ipc": "bucket 0 by ipc", "gloo broadcast": "join"}.get(way, "load .*version_000001")
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:

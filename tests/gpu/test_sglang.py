@@ -25,9 +25,10 @@ from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from served_engine import Untrained
 from served_sglang import PROMPTS, mean_difference, served
+from transport_context import transport_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,11 +81,10 @@ def test_new_weights_arrive_and_are_verified(model, runner, engine, tmp_path, tr
         for value in state.values():
             value.mul_(1.0 + 0.03 * version)
     if transport == "disk":
-        folders = VersionFolders(tmp_path / "weights", model_dir=tmp_path, file_bytes=1 << 24, keep_files=False)
         (tmp_path / "config.json").write_text(model.config.to_json_string())
-        way = DiskTransport(folders)
+        way = DiskTransport(transport_context(1 << 24, folder=tmp_path / "weights"))
     else:
-        way = BroadcastTransport(bucket_bytes=1 << 22, backend="nccl", device="cuda")
+        way = BroadcastTransport(transport_context(1 << 22, on_gpu=True))
     sync = LocalSync(Untrained(state), engine.reachable, way)
 
     async def publish() -> None:

@@ -14,9 +14,10 @@ from furlong.machine import disable_nccl_cumem
 from furlong.models.hf_model import build_model, save_model
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from served_engine import Untrained
 from served_sglang import mean_difference, served
+from transport_context import transport_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,10 +60,10 @@ def test_every_tensor_of_both_processes_is_verified(shared, runner, tmp_path, tr
     with torch.no_grad():
         for value in state.values():
             value.mul_(1.0 + 0.03 * version)
-    way = BroadcastTransport(bucket_bytes=1 << 22, backend="nccl", device="cuda")
+    way = BroadcastTransport(transport_context(1 << 22, on_gpu=True))
     if transport == "disk":
         (tmp_path / "config.json").write_text(model.config.to_json_string())
-        way = DiskTransport(VersionFolders(tmp_path / "weights", model_dir=tmp_path, file_bytes=1 << 24))
+        way = DiskTransport(transport_context(1 << 24, folder=tmp_path / "weights"))
     sync = LocalSync(Untrained(state, num_kv_heads=1), engine.reachable, way)
 
     async def publish() -> None:

@@ -31,9 +31,10 @@ from furlong.models.hf_model import open_tensors
 from furlong.training.batch_split import split_batch
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.remote_sync import RankSync
+from furlong.weight_sync.transports.disk import DiskTransport
 from ranks_cases import PACKING, SETTINGS, batch, weights
+from transport_context import transport_context
 
 compat.prepare()  # before the ranks are forked, so that they inherit the imports
 from megatron.core import parallel_state  # noqa: E402
@@ -316,7 +317,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
 def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
     """Update an embedded engine of rank 0 with different weights over HTTP, and return its checksums."""
     weights = WeightSource(trained.named_weights)
-    transport = DiskTransport(VersionFolders(scratch, model_dir=model, file_bytes=1 << 14))
+    transport = DiskTransport(transport_context(1 << 14, folder=scratch, model_dir=model))
     sync = RankSync(lambda: weights, transport, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank:
         asyncio.run(sync.send_weights([], 1))
@@ -333,7 +334,7 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
             async with connected([address]) as (server,):
                 loaded, _ = await server.checksums()
         await engine.close()
-        await sync.close()
+        await sync.close_sync()
         return loaded
 
     return asyncio.run(serve_and_publish())

@@ -19,11 +19,11 @@ from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.remote_sync import RankWeightSender, RemoteSync
+from furlong.weight_sync.remote_sync import RankSync, RemoteSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
-from furlong.weight_sync.transports.ipc import IpcTransport, RankMessages
+from furlong.weight_sync.transports.ipc import IpcTransport
 from megatron_cases import OPTIM
+from transport_context import transport_context
 
 TIMEOUT_S = 60.0
 
@@ -64,10 +64,8 @@ def publish(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout, dtype=dtype, device=device)
     weights = WeightSource(trained.named_weights, num_kv_heads=trained.hf.num_key_value_heads)
-    if transport == "ipc":
-        way = IpcTransport(bucket_bytes=1 << 20, peers=RankMessages(rank=ranks.rank, world_size=ranks.world_size))
-    else:
-        way = BroadcastTransport(bucket_bytes=1 << 20, backend=transport, device=device)
+    context = transport_context(1 << 20, on_gpu=transport == "nccl", rank=ranks.rank, world_size=ranks.world_size)
+    way = IpcTransport(context) if transport == "ipc" else BroadcastTransport(context)
     rank = RankSync(lambda: weights, way, connect=connected, rank=ranks.rank, world_size=ranks.world_size)
 
     async def at_server() -> dict[str, Any]:
@@ -75,14 +73,14 @@ def publish(
         address = EngineAddress(url, dataclasses.asdict(info))
         if ranks.rank:
             await rank.send_weights([address], version)
-            await rank.close()
+            await rank.close_sync()
             return {}
         async with connected([address]) as (server,):
 
             async def servers() -> Sequence[SglangServer]:
                 return [server]
 
-            sync = RemoteSync(RankWeightSender(rank), servers, name=way.name, timeout_s=TIMEOUT_S)
+            sync = RemoteSync(rank, servers, name=way.name, timeout_s=TIMEOUT_S)
             with messages_of("furlong.weight_sync.remote_sync") as said:
                 report = await sync.update_weights(version)
             await sync.close()

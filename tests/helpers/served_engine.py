@@ -32,8 +32,9 @@ from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from runs import FORKED, Fault, command_in_child, free_ports
+from transport_context import transport_context
 
 
 class ServerThread:
@@ -99,7 +100,7 @@ class ServedEngine(HttpEngine):
         self.disk = LocalSync(
             Untrained(state),  # pyright: ignore[reportArgumentType]
             self.reachable,
-            DiskTransport(VersionFolders(path, model_dir=path, file_bytes=1 << 14)),
+            DiskTransport(transport_context(1 << 14, folder=path, model_dir=path)),
         )
         super().__init__([connect(self._thread.url, concurrency=concurrency)], load=self.disk.load)
 

@@ -43,7 +43,7 @@ from furlong.training.batch_split import RankPart
 from furlong.training.offload import device_memory, empty_cache
 from furlong.training.ranks import Ranks, join
 from furlong.training.worker import RoundWorker
-from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.remote_sync import RankSync
 from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class TrainerRank:
 
     def close_sync(self) -> Failure | None:
         """Release the process groups, folders and buffers of weight sync."""
-        return self._tried(lambda: None if self._sync is None else asyncio.run(self._sync.close()))
+        return self._tried(lambda: None if self._sync is None else asyncio.run(self._sync.close_sync()))
 
     def end(self) -> None:
         """Flush traces before the process is killed."""

@@ -108,7 +108,7 @@ _SPECS = (
     ),
     TransportSpec(
         name="disk delta",
-        implementation="furlong.weight_sync.transports.delta_disk:DeltaTransport",
+        implementation="furlong.weight_sync.transports.disk:DeltaTransport",
         timeout_cause=_SLOW_FOLDER,
         timeout_fix=f"{_FASTER_DISK}; {_LESS_OFTEN}",
         slow_fix=_FASTER_DISK,

@@ -1,4 +1,4 @@
-"""The driver's part in a weight update: `RemoteSync` implements `interfaces.WeightSync` for engine servers.
+"""Weight updates of engine servers: `RemoteSync` in the driver, and `RankSync` on each trainer rank.
 
 An update takes four steps:
 1. the live servers stop serving (`begin_loading`);
@@ -17,18 +17,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from furlong.core.weights import EngineAddress, SyncReport, WeightSource
+from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
 from furlong.interfaces import Trainer, WeightSync
-from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.transports.transport import Transport
-from furlong.weight_sync.verification import WeightVerifier
+from furlong.weight_sync.transports.transport import Connect, Transport, WeightServer, in_thread, late_fields
+from furlong.weight_sync.verification import WeightVerifier, record_for
 from furlong.weight_sync.weight_record import WeightRecord
-from furlong.weight_sync.weight_server import WeightServer, late_fields
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ TIMEOUT_S = 1800.0  # for a whole update; transports have their own limit for ea
 
 @runtime_checkable
 class WeightSender(Protocol):
-    """The trainer ranks: in this process, or a `RankSync` in every Ray worker."""
+    """The trainer ranks: a `RankSync` in this process, or one in every Ray worker."""
 
     async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
         """Call `RankSync.send_weights` on all ranks at the same time; return rank 0's record."""
@@ -53,7 +50,7 @@ class WeightSender(Protocol):
         ...
 
     async def close_sync(self) -> None:
-        """Call `RankSync.close` on all ranks."""
+        """Call `RankSync.close_sync` on all ranks."""
         ...
 
 
@@ -222,89 +219,121 @@ def _unanswered(error: SyncError | EngineError) -> dict[str, str]:
     return dict.fromkeys(error.late["missing"] if error.late else (), HANGS) | broken
 
 
-class RankWeightSender:
-    """Implements `WeightSender` with the rank of this process. Other ranks, if any, must be called separately."""
+class RankSync:
+    """Sends the weights of one trainer rank, or its part of them. All ranks call `send_weights` at the same time.
 
-    def __init__(self, rank: RankSync) -> None:
-        self.rank = rank
+    If the model is sharded, reading is collective: every rank iterates over the same names and gets each tensor whole.
+    So a rank whose transport failed still reads to the end, or the other ranks would wait for it forever.
 
-    async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
-        """Send this rank's part of the weights."""
-        return await self.rank.send_weights(addresses, version)
+    Args:
+        weights: Returns the rank's weights. With several ranks, reading them is a collective operation.
+        transport: Sends them.
+        connect: Opens clients of the engine servers.
+        rank: This rank. Rank 0 makes the record of what was sent.
+        world_size: Number of trainer ranks.
+
+    A Ray worker makes one for its backend and runs `asyncio.run(rank_sync.send_weights(addresses, version))`.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], WeightSource],
+        transport: Transport,
+        *,
+        connect: Connect,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._weights, self._transport, self._connect = weights, transport, connect
+        self._rank, self._world_size = rank, world_size
+
+    async def send_weights(
+        self, addresses: Sequence[EngineAddress], version: int, *, source: WeightSource | None = None
+    ) -> WeightRecord:
+        """Send the weights, or those of `source`; return the record of what was sent (complete on rank 0 only).
+
+        Work queued on the device afterwards may change the weights. Raises SyncError.
+        """
+        opened: Iterator[NamedTensor] | None = None
+        has_part = self._rank == 0 or self._transport.every_rank
+        async with self._connect(addresses) as servers:
+            sent = record_for(servers)
+            weights = source or self._weights()
+            if self._rank == 0:
+                weights = sent.recording(weights)
+
+            def opening() -> Iterator[NamedTensor]:
+                nonlocal opened
+                opened = iter(weights.open())
+                return opened
+
+            try:
+                if has_part:
+                    await self._transport.send(WeightSource(opening), servers, version, sent)
+                else:
+                    await in_thread(lambda: _read_all(iter(weights.open())))
+            except BaseException:
+                if self._world_size > 1 and has_part:  # the transport may have failed before it read anything
+                    rest = iter(weights.open()) if opened is None else opened
+                    await in_thread(lambda: _read_all(rest))
+                raise
+        assert sent.is_read or self._rank > 0  # transports read their source to the end
+        sent.start()
+        if self._rank == 0 and not sent.num_tensors:
+            raise SyncError(f"weight_sync version {version}: the trainer has no tensors to send")
+        return sent
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
-        """Load `version` again from the transport's stored copy."""
-        return await self.rank.resend(addresses, version)
+        """Load `version` into these servers from the transport's stored copy; False if it has none."""
+        async with self._connect(addresses) as servers:
+            return await self._transport.resend(servers, version)
 
     async def close_sync(self) -> None:
         """Release the transport's resources."""
-        await self.rank.close()
+        await self._transport.close(self._connect)
 
 
-class LocalWeightSender(RankWeightSender):
-    """Implements `WeightSender` with a trainer in this process as the only rank, and this process's clients."""
-
-    def __init__(self, trainer: Trainer, servers: Servers, transport: Transport) -> None:
-        self._servers, self._clients = servers, dict[str, WeightServer]()
-        super().__init__(RankSync(trainer.weights, transport, connect=self._connect))
-
-    async def servers(self) -> Sequence[WeightServer]:
-        """Return the engines in use, and register them as clients."""
-        servers = await self._servers()
-        self.register(servers)
-        return servers
-
-    def register(self, servers: Sequence[WeightServer]) -> None:
-        """Use these clients for their addresses."""
-        self._clients |= {server.url: server for server in servers}
-
-    @contextlib.asynccontextmanager
-    async def _connect(self, addresses: Sequence[EngineAddress]) -> AsyncGenerator[Sequence[WeightServer]]:
-        yield [self._clients[address.url] for address in addresses]
+def _read_all(tensors: Iterator[NamedTensor]) -> None:
+    for _ in tensors:
+        pass
 
 
 class LocalSync(RemoteSync):
-    """`RemoteSync` for a trainer in this process.
+    """`RemoteSync` for a trainer in this process, the only rank, with this process's clients.
 
     Args:
         trainer: Provides the weights.
         servers: Returns the servers in use.
         transport: Sends the weights.
-        timeout_s, verify_while_serving, was_lost: As in `RemoteSync`.
+        options: As in `RemoteSync`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        servers: Servers,
-        transport: Transport,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        verify_while_serving: bool = False,
-        was_lost: WasLost | None = None,
-    ) -> None:
-        self._local = LocalWeightSender(trainer, servers, transport)
-        super().__init__(
-            self._local,
-            self._local.servers,
-            name=transport.name,
-            timeout_s=timeout_s,
-            verify_while_serving=verify_while_serving,
-            was_lost=was_lost,
-        )
+    def __init__(self, trainer: Trainer, servers: Servers, transport: Transport, **options: Any) -> None:
+        self._clients: dict[str, WeightServer] = {}
+        self._rank = RankSync(trainer.weights, transport, connect=self._connect)
+
+        async def registered() -> Sequence[WeightServer]:
+            in_use = await servers()
+            self._clients |= {server.url: server for server in in_use}
+            return in_use
+
+        super().__init__(self._rank, registered, name=transport.name, **options)
 
     async def load(self, source: WeightSource, version: int) -> dict[str, str]:
         """Load weights from any source into the servers; return the checksums of what was sent."""
 
         async def send(addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
-            return await self._local.rank.send_weights(addresses, version, source=source)
+            return await self._rank.send_weights(addresses, version, source=source)
 
-        servers = await self._local.servers()
-        report, sent = await self._update(servers, version, send)
+        report, sent = await self._update(await self._servers(), version, send)
         self._last_sent = version, sent
         return report.checksums
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
         """`RemoteSync.load_into`, also for a server that is not in use yet."""
-        self._local.register([server])
+        self._clients[server.url] = server
         return await super().load_into(server, version)
+
+    @contextlib.asynccontextmanager
+    async def _connect(self, addresses: Sequence[EngineAddress]) -> AsyncGenerator[Sequence[WeightServer]]:
+        yield [self._clients[address.url] for address in addresses]

@@ -24,9 +24,8 @@ from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.sglang_layout.fused_checksums import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sglang_layout.shard_checksums import HEAD, kind_of
-from furlong.weight_sync.daemon_threads import in_thread
+from furlong.weight_sync.transports.transport import WeightServer, in_thread
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
-from furlong.weight_sync.weight_server import WeightServer
 
 logger = logging.getLogger(__name__)
 

@@ -104,7 +104,7 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
     spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
     module, _, name = spec.implementation.partition(":")
     implementation: type[Transport] = getattr(importlib.import_module(module), name)
-    return implementation.build(
+    return implementation(
         TransportContext(
             config.sync,
             model_dir=context.model_dir,

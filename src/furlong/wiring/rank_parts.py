@@ -15,7 +15,7 @@ from furlong.config.command_line import config_from_json
 from furlong.config.hooks import usable_hooks
 from furlong.inference.sglang.server import connected
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.remote_sync import RankSync
 from furlong.wiring.engine_parts import build_transport
 from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import build_worker

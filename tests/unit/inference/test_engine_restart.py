@@ -12,7 +12,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import EngineReplica
 from furlong.inference.supervisor.replica_set import ReplicaSet
-from furlong.weight_sync.weight_server import late_fields
+from furlong.weight_sync.transports.transport import late_fields
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

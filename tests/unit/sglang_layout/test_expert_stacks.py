@@ -17,10 +17,11 @@ from furlong.errors import SyncError
 from furlong.models.hf_model import named_tensors, on_disk, save_model
 from furlong.sglang_layout.expert_stacks import Place, place_of
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from furlong.weight_sync.verification import WeightVerifier, record_for
 from loading_sglang import Loading
 from served_engine import connect
+from transport_context import transport_context
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {
@@ -228,8 +229,9 @@ def test_experts_of_a_server_are_verified_and_misplaced_ones_are_detected(tmp_pa
     async def servers():
         return [client]
 
-    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path / "model", file_bytes=1 << 14)
-    sync = LocalSync(trained, servers, DiskTransport(folders))
+    sync = LocalSync(
+        trained, servers, DiskTransport(transport_context(1 << 14, folder=tmp_path / "w", model_dir=tmp_path / "model"))
+    )
 
     async def body():
         with caplog.at_level(logging.INFO):

@@ -14,8 +14,9 @@ from furlong.errors import EngineError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from served_engine import ScriptedServer, Untrained
+from transport_context import transport_context
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 
@@ -42,8 +43,7 @@ def published(shown, folder, **info):
 
     async def body():
         (folder / "config.json").write_text("{}")
-        folders = VersionFolders(folder / "w", model_dir=folder, file_bytes=1 << 20)
-        sync = LocalSync(Untrained(STATE), servers, DiskTransport(folders))
+        sync = LocalSync(Untrained(STATE), servers, DiskTransport(transport_context(1 << 20, folder=folder / "w")))
         try:
             await sync.update_weights(1)
         finally:

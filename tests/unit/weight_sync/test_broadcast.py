@@ -19,6 +19,7 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from served_engine import ScriptedServer, Untrained
+from transport_context import transport_context
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 
@@ -38,7 +39,7 @@ def refusing(status, message, **info):
         yield (
             server,
             client,
-            LocalSync(Untrained(STATE), servers, BroadcastTransport(bucket_bytes=4096, backend="gloo")),
+            LocalSync(Untrained(STATE), servers, BroadcastTransport(transport_context(4096))),
         )
     finally:
         server.stop()
@@ -89,9 +90,7 @@ def test_server_without_a_usable_address_is_an_error_with_a_fix():
 
     async def body():
         with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*IPv4.*--update-weight-transport disk"):
-            await LocalSync(
-                Untrained(STATE), servers, BroadcastTransport(bucket_bytes=9, backend="gloo")
-            ).update_weights(1)
+            await LocalSync(Untrained(STATE), servers, BroadcastTransport(transport_context(9))).update_weights(1)
 
     asyncio.run(body())
 
@@ -121,7 +120,7 @@ def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_gro
         return [client]
 
     async def body():
-        transport = BroadcastTransport(bucket_bytes=4096, backend="gloo", timeout_s=2)  # in which it joins, too
+        transport = BroadcastTransport(transport_context(4096, timeout=2))  # in which it joins, too
         with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 2 s"):
             await LocalSync(Untrained(STATE), servers, transport).update_weights(1)
 

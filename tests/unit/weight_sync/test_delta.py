@@ -19,9 +19,9 @@ from furlong.errors import EngineTimeoutError, SyncError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.delta_disk import DeltaTransport, LocalCheckpoint
-from furlong.weight_sync.transports.disk import VersionFolders
+from furlong.weight_sync.transports.disk import DeltaTransport, LocalCheckpoint, VersionFolders
 from served_engine import ScriptedServer, Untrained
+from transport_context import transport_context
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,7 +102,7 @@ def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path)
     base = state_of(0)
     new = stepped(base)
     (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
     whole = folders.write(WeightSource(base.items), 7)
     local = LocalCheckpoint(tmp_path / "local")
     assert local.version is None
@@ -122,7 +122,7 @@ def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path)
 def test_a_patch_that_failed_leaves_no_version(tmp_path):
     base = state_of(0)
     (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
     local = LocalCheckpoint(tmp_path / "local")
     local.seed(folders.write(WeightSource(base.items), 7), 7)
     written(tmp_path / "d", base, stepped(base))
@@ -136,7 +136,7 @@ def test_a_patch_that_failed_leaves_no_version(tmp_path):
 def test_a_local_checkpoint_replaces_no_folder_but_its_own(tmp_path):
     base = state_of(0)
     (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
     whole = folders.write(WeightSource(base.items), 7)
     local = LocalCheckpoint(tmp_path / "model")
     local.folder.mkdir()
@@ -176,10 +176,8 @@ def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local
     server = ScriptedServer(answer)
     client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
     (tmp_path / "config.json").write_text("{}")
-    transport = DeltaTransport(
-        VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000),
-        local_checkpoint=tmp_path / "local" if has_local else None,
-    )
+    local = str(tmp_path / "local") if has_local else None
+    transport = DeltaTransport(transport_context(2000, folder=tmp_path / "w", local_checkpoint_dir=local))
     trainer = Untrained(state_of(0))
 
     async def body():
@@ -209,7 +207,7 @@ def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that
         async def served_version(self):
             raise EngineTimeoutError("no answer within 120 s", url=self.url)
 
-    folders = VersionFolders(tmp_path / "w", model_dir=tmp_path, file_bytes=2000)
+    transport = DeltaTransport(transport_context(2000, folder=tmp_path / "w"))
     with pytest.raises(EngineTimeoutError) as caught:
-        asyncio.run(DeltaTransport(folders)._split([Hanging()], 1))
+        asyncio.run(transport._split([Hanging()], 1))
     assert caught.value.url == "http://silent"

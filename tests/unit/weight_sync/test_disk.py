@@ -15,8 +15,9 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import SamplingParams
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.transports.disk import DiskTransport
 from served_engine import ScriptedServer, ServedEngine, Untrained
+from transport_context import transport_context
 
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
@@ -30,7 +31,7 @@ def disk_sync(engine, folder, *, state=OTHER, **options):
     async def servers():
         return engine.servers
 
-    transport = DiskTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=4096, **options))
+    transport = DiskTransport(transport_context(4096, folder=folder / "w", **options))
     return LocalSync(Untrained(state), servers, transport)
 
 
@@ -56,7 +57,7 @@ async def _twice(sync):
 
 def test_files_are_kept_on_request(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
-    sync = disk_sync(engine, tmp_path, keep_files=True)
+    sync = disk_sync(engine, tmp_path, disk_keep_files=True)
     run(engine, lambda: _twice(sync))
     asyncio.run(sync.close())
     assert sorted(p.name for p in (tmp_path / "w").iterdir() if p.is_dir()) == ["version_000001", "version_000002"]

@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from furlong.core.shared_memory import SharedBuffer, folder, open_shared
 from furlong.core.weights import WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.weight_sync.rank_sync import RankSync
+from furlong.weight_sync.remote_sync import RankSync
 from furlong.weight_sync.transports.ipc import IpcTransport, handle_message
+from transport_context import transport_context
 
 TENSORS = [
     ("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
@@ -151,7 +152,7 @@ def publish(servers, world_size):
             return WeightSource(opened)
 
         peers = Crowd(rank, world_size, barrier, board)
-        transport = IpcTransport(bucket_bytes=800, peers=peers, timeout_s=5)
+        transport = IpcTransport(transport_context(800, timeout=5), peers)
         ranked = RankSync(weights, transport, connect=connecting, rank=rank, world_size=world_size)
         try:
             results[rank] = asyncio.run(ranked.send_weights([], 5))

@@ -17,12 +17,12 @@ from furlong.inference.sglang.server import SglangServer, connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import DeviceSharing, SamplingParams
 from furlong.loop.weight_update import WeightUpdater
-from furlong.weight_sync.rank_sync import RankSync
-from furlong.weight_sync.remote_sync import LocalSync, RemoteSync
-from furlong.weight_sync.transports.disk import DiskTransport, VersionFolders
+from furlong.weight_sync.remote_sync import LocalSync, RankSync, RemoteSync
+from furlong.weight_sync.transports.disk import DiskTransport
 from furlong.weight_sync.transports.transport import buckets_of
 from furlong.weight_sync.verification import record_for
 from served_engine import ServedEngine, Untrained
+from transport_context import transport_context
 
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
@@ -46,12 +46,12 @@ class Worker:
         return await asyncio.to_thread(lambda: asyncio.run(self.rank.resend(addresses, version)))
 
     async def close_sync(self):
-        await self.rank.close()
+        await self.rank.close_sync()
 
 
 def disk(folder):
     (folder / "config.json").write_text("{}")
-    return DiskTransport(VersionFolders(folder / "w", model_dir=folder, file_bytes=4096))
+    return DiskTransport(transport_context(4096, folder=folder / "w"))
 
 
 def test_a_weight_sync_in_another_event_loop_reaches_the_engines_by_address(tmp_path):

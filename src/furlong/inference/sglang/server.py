@@ -144,7 +144,7 @@ class SglangServer(SglangClient):
         await self.command("/continue_generation", timeout_s=PAUSE_S)
         self.is_paused = False
 
-    # -- implements weight_sync.weight_server.WeightServer -----------------------------------------------------
+    # -- implements weight_sync.transports.transport.WeightServer ---------------------------------------------------
 
     @property
     def checksum_dtype(self) -> torch.dtype | None:
@@ -399,7 +399,7 @@ class SglangServer(SglangClient):
 async def connected(
     addresses: Sequence[EngineAddress], *, api_key: str | None = None
 ) -> AsyncGenerator[list[SglangServer]]:
-    """Connect to servers that another process sends requests to, for weight updates (`rank_sync.Connect`)."""
+    """Connect to servers that another process sends requests to, for weight updates (a `Connect`)."""
     servers = [SglangServer.at(address, api_key=api_key) for address in addresses]
     try:
         yield servers

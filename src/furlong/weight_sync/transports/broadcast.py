@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -22,14 +22,18 @@ from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.process_group import join_group
-from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext, buckets_of, log_bucket
+from furlong.weight_sync.transports.transport import (
+    Connect,
+    Transport,
+    TransportContext,
+    WeightServer,
+    buckets_of,
+    in_thread,
+)
 from furlong.weight_sync.weight_record import WeightRecord
-from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0
 MARGIN_S = 60.0  # NCCL's watchdog, which kills the process, must fire this much later than our own limit
 DROP_S = 5.0  # to wait for a group to be destroyed
 
@@ -39,46 +43,20 @@ Backend = Literal["gloo", "nccl"]
 class BroadcastTransport(Transport):
     """Broadcasts over a torch.distributed group of trainer rank 0 and the engines' processes.
 
-    The group is created at the first update, and again whenever the engines in use have changed.
-
-    Args:
-        bucket_bytes: Bytes per bucket; a larger tensor gets its own.
-        backend: "nccl" between GPUs, "gloo" on CPUs.
-        device: Device to send from.
-        timeout_s: For the engines to receive and load one bucket.
-        verbose: Whether to log each bucket.
+    The backend is NCCL if trainer and engines are all on GPUs, else gloo. The group is created at the first update, and
+    again whenever the engines in use have changed.
     """
 
-    def __init__(
-        self,
-        *,
-        bucket_bytes: int,
-        backend: Backend,
-        device: str = "cpu",
-        timeout_s: float = TIMEOUT_S,
-        verbose: bool = False,
-    ) -> None:
-        self.name = f"{backend} broadcast"
-        self._bucket_bytes, self._device = bucket_bytes, torch.device(device)
-        self._backend: Backend = backend
-        self._timeout_s, self._verbose = timeout_s, verbose
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._backend: Backend = "nccl" if context.on_gpu else "gloo"
+        self.name = f"{self._backend} broadcast"
+        self._device = torch.device("cuda" if context.on_gpu else "cpu")
         self._group: Any = None
         self._group_name = ""
         self._members: tuple[EngineAddress, ...] = ()
-
-    @classmethod
-    def build(cls, context: TransportContext) -> Self:
-        """Use NCCL if trainer and engines are all on GPUs, else gloo."""
-        backend = "nccl" if context.on_gpu else "gloo"
         which = "are all" if context.on_gpu else "are not all"
-        logger.info("weights are sent by %s: trainer and engines %s on GPUs", backend, which)
-        return cls(
-            bucket_bytes=context.flags.update_weight_buffer_size,
-            backend=backend,
-            device="cuda" if context.on_gpu else "cpu",
-            timeout_s=context.flags.update_weight_timeout,
-            verbose=context.verbose,
-        )
+        logger.info("weights are sent by %s: trainer and engines %s on GPUs", self._backend, which)
 
     async def send(
         self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
@@ -87,13 +65,12 @@ class BroadcastTransport(Transport):
         del sent
         if [server.url for server in servers] != [member.url for member in self._members]:
             await self._regroup(servers, version)
-        async with buckets_of(source, self._bucket_bytes) as buckets:
+        async with buckets_of(source, self.flags.update_weight_buffer_size) as buckets:
             async for bucket in buckets:
                 started = time.perf_counter()
                 with tracer.flight("engines load bucket", index=bucket.index):
                     await self._send(bucket, servers, version)
-                if self._verbose:
-                    log_bucket(logger, version, bucket, time.perf_counter() - started)
+                self.log_bucket(logger, version, bucket, time.perf_counter() - started)
 
     async def close(self, connect: Connect) -> None:
         """Destroy the group; engines that do not answer are ignored."""
@@ -106,9 +83,7 @@ class BroadcastTransport(Transport):
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
         action = f"receive bucket {bucket.index} of the {self.name}"
-        received = asyncio.ensure_future(
-            call_servers(version, action, calls, timeout_s=self._timeout_s, bucket=bucket.index, transport=self.name)
-        )
+        received = asyncio.ensure_future(self.call_servers(version, action, calls, bucket=bucket.index))
         broadcast = in_thread(partial(self._broadcast, tensors, self._group))
         done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
         try:
@@ -157,11 +132,9 @@ class BroadcastTransport(Transport):
                 name=name, address=address, port=port, rank=rank, world_size=world, backend=self._backend
             )
             rank += size
-        limit = timedelta(seconds=self._timeout_s + (MARGIN_S if self._backend == "nccl" else 0.0))
+        limit = timedelta(seconds=self.flags.update_weight_timeout + (MARGIN_S if self._backend == "nccl" else 0.0))
         created = in_thread(lambda: _create_group(listener, world, name, self._backend, limit))
-        joined = asyncio.ensure_future(
-            call_servers(version, "join the process group", joins, timeout_s=self._timeout_s, transport=self.name)
-        )
+        joined = asyncio.ensure_future(self.call_servers(version, "join the process group", joins))
         await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled():
             joined.result()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import orjson
 import torch
@@ -30,14 +30,17 @@ from furlong.core.shared_memory import SharedBuffer, offsets
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.weight_sync.daemon_threads import in_thread
-from furlong.weight_sync.transports.transport import Transport, TransportContext, buckets_of, log_bucket
+from furlong.weight_sync.transports.transport import (
+    Transport,
+    TransportContext,
+    WeightServer,
+    buckets_of,
+    in_thread,
+)
 from furlong.weight_sync.weight_record import WeightRecord
-from furlong.weight_sync.weight_server import WeightServer, call_servers
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0
 EXCHANGE_TIMEOUT_S = 600.0
 PIECE_BYTES = 64 << 20  # CUDA buffers are multiples of this, so that a slightly larger next bucket fits, too
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
@@ -46,7 +49,7 @@ DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 class RankMessages:
     """Exchanges short messages between the trainer ranks over gloo. With several ranks, made on all of them at once."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, *, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = None
         if world_size > 1:
@@ -70,36 +73,16 @@ class RankMessages:
 class IpcTransport(Transport):
     """Shares memory with engines on the trainer's own GPUs or machine.
 
-    Args:
-        bucket_bytes: Bytes per bucket; a larger tensor gets its own.
-        peers: The trainer ranks; rank r shares its GPU with process r - `first_rank` of a server.
-        timeout_s: For an engine to load one bucket.
-        verbose: Whether to log each bucket.
+    Trainer rank r shares its GPU with process r - `first_rank` of a server. `peers` exchanges messages between the
+    ranks, by default over gloo.
     """
 
     name = "ipc"
     every_rank = True
 
-    def __init__(
-        self,
-        *,
-        bucket_bytes: int,
-        peers: RankMessages | None = None,
-        timeout_s: float = TIMEOUT_S,
-        verbose: bool = False,
-    ) -> None:
-        self._bucket_bytes, self._peers = bucket_bytes, peers or RankMessages()
-        self._timeout_s, self._verbose = timeout_s, verbose
-
-    @classmethod
-    def build(cls, context: TransportContext) -> Self:
-        """Make it with a gloo group for the messages between trainer ranks."""
-        return cls(
-            bucket_bytes=context.flags.update_weight_buffer_size,
-            peers=RankMessages(rank=context.rank, world_size=context.world_size),
-            timeout_s=context.flags.update_weight_timeout,
-            verbose=context.verbose,
-        )
+    def __init__(self, context: TransportContext, peers: RankMessages | None = None) -> None:
+        super().__init__(context)
+        self._peers = peers or RankMessages(rank=context.rank, world_size=context.world_size)
 
     async def send(
         self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
@@ -110,7 +93,7 @@ class IpcTransport(Transport):
         packer = _SharedPacker() if is_shared else _CudaPacker()
         replies: list[asyncio.Task[None] | None] = [None, None]
         try:
-            async with buckets_of(source, self._bucket_bytes) as buckets:
+            async with buckets_of(source, self.flags.update_weight_buffer_size) as buckets:
                 async for bucket in buckets:
                     slot = bucket.index % 2
                     reply, replies[slot] = replies[slot], None
@@ -200,16 +183,9 @@ class IpcTransport(Transport):
             else:
                 calls[server.url] = server.load_handles(parts, version, is_last=bucket.is_last)
         with tracer.flight("engines load bucket", index=bucket.index):
-            await call_servers(
-                version,
-                f"load bucket {bucket.index} by ipc",
-                calls,
-                timeout_s=self._timeout_s,
-                bucket=bucket.index,
-                transport=self.name,
-            )
-        if self._verbose and led:
-            log_bucket(logger, version, bucket, time.perf_counter() - started)
+            await self.call_servers(version, f"load bucket {bucket.index} by ipc", calls, bucket=bucket.index)
+        if led:
+            self.log_bucket(logger, version, bucket, time.perf_counter() - started)
 
 
 class _Packer(Protocol):
