@@ -130,7 +130,7 @@ def test_the_layer_table_has_no_cycle():
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("core/x.py", "from furlong.algo import kl\n"),
+        ("core/x.py", "from furlong.algo import advantage\n"),
         ("data/x.py", "def f():\n    from furlong.inference.embedded import EmbeddedEngine\n"),
         ("rollout/x.py", "import ray\n"),
         ("wiring/x.py", "from furlong.run.launch import run\n"),

@@ -42,7 +42,7 @@ import torch
 from rollout import client_of, options_from, write_model
 from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.inference.sglang.messages import sampling_json

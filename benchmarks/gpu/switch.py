@@ -49,7 +49,7 @@ from rollout import client_of
 from train_mfu import SHAPES, RandomBackend, Task
 from weight_sync import build_launch, servers_of
 
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, SyncFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.weights import WeightSource

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.models.packed_attention import IMPLEMENTATION

@@ -17,7 +17,7 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.errors import CheckpointError, ConfigError, DataError, SyncError
-from furlong.training.batch_split import RankPart
+from furlong.training.packing import RankPart
 from furlong.training.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
 

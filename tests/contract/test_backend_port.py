@@ -8,7 +8,7 @@ import torch
 
 from backends import fsdp_backend
 from fakes_trainer import FakeBackend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.files import PendingFiles

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 
 from backends import fsdp_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.command_line import load
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backends import fsdp_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backends import fsdp_backend, megatron_backend
-from furlong.algo.loss import CustomLoss, PolicyLoss
+from furlong.algo.policy_loss import CustomLoss, PolicyLoss
 from furlong.config.sections import OptimFlags
 from furlong.core.batch import MicroBatch, pack_micro_batch
 from furlong.core.metric import Metric, Metrics, merge
@@ -28,8 +28,8 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.hf_model import open_tensors
-from furlong.training.batch_split import split_batch
 from furlong.training.megatron import megatron_compat as compat
+from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.remote_sync import RankSync
 from furlong.weight_sync.transports.disk import DiskTransport

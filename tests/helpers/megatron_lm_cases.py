@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backends import megatron_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.hf_model import open_tensors

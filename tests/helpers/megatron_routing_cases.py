@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from backends import fsdp_backend, megatron_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
-from furlong.training.batch_split import split_batch
 from furlong.training.megatron.megatron_backend import MegatronBackend
 from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM
 from ranks_cases import PACKING, SETTINGS, batch

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from backends import fsdp_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import Metric
 from furlong.errors import FurlongError, TrainerError
 from furlong.models import hf_model as hf
-from furlong.training.batch_split import Packing, split_batch
 from furlong.training.checkpoint import tensor_files
 from furlong.training.fsdp.backend import FsdpBackend
+from furlong.training.packing import Packing, split_batch
 from furlong.training.ranks import Ranks
 from furlong.training.sharding import Sharding
 from furlong.training.worker import RoundWorker
@@ -30,7 +30,7 @@ from models_zoo import family_config, random_batch
 SETTINGS = AlgoFlags(
     use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", normalize_advantages=True, entropy_coef=0.02, eps_clip=0.3
 )
-PACKING = Packing(num_steps=2, max_tokens=40, balance="tokens")
+PACKING = Packing(global_batch_size=6, max_tokens=40, balance="tokens")
 # Twelve samples of very different lengths in four groups; some micro-batches have no trainable token.
 SHAPE = {"prompts": [5, 3, 9, 4], "responses": [[6, 2, 19], [4, 7, 1], [12, 3, 5], [2, 2, 30]]}
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.algo.algorithm_rules import denominator
 from furlong.algo.logprob import token_stats
-from furlong.algo.loss import PolicyLoss
-from furlong.algo.reduce import loss_weights
+from furlong.algo.policy_loss import PolicyLoss
+from furlong.algo.reduce import denominator, loss_weights
 from furlong.config.sections import AlgoFlags
 from furlong.core.batch import IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import Metrics, merge
@@ -139,9 +138,9 @@ def run_step(
 ) -> StepResult:
     """Accumulate loss, gradient and metrics of one optimizer step over the given micro-batches."""
     model = TinyModel.random(model_seed)
-    how = denominator(settings, max_response_len=8)
+    mode, constant_len = denominator(settings, max_response_len=8)
     rows = np.concatenate(micro_batches) if step_rows is None else step_rows
-    weights = loss_weights(batch, [rows], mode=how.mode, constant_len=how.constant_len)
+    weights = loss_weights(batch, [rows], mode=mode, constant_len=constant_len)
     fn = loss_fn if loss_fn is not None else PolicyLoss(settings)
     total, parts = 0.0, []
     for micro_rows in micro_batches:

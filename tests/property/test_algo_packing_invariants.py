@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from furlong.algo.packing import karmarkar_karp, plan
 from furlong.core.batch import FlopsModel
 from furlong.errors import ConfigError
+from furlong.training.packing import Packing, karmarkar_karp, plan
 
 QUICK = settings(max_examples=120, deadline=None)
 
@@ -32,11 +32,18 @@ def _requests(draw):
     }
 
 
+def _plan(request):
+    sizes = ("global_batch_size", "max_tokens", "micro_batch_size", "balance")
+    packing = Packing(**{name: request[name] for name in sizes})
+    rest = {name: value for name, value in request.items() if name not in sizes}
+    return plan(packing=packing, **rest)
+
+
 @QUICK
 @given(_requests())
 def test_every_sample_is_in_exactly_one_micro_batch_under_the_cap_and_ranks_are_in_step(request):
     try:
-        p = plan(**request)
+        p = _plan(request)
     except ConfigError:
         assume(False)
         return
@@ -60,7 +67,7 @@ def test_every_sample_is_in_exactly_one_micro_batch_under_the_cap_and_ranks_are_
 @given(_requests())
 def test_rollouts_are_whole_and_steps_are_full_in_first_seen_order(request):
     try:
-        p = plan(**request)
+        p = _plan(request)
     except ConfigError:
         assume(False)
         return
@@ -76,7 +83,7 @@ def test_rollouts_are_whole_and_steps_are_full_in_first_seen_order(request):
 @given(_requests())
 def test_plan_is_refused_only_for_a_reason(request):
     try:
-        plan(**request)
+        _plan(request)
     except ConfigError as error:
         assert any(  # noqa: PT017  which message belongs to which request is what is tested
             text in str(error) for text in ("do not fill", "data-parallel ranks", "equally many", "cannot be increased")

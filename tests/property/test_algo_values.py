@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.algo.advantage import discounted_returns, normalize_rewards, overlong_penalty, whiten
-from furlong.algo.correction import importance_correction
-from furlong.algo.kl import kl_estimate
+from furlong.algo.log_ratio import importance_correction, kl_estimate
 from oracles.papers import Response, group_advantage
 
 QUICK = settings(max_examples=60, deadline=None)

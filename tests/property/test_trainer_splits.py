@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import fsdp_backend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.algo.reduce import loss_weights
 from furlong.config.sections import AlgoFlags
 from furlong.core.batch import pack_micro_batch

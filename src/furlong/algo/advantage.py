@@ -14,10 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.algo.reduce import Reduce, identity
-from furlong.core.algorithms import Baseline
+from furlong.algo.log_ratio import kl_estimate
+from furlong.config.sections import AlgoFlags
+from furlong.core.algorithms import Baseline, find_algorithm
 from furlong.core.batch import FloatArray, IntArray
 from furlong.errors import ConfigError, DataError
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """Return the tensor: this process has the whole batch."""
+    return tensor
 
 
 def normalize_rewards(
@@ -179,3 +187,57 @@ def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity) -
     centered_R = (values_R - total / count.clamp(min=1)) * weight_R
     variance = reduce(centered_R.square().sum()) / (count - 1).clamp(min=1)
     return (centered_R * torch.rsqrt(variance + 1e-8)).to(advantages_R.dtype)
+
+
+def training_rewards(
+    flags: AlgoFlags,
+    raw_rewards_N: NDArray[np.floating],
+    *,
+    group_ids_N: IntArray,
+    rollout_ids_N: IntArray,
+    response_lengths_N: IntArray,
+    max_response_len: int,
+) -> FloatArray:
+    """Apply the over-long penalty, then the group baseline, to the rewards of a rollout. Returns [N] float32."""
+    rewards = np.asarray(raw_rewards_N, dtype=np.float64)
+    if flags.overlong_buffer_len is not None:
+        rewards = rewards + overlong_penalty(
+            response_lengths_N,
+            max_len=max_response_len,
+            buffer_len=flags.overlong_buffer_len,
+            factor=flags.overlong_penalty_factor,
+        )
+    baseline = find_algorithm(flags.advantage_estimator).baseline if flags.rewards_normalization else "none"
+    if baseline == "group_mean_std" and not flags.grpo_std_normalization:
+        baseline = "group_mean"
+    return normalize_rewards(rewards, group_ids_N, baseline=baseline, rollout_ids_N=rollout_ids_N)
+
+
+def token_advantages(
+    flags: AlgoFlags,
+    *,
+    rewards_S: Tensor,
+    mask_R: Tensor,
+    seq_of_R: Tensor,
+    old_log_probs_R: Tensor | None = None,
+    ref_log_probs_R: Tensor | None = None,
+    reduce: Reduce = identity,
+) -> Tensor:
+    """Return the advantage of each response token of S concatenated responses, [R].
+
+    `reduce` sums over the ranks with the rest of the rollout; only --normalize-advantages calls it, twice, on every
+    rank. `old_log_probs_R` (the trainer's, or the engine's with --use-rollout-logprobs) and `ref_log_probs_R` are read
+    if the algorithm has KL in the reward. Raises DataError if they are missing then.
+    """
+    row = find_algorithm(flags.advantage_estimator)
+    kl_R = None
+    if row.kl_in_reward and flags.kl_coef != 0:
+        if old_log_probs_R is None or ref_log_probs_R is None:
+            raise DataError(
+                f"--kl-coef {flags.kl_coef} puts KL into the reward, which needs old and reference log-probs; got "
+                f"old: {old_log_probs_R is not None}, reference: {ref_log_probs_R is not None}"
+            )
+        kl_R = kl_estimate(old_log_probs_R, ref_log_probs_R, flags.kl_loss_type)
+    inputs = AdvantageInputs(rewards_S, mask_R, seq_of_R, kl_R, flags.kl_coef, flags.gamma)
+    advantages_R = ADVANTAGES[row.advantages](inputs)
+    return whiten(advantages_R, mask_R, reduce=reduce) if flags.normalize_advantages else advantages_R

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from furlong.algo import logprob_compiled
-from furlong.algo.head import Head, accumulator
+from furlong.algo.logprob_compiled import Head, accumulator
 from furlong.interfaces import TokenStats
 
 

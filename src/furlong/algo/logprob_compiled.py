@@ -11,8 +11,8 @@ Axes: R response tokens, C rows of a chunk, V vocabulary, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,10 +21,35 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from furlong.algo.head import Head, accumulator
-
 # Smallest number of logits for which compiling pays off.
 MIN_LOGITS = 2**25
+
+
+@dataclass(frozen=True)
+class Head:
+    """Settings of the log-prob computation. Logits are computed for `chunk_size` rows at a time; -1 is all rows."""
+
+    temperature: float
+    softcap: float | None
+    chunk_size: int
+    entropy: bool
+    entropy_grad: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the gradient w.r.t. logits is a row scale times (p - onehot)."""
+        return self.softcap is None and not self.entropy_grad
+
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        """Yield row ranges of at most `chunk_size` rows."""
+        size = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
+        for start in range(0, num_rows, size):
+            yield slice(start, min(start + size, num_rows))
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums over the vocabulary."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def is_large(hidden_RD: Tensor, weight_VD: Tensor) -> bool:

@@ -1,17 +1,53 @@
-"""Policy losses per response token: clipped ratio (PPO, GRPO, DAPO, GSPO) and clipped weight (CISPO).
+"""Losses of the policy on a micro-batch: the losses of the algorithms, cross-entropy, and a function of the user.
 
-R response tokens, S sequences. rho_t = pi(t) / pi_old(t), passed as log-ratios.
+R response tokens. A loss is a sum of per-token terms times `micro.weight_R`, so the losses of all micro-batches and
+ranks of a step add up to the loss of the step. rho_t = pi(t) / pi_old(t), passed as log-ratios.
+
+The metrics `loss` and `pg_loss` are sums: merged over the micro-batches and ranks of a step they are the minimized
+value; over steps they are averaged (`reduce.step_mean`). All others are means weighted by `weight_R`, so merging them
+in any order over micro-batches, ranks and steps gives the mean over rollouts (or tokens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from furlong.algo.reduce import Reduce, identity, sequence_mean
+from furlong.algo.log_ratio import (
+    importance_correction,
+    kl_estimate,
+    mismatch_metrics,
+    off_policy_mask,
+    sequence_log_ratio,
+)
+from furlong.config.sections import AlgoFlags
+from furlong.core.algorithms import find_algorithm
+from furlong.core.batch import MicroBatch
+from furlong.core.metric import Metric, Metrics
+from furlong.errors import DataError
+from furlong.interfaces import TokenStats
+
+PgReducer = Callable[[Tensor, MicroBatch], Tensor]
+CustomLossFn = Callable[[MicroBatch, TokenStats], tuple[Tensor, Metrics]]
+
+
+class CustomCorrection(Protocol):
+    """A user's mismatch correction, which replaces --tis-*.
+
+    Takes the policy loss of each token and the trainer's log-probs before the update (the engine's are
+    `micro.columns["rollout_log_probs"]`). Returns the corrected loss, the mask of tokens to keep in the numerator, and
+    per-token metrics.
+    """
+
+    def __call__(
+        self, micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
+    ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        """Return loss [R], mask [R] and metrics [R] each."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +107,180 @@ POLICY_LOSSES: Mapping[str, Callable[[PolicyInputs], PolicyTerms]] = {
 }
 
 
-def sequence_log_ratio(
-    log_ratio_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity
-) -> Tensor:
-    """Return the log of GSPO's length-normalized sequence ratio for each token (arXiv:2507.18071 eq. 7).
+class PolicyLoss:
+    """Policy gradient loss of the chosen algorithm, with entropy bonus, KL term and corrections.
 
-    Value: the mean log-ratio of the sequence. Gradient: the token's own, sg(s_i) pi_t / sg(pi_t), which is GSPO-token
-    (eq. 14). With one advantage per sequence and equal token weights, loss, clipping and gradient are those of GSPO
-    (eq. 5, sec. 4.3). Only values are reduced over tokens, so under context parallelism `reduce` needs no gradient.
+    Columns of `micro.columns`: `advantages`; `old_log_probs`, by default the live ones, detached, so the ratio is
+    exactly 1; `ref_log_probs` with use_kl_loss; `rollout_log_probs` for corrections, for mismatch metrics, and as the
+    old policy with use_rollout_logprobs. Raises DataError for a missing column. Values of masked tokens are never used,
+    not even multiplied by 0.
+
+    loss = pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each summed with `weight_R`.
     """
-    mean_S = sequence_mean(log_ratio_R.detach(), mask_R, seq_of_R, num_sequences, reduce=reduce)
-    return mean_S[seq_of_R] + (log_ratio_R - log_ratio_R.detach())
+
+    needs_logits = False
+    needs_entropy = True  # a metric even if it is not in the loss
+
+    def __init__(
+        self,
+        flags: AlgoFlags,
+        *,
+        correction: CustomCorrection | None = None,
+        pg_reducer: PgReducer | None = None,
+    ) -> None:
+        self.flags = flags
+        self.algorithm = find_algorithm(flags.advantage_estimator)
+        upper = flags.eps_clip_high
+        self.eps_low = flags.eps_clip
+        self.eps_high = self.algorithm.upper_clip(flags.eps_clip) if upper is None else upper
+        self.correction = tis_correction(flags) if correction is None and flags.use_tis else correction
+        self.pg_reducer = pg_reducer
+        self.entropy_grad = flags.entropy_coef != 0
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """Return the loss of one micro-batch and its metrics, with a single host synchronization."""
+        flags = self.flags
+        keep_R, weight_R = micro.mask_R > 0, micro.weight_R
+        live_R = torch.where(keep_R, stats.log_probs_R, 0.0)
+        train_R = micro.columns.get("old_log_probs", stats.log_probs_R.detach())
+        old_R = _column(micro, "rollout_log_probs") if flags.use_rollout_logprobs else train_R
+        log_ratio_R = torch.where(keep_R, live_R - old_R, 0.0)
+        pg_R, means = self._policy_terms(micro, live_R, log_ratio_R, keep_R)
+        if self.correction is not None:
+            pg_R, kept_R, corrected = self.correction(micro, pg_loss_R=pg_R, train_log_probs_R=train_R)
+            pg_R = torch.where(kept_R > 0, pg_R, 0.0)
+            means |= corrected
+        pg_loss = (pg_R * weight_R).sum() if self.pg_reducer is None else self.pg_reducer(pg_R, micro)
+        loss = pg_loss
+        if stats.entropy_R is not None:
+            entropy_R = torch.where(keep_R, stats.entropy_R, 0.0)
+            means["entropy_loss"] = entropy_R
+            if self.entropy_grad:
+                loss = loss - flags.entropy_coef * (entropy_R * weight_R).sum()
+        if flags.use_kl_loss:
+            ref_R = torch.where(keep_R, _column(micro, "ref_log_probs"), 0.0)
+            ratio_R = log_ratio_R.exp() if flags.use_unbiased_kl else None
+            kl_R = kl_estimate(live_R, ref_R, flags.kl_loss_type, ratio_R=ratio_R)
+            means["kl_loss"] = kl_R
+            if flags.kl_loss_coef != 0:
+                loss = loss + flags.kl_loss_coef * (kl_R * weight_R).sum()
+        if (rollout_R := micro.columns.get("rollout_log_probs")) is not None:
+            means |= mismatch_metrics(train_R, rollout_R, micro.mask_R)
+        return loss, _metrics(sums={"loss": loss, "pg_loss": pg_loss}, means_R=means, weight_R=weight_R)
+
+    def _policy_terms(
+        self, micro: MicroBatch, live_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each token before corrections, and metrics of the ratio."""
+        advantages_R = torch.where(keep_R, _column(micro, "advantages"), 0.0)
+        token_log_ratio_R = log_ratio_R
+        if self.algorithm.sequence_level:
+            log_ratio_R = sequence_log_ratio(log_ratio_R, micro.mask_R, micro.seq_of_R, micro.num_sequences)
+        terms = POLICY_LOSSES[self.algorithm.policy](
+            PolicyInputs(log_ratio_R, live_R, advantages_R, self.eps_low, self.eps_high, self.flags.eps_clip_c)
+        )
+        metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": log_ratio_R.detach().exp()}
+        if not self.flags.use_opsm:
+            return terms.loss_R, metrics
+        dropped_R = off_policy_mask(
+            token_log_ratio_R,
+            advantages_R,
+            micro.mask_R,
+            micro.seq_of_R,
+            micro.num_sequences,
+            delta=self.flags.opsm_delta,
+        )
+        metrics["opsm_clipfrac"] = dropped_R
+        return torch.where(dropped_R > 0, 0.0, terms.loss_R), metrics
+
+
+def tis_correction(flags: AlgoFlags) -> CustomCorrection:
+    """Build the correction of the `--tis-*` flags."""
+
+    def correct(
+        micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
+    ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        corrected = importance_correction(
+            train_log_probs_R,
+            _column(micro, "rollout_log_probs"),
+            micro.mask_R,
+            micro.seq_of_R,
+            micro.num_sequences,
+            level=flags.tis_level,
+            mode=flags.tis_mode,
+            low=flags.tis_clip_low,
+            high=flags.tis_clip,
+            veto=flags.tis_veto,
+        )
+        return pg_loss_R * corrected.weight_R, micro.mask_R, corrected.metrics_R
+
+    return correct
+
+
+def metrics_only(correction: CustomCorrection) -> CustomCorrection:
+    """Report the metrics of a correction without applying it (--get-mismatch-metrics)."""
+
+    def observe(
+        micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
+    ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        _, _, metrics = correction(micro, pg_loss_R=pg_loss_R.detach(), train_log_probs_R=train_log_probs_R)
+        return pg_loss_R, micro.mask_R, metrics
+
+    return observe
+
+
+class SftLoss:
+    """Negative log-likelihood of the unmasked response tokens, summed with `weight_R`."""
+
+    needs_logits = False
+    needs_entropy = False
+    entropy_grad = False
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """Return the loss of one micro-batch; metric `loss` is a sum, `nll` its mean over weights."""
+        nll_R = torch.where(micro.mask_R > 0, -stats.log_probs_R, 0.0)
+        loss = (nll_R * micro.weight_R).sum()
+        return loss, _metrics(sums={"loss": loss}, means_R={"nll": nll_R}, weight_R=micro.weight_R)
+
+
+class CustomLoss:
+    """A user's loss function as a LossFn. It must weight tokens with `micro.weight_R`."""
+
+    def __init__(
+        self, fn: CustomLossFn, *, needs_entropy: bool = False, entropy_grad: bool = False, needs_logits: bool = False
+    ) -> None:
+        self.fn = fn
+        self.needs_entropy = needs_entropy
+        self.entropy_grad = entropy_grad
+        self.needs_logits = needs_logits
+
+    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
+        """Call the function and add a `loss` metric if it returns none."""
+        loss, metrics = self.fn(micro, stats)
+        if "loss" not in metrics:
+            metrics = {**_metrics(sums={"loss": loss}, means_R={}, weight_R=micro.weight_R), **metrics}
+        return loss, metrics
+
+
+def _column(micro: MicroBatch, name: str) -> Tensor:
+    try:
+        return micro.columns[name]
+    except KeyError:
+        raise DataError(
+            f"the loss needs the per-token column {name}, but the micro-batch has {sorted(micro.columns)}; "
+            "rollout_log_probs come from the engine, the others from the trainer's log-prob passes"
+        ) from None
+
+
+def _metrics(*, sums: Mapping[str, Tensor], means_R: Mapping[str, Tensor], weight_R: Tensor) -> Metrics:
+    """Fetch all numbers with one device-to-host copy."""
+    with torch.no_grad():
+        totals = [weight_R.sum(), *sums.values()]
+        if means_R:
+            table_MR = torch.stack([m.to(weight_R.dtype) for m in means_R.values()])
+            table_MR = torch.where(weight_R != 0, table_MR, 0.0)  # masked tokens may have any value
+            totals.extend((table_MR @ weight_R).unbind())
+        weight, *values = torch.stack([t.to(torch.float64) for t in totals]).tolist()
+    result: Metrics = {k: Metric(v, 1.0, "sum") for k, v in zip(sums, values[: len(sums)], strict=True)}
+    result |= {k: Metric(v, weight, "mean") for k, v in zip(means_R, values[len(sums) :], strict=True)}
+    return result

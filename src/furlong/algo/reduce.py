@@ -1,4 +1,4 @@
-"""Reductions over tokens: loss weights, per-sequence sums and means. No other module of `algo` sums over tokens.
+"""Reductions over tokens and steps: denominators and weights of the loss, means over sequences and steps.
 
 N samples, R response tokens, S sequences. A loss is `(per_token_R * weight_R).sum()`. The weights contain the
 denominator of the whole optimizer step, so losses (and gradients) of micro-batches and ranks add up.
@@ -6,23 +6,34 @@ denominator of the whole optimizer step, so losses (and gradients) of micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.core.algorithms import Aggregation
+from furlong.config.sections import AlgoFlags
+from furlong.core.algorithms import Aggregation, find_algorithm
 from furlong.core.batch import FloatArray, IntArray, RolloutBatch, sum_rows
 from furlong.core.metric import Metric, Metrics, merge
-from furlong.errors import DataError
-
-Reduce = Callable[[Tensor], Tensor]
+from furlong.errors import ConfigError, DataError
 
 
-def identity(tensor: Tensor) -> Tensor:
-    """Return the tensor: this process has all tokens of the sequences."""
-    return tensor
+def denominator(flags: AlgoFlags, *, max_response_len: int | None = None) -> tuple[Aggregation, int | None]:
+    """Return `mode` and `constant_len` of `loss_weights`.
+
+    The algorithm's mode, else that of --loss-constant-len or --calculate-per-token-loss, else per rollout. A constant
+    that is not set is `max_response_len`, as in the Dr. GRPO paper.
+    """
+    mode = find_algorithm(flags.advantage_estimator).aggregation
+    if mode is None:
+        mode = "constant" if flags.loss_constant_len else "token" if flags.calculate_per_token_loss else "rollout"
+    if mode != "constant":
+        return mode, None
+    constant_len = flags.loss_constant_len or max_response_len
+    if constant_len is None:
+        raise ConfigError(f"{flags.advantage_estimator} divides by a constant; give --loss-constant-len")
+    return mode, constant_len
 
 
 def loss_weights(
@@ -77,19 +88,11 @@ def _step_of_each_row(num_rows: int, steps: Sequence[IntArray]) -> IntArray:
     return step_N
 
 
-def sequence_sum(values_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity) -> Tensor:
-    """Sum over the tokens of each sequence, [S]; `reduce` adds the parts of other context-parallel ranks."""
-    return reduce(sum_rows(values_R, seq_of_R, num_sequences))
-
-
-def sequence_mean(
-    values_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, reduce: Reduce = identity
-) -> Tensor:
+def sequence_mean(values_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int) -> Tensor:
     """Mean over the unmasked tokens of each sequence, [S]; 0 if there is none. Masked values are ignored."""
     kept_R = torch.where(mask_R > 0, values_R, 0.0)
-    sums_S = sequence_sum(kept_R, seq_of_R, num_sequences, reduce=reduce)
-    counts_S = sequence_sum(mask_R.to(values_R.dtype), seq_of_R, num_sequences, reduce=reduce)
-    return sums_S / counts_S.clamp_min(1.0)
+    counts_S = sum_rows(mask_R.to(values_R.dtype), seq_of_R, num_sequences)
+    return sum_rows(kept_R, seq_of_R, num_sequences) / counts_S.clamp_min(1.0)
 
 
 def step_mean(steps: Sequence[Metrics], *, num_ranks: int = 1) -> Metrics:

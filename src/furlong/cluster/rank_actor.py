@@ -39,8 +39,8 @@ from furlong.machine import (
     import_without_gc,
     set_gloo_interface,
 )
-from furlong.training.batch_split import RankPart
 from furlong.training.offload import device_memory, empty_cache
+from furlong.training.packing import RankPart
 from furlong.training.ranks import Ranks, join
 from furlong.training.worker import RoundWorker
 from furlong.weight_sync.remote_sync import RankSync

@@ -33,7 +33,7 @@ from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import ClusterError, FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.log_tail import tail
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
-from furlong.training.batch_split import RankPart
+from furlong.training.packing import RankPart
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.weight_record import WeightRecord
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.algo.algorithm_rules import training_rewards
+from furlong.algo.advantage import training_rewards
 from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags, MoeFlags, RewardFlags, RolloutFlags
 from furlong.core.batch import RolloutBatch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.algo.loss import CustomCorrection, CustomLoss, PgReducer
+from furlong.algo.policy_loss import CustomCorrection, CustomLoss, PgReducer
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics, total
 from furlong.errors import TrainerError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from furlong.algo.kl import KlKind, kl_estimate
+from furlong.algo.log_ratio import KlKind, kl_estimate
 from furlong.core.batch import FlopsModel, RolloutBatch
 from furlong.core.metric import Metric, Metrics, maximum, mean, total
 from furlong.core.tracing import tracer

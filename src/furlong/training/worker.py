@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.algo.algorithm_rules import needs, token_advantages
+from furlong.algo.advantage import token_advantages
 from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
+from furlong.core.algorithms import find_algorithm
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, maximum, mean, merge, total
@@ -43,11 +44,11 @@ from furlong.interfaces import (
     Role,
     TokenStats,
 )
-from furlong.training.batch_split import Packing, RankPart, split_batch
 from furlong.training.digests import Digests
 from furlong.training.hook_data import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs
 from furlong.training.not_finite import NotFiniteLossError, refused_step
+from furlong.training.packing import Packing, RankPart, split_batch
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, batch_metrics, perf_metrics
@@ -86,6 +87,28 @@ class RoundHooks:
     digests: Digests | None = None
     self_test: SelfTest | None = None
     keep_refused: Callable[[RolloutBatch], object] | None = None
+
+
+@dataclass(frozen=True)
+class LogProbPasses:
+    """Log-prob passes to run before the first optimizer step of a rollout."""
+
+    old: bool
+    ref: bool
+
+
+def log_prob_passes(flags: AlgoFlags, num_steps_per_rollout: int, *, custom_advantages: bool = False) -> LogProbPasses:
+    """Return the extra forward passes that the flags require.
+
+    With one optimizer step per rollout the old policy is the live one and the ratio is exactly 1, so no pass is needed.
+    With --use-rollout-logprobs the engine's log-probs are the old ones. `custom_advantages`: a user function computes
+    advantages; with --kl-coef it receives the log-probs of the KL, whatever the algorithm.
+    """
+    reward_kl = (custom_advantages or find_algorithm(flags.advantage_estimator).kl_in_reward) and flags.kl_coef != 0
+    return LogProbPasses(
+        old=not flags.use_rollout_logprobs and (num_steps_per_rollout > 1 or reward_kl),
+        ref=flags.use_kl_loss or reward_kl,
+    )
 
 
 class RoundWorker:
@@ -270,11 +293,11 @@ class RoundWorker:
         """Add the log-prob columns that the round needs: reference first, then old policy."""
         if not self._computes_advantages:
             return batch
-        needed = needs(self.algo, len(steps), custom_advantages=self.hooks.advantages is not None)
-        if needed.ref_log_probs:
+        needed = log_prob_passes(self.algo, len(steps), custom_advantages=self.hooks.advantages is not None)
+        if needed.ref:
             batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
         old = self._old_role(batch)
-        if needed.old_log_probs or old != "actor" or self.algo.use_rollout_entropy or self._records_routes:
+        if needed.old or old != "actor" or self.algo.use_rollout_entropy or self._records_routes:
             batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.algo.use_rollout_entropy)
         if self.algo.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")

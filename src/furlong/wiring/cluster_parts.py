@@ -19,7 +19,7 @@ from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.host import HostGpus
-from furlong.training.batch_split import split_batch
+from furlong.training.packing import split_batch
 from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import build_packing, build_sizes
 

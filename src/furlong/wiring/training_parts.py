@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from furlong.algo.loss import PolicyLoss, SftLoss, metrics_only, tis_correction
+from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
@@ -21,7 +21,6 @@ from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
 from furlong.tracking.jsonl import StepFile
-from furlong.training.batch_split import Packing
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue
 from furlong.training.digests import Digests
@@ -29,6 +28,7 @@ from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.loss_hooks import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.training.megatron.parallel_layout import layout_flag_problems
+from furlong.training.packing import Packing
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings

@@ -4,58 +4,51 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.algo.advantage import ADVANTAGES
-from furlong.algo.algorithm_rules import (
-    Denominator,
-    Needs,
-    clip_bounds,
-    denominator,
-    needs,
-    token_advantages,
-    training_rewards,
-)
-from furlong.algo.policy_loss import POLICY_LOSSES
+from furlong.algo.advantage import ADVANTAGES, token_advantages, training_rewards
+from furlong.algo.policy_loss import POLICY_LOSSES, PolicyLoss
+from furlong.algo.reduce import denominator
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError, DataError
+from furlong.training.worker import LogProbPasses, log_prob_passes
 from oracles.cases import flags
 
 
 @pytest.mark.parametrize(
     ("values", "num_steps", "want"),
     [
-        ({}, 1, Needs(False, False)),
-        ({}, 2, Needs(True, False)),
-        ({"use_tis": True}, 1, Needs(False, False)),
-        ({"use_rollout_logprobs": True}, 4, Needs(False, False)),
-        ({"use_kl_loss": True}, 1, Needs(False, True)),
-        ({"kl_coef": 0.1}, 1, Needs(False, False)),  # grpo has no KL in its reward
-        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, Needs(True, True)),
-        ({"advantage_estimator": "reinforce_plus_plus"}, 1, Needs(False, False)),
+        ({}, 1, LogProbPasses(False, False)),
+        ({}, 2, LogProbPasses(True, False)),
+        ({"use_tis": True}, 1, LogProbPasses(False, False)),
+        ({"use_rollout_logprobs": True}, 4, LogProbPasses(False, False)),
+        ({"use_kl_loss": True}, 1, LogProbPasses(False, True)),
+        ({"kl_coef": 0.1}, 1, LogProbPasses(False, False)),  # grpo has no KL in its reward
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, LogProbPasses(True, True)),
+        ({"advantage_estimator": "reinforce_plus_plus"}, 1, LogProbPasses(False, False)),
         (
             {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_rollout_logprobs": True},
             1,
-            Needs(False, True),
+            LogProbPasses(False, True),
         ),
     ],
 )
 def test_only_log_probs_that_are_read_are_computed(values, num_steps, want):
-    assert needs(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
+    assert log_prob_passes(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
 
 
 def test_custom_advantages_get_both_log_probs_with_kl_coef():
-    assert needs(flags("grpo", kl_coef=0.1), 1, custom_advantages=True) == Needs(True, True)
-    assert needs(flags("grpo"), 1, custom_advantages=True) == Needs(False, False)
+    assert log_prob_passes(flags("grpo", kl_coef=0.1), 1, custom_advantages=True) == LogProbPasses(True, True)
+    assert log_prob_passes(flags("grpo"), 1, custom_advantages=True) == LogProbPasses(False, False)
 
 
 @pytest.mark.parametrize(
     ("name", "values", "want"),
     [
-        ("grpo", {}, Denominator("rollout")),
-        ("grpo", {"calculate_per_token_loss": True}, Denominator("token")),
-        ("grpo", {"loss_constant_len": 7}, Denominator("constant", 7)),
-        ("dapo", {}, Denominator("token")),
-        ("dr_grpo", {}, Denominator("constant", 512)),
-        ("dr_grpo", {"loss_constant_len": 7}, Denominator("constant", 7)),
+        ("grpo", {}, ("rollout", None)),
+        ("grpo", {"calculate_per_token_loss": True}, ("token", None)),
+        ("grpo", {"loss_constant_len": 7}, ("constant", 7)),
+        ("dapo", {}, ("token", None)),
+        ("dr_grpo", {}, ("constant", 512)),
+        ("dr_grpo", {"loss_constant_len": 7}, ("constant", 7)),
     ],
 )
 def test_denominator_is_the_algorithms_then_the_flags(name, values, want):
@@ -68,9 +61,13 @@ def test_constant_denominator_without_a_constant_is_refused():
 
 
 def test_upper_clip_bound_defaults_to_the_algorithms_then_to_the_lower():
-    assert clip_bounds(flags("grpo", eps_clip=0.1)) == (0.1, 0.1)
-    assert clip_bounds(flags("dapo")) == (0.2, 0.28)
-    assert clip_bounds(flags("dapo", eps_clip_high=0.3)) == (0.2, 0.3)
+    def clip_bounds(name, **values):
+        loss = PolicyLoss(flags(name, **values))
+        return loss.eps_low, loss.eps_high
+
+    assert clip_bounds("grpo", eps_clip=0.1) == (0.1, 0.1)
+    assert clip_bounds("dapo") == (0.2, 0.28)
+    assert clip_bounds("dapo", eps_clip_high=0.3) == (0.2, 0.3)
 
 
 def test_every_row_names_existing_functions_and_each_function_has_a_row():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.algo.algorithm_rules import token_advantages, training_rewards
+from furlong.algo.advantage import token_advantages, training_rewards
 from oracles import papers
 from oracles.cases import TinyModel, flags, near_model, random_batch, responses_of, run_step
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.algo.reduce import loss_weights, sequence_mean, sequence_sum, step_mean
+from furlong.algo.reduce import loss_weights, sequence_mean, step_mean
 from furlong.core.metric import mean, total
 from furlong.errors import DataError
 from oracles.cases import random_batch
@@ -89,18 +89,6 @@ def test_sequence_mean_skips_masked_values_whatever_they_are():
     values = torch.tensor([1.0, torch.nan, 3.0, torch.inf, 5.0])
     mask, seq = torch.tensor([1.0, 0, 1, 0, 1]), torch.tensor([0, 0, 0, 1, 2])
     assert sequence_mean(values, mask, seq, 4).tolist() == [2.0, 0.0, 5.0, 0.0]
-    assert sequence_sum(mask, seq, 4).tolist() == [2.0, 0.0, 1.0, 0.0]
-
-
-def test_sequence_mean_over_parts_on_two_ranks_is_that_of_the_whole():
-    values, mask = torch.randn(10), torch.ones(10)
-    seq = torch.tensor([0] * 4 + [1] * 6)
-    whole = sequence_mean(values, mask, seq, 2)
-    halves = [torch.arange(0, 10, 2), torch.arange(1, 10, 2)]
-    sums = [sequence_sum(values[h], seq[h], 2) for h in halves], [sequence_sum(mask[h], seq[h], 2) for h in halves]
-    other = iter([sums[0][1], sums[1][1]])  # what the all-reduce adds on rank 0: first the values, then the counts
-    have = sequence_mean(values[halves[0]], mask[halves[0]], seq[halves[0]], 2, reduce=lambda x: x + next(other))
-    torch.testing.assert_close(have, whole)
 
 
 def test_step_mean_averages_sums_and_keeps_the_weights_of_means():

@@ -10,7 +10,7 @@ import torch
 from transformers import PhimoeConfig
 
 from backends import fsdp_backend
-from furlong.algo.loss import CustomLoss, PolicyLoss
+from furlong.algo.policy_loss import CustomLoss, PolicyLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError

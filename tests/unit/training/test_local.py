@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from fakes_trainer import FakeBackend
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import MemoryTransfer
-from furlong.training.batch_split import Packing
 from furlong.training.local_trainer import LocalTrainer
+from furlong.training.packing import Packing
 from furlong.training.worker import RoundHooks, RoundWorker
 from models_zoo import random_batch
 

@@ -12,7 +12,7 @@ import torch
 
 from backends import fsdp_backend
 from fakes_engine import Halt
-from furlong.algo.loss import PolicyLoss
+from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MoeFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
 from furlong.core.routing import RoutingShape, routes_from_text
@@ -29,8 +29,8 @@ from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
 from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
-from furlong.training.batch_split import Packing
 from furlong.training.fsdp.backend import FsdpBackend
+from furlong.training.packing import Packing
 from furlong.training.worker import RoundWorker
 from models_zoo import family_config
 
@@ -205,7 +205,7 @@ def worker(folder: Path, replay: str, **options) -> RoundWorker:
         backend(folder, replay),
         algo=FLAGS,
         loss=PolicyLoss(FLAGS),
-        packing=Packing(micro_batch_size=2, num_steps=2),
+        packing=Packing(micro_batch_size=2, global_batch_size=2),
         records_routes=replay == "policy",
         **options,
     )

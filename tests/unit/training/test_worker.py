@@ -9,15 +9,15 @@ import torch
 
 from backends import fsdp_backend
 from fakes_trainer import FakeBackend
-from furlong.algo.kl import kl_estimate
-from furlong.algo.loss import PolicyLoss, SftLoss
+from furlong.algo.log_ratio import kl_estimate
+from furlong.algo.policy_loss import PolicyLoss, SftLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf_model as hf
-from furlong.training.batch_split import Packing
 from furlong.training.hook_data import rollout_data
+from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, perf_metrics
 from furlong.training.worker import RoundHooks, RoundWorker
@@ -66,7 +66,7 @@ def test_a_single_step_runs_no_log_prob_pass():
 
 
 def test_several_steps_take_old_log_probs_before_the_first():
-    worker = build(packing=Packing(micro_batch_size=2, num_steps=2))
+    worker = build(packing=Packing(micro_batch_size=2, global_batch_size=2))
     metrics = train(worker)
     assert worker.backend.calls == ["log_probs:actor"] * 2 + ["forward_backward", "optim_step"] * 2
     assert metrics["train/ppo_kl"] != 0.0
@@ -105,7 +105,7 @@ def test_batch_metrics_weigh_tokens_like_the_loss_and_samples_plainly():
 
 def test_metric_names_of_a_round_are_slimes():
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-    metrics = train(build(**flags, packing=Packing(num_steps=2), flops=FlopsModel(10.0, 1.0)))
+    metrics = train(build(**flags, packing=Packing(global_batch_size=2), flops=FlopsModel(10.0, 1.0)))
     train_names = (
         "loss pg_loss entropy_loss pg_clipfrac ppo_kl kl_loss train_rollout_logprob_abs_diff grad_norm lr-pg_0"
     )
@@ -124,7 +124,7 @@ def test_the_kl_of_the_batch_is_between_old_policy_and_reference():
     backend = FakeBackend()
     backend.frozen["ref"] = torch.zeros_like(backend.frozen["ref"])
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
-    worker = build(backend, **flags, packing=Packing(num_steps=2, micro_batch_size=4))
+    worker = build(backend, **flags, packing=Packing(global_batch_size=2, micro_batch_size=4))
     seen = {}
 
     def spy(rollout_id, data):
@@ -260,7 +260,7 @@ def test_skipped_steps_are_counted(folder):
     backend = fsdp_backend(folder, check_finite=False)
     rewards = BATCH.rewards.copy()
     rewards[0] = np.nan
-    worker = build(backend, packing=Packing(micro_batch_size=1, num_steps=2, balance="none"))
+    worker = build(backend, packing=Packing(micro_batch_size=1, global_batch_size=2, balance="none"))
     metrics = train(worker, dataclasses.replace(BATCH, rewards=rewards))
     assert metrics["train/skipped_steps"] == 1
     assert math.isfinite(metrics["train/grad_norm"])
@@ -270,7 +270,7 @@ def test_skipped_steps_are_counted(folder):
 def test_the_same_round_gives_the_same_bits(folder):
     def run():
         backend = fsdp_backend(folder, optim=OptimFlags(lr=1e-2))
-        worker = build(backend, packing=Packing(max_tokens=12, num_steps=2), entropy_coef=0.01)
+        worker = build(backend, packing=Packing(max_tokens=12, global_batch_size=2), entropy_coef=0.01)
         metrics = [worker.train(BATCH) for _ in range(2)]
         values = [{k: m.value for k, m in part.items() if not k.startswith("perf/")} for part in metrics]
         return values, [t.clone() for _, t in backend.named_weights()]

@@ -19,8 +19,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from furlong.algo.head import Head, accumulator
-from furlong.algo.logprob_compiled import accumulate_matmul, chunk_grad, is_large, kernel, scaled
+from furlong.algo.logprob_compiled import Head, accumulate_matmul, accumulator, chunk_grad, is_large, kernel, scaled
 from furlong.interfaces import TokenStats
 
 OTHER_RANK = -1  # a target in another rank's vocabulary

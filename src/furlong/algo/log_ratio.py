@@ -1,8 +1,8 @@
-"""Corrections for the mismatch between the sampling policy (engine) and the policy computed by the trainer.
+"""Functions of the log-ratio of two policies: KL estimates, corrections for off-policy tokens, the ratio of a sequence.
 
-R response tokens, S sequences. w = pi_train / pi_rollout, both before the update: engine and trainer differ in kernels,
-precision and routing, so w is not 1 even on-policy. Corrections change only the numerator of the loss; its denominator
-is that of the original mask.
+R response tokens, S sequences. Sampling policy (engine) and trainer differ in kernels, precision and routing, so their
+ratio w = pi_train / pi_rollout, both before the update, is not 1 even on-policy. Corrections change only the numerator
+of the loss; its denominator is that of the original mask.
 
 | known as | level | mode |
 |---|---|---|
@@ -20,13 +20,55 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from furlong.algo.kl import kl_estimate
-from furlong.algo.reduce import Reduce, identity, sequence_mean, sequence_sum
+from furlong.algo.reduce import sequence_mean
+from furlong.core.batch import sum_rows
 
+KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
 TisMode = Literal["truncate", "clip", "mask"]
 TisLevel = Literal["token", "sequence", "geometric"]
 
+LOW_VAR_BOUND = 10.0
 LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from overflow
+
+
+def kl_estimate(log_probs_R: Tensor, ref_log_probs_R: Tensor, kind: KlKind, *, ratio_R: Tensor | None = None) -> Tensor:
+    """Estimate KL(policy || reference) from one sampled token each (J. Schulman, "Approximating KL divergence").
+
+    With d = log pi - log pi_ref:
+    k1 = d: unbiased, can be negative; as a loss it has a gradient of 0 on average. k2 = d^2 / 2: biased, its gradient
+    is the KL's. k3 = exp(-d) + d - 1: unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4). low_var_kl = k3
+    clamped to [-10, 10], no gradient beyond.
+    `ratio_R` = pi / pi_old weights the estimate where the tokens were sampled from pi_old, which makes value and
+    gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556); the gradient flows through the ratio.
+    """
+    diff_R = log_probs_R - ref_log_probs_R
+    match kind:
+        case "k1":
+            kl_R = diff_R
+        case "k2":
+            kl_R = diff_R.square() / 2
+        case "k3":
+            kl_R = _k3(diff_R)
+        case "low_var_kl":
+            kl_R = _k3(diff_R).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    return kl_R if ratio_R is None else ratio_R * kl_R
+
+
+def _k3(diff_R: Tensor) -> Tensor:
+    """exp(-d) - 1 + d. Near 0 the terms cancel to rounding noise of either sign, so there it is its Taylor series."""
+    series_R = diff_R.square() * (0.5 - diff_R / 6 + diff_R.square() / 24)
+    return torch.where(diff_R.abs() < 1e-3, series_R, torch.expm1(-diff_R) + diff_R)
+
+
+def sequence_log_ratio(log_ratio_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int) -> Tensor:
+    """Return the log of GSPO's length-normalized sequence ratio for each token (arXiv:2507.18071 eq. 7).
+
+    Value: the mean log-ratio of the sequence. Gradient: the token's own, sg(s_i) pi_t / sg(pi_t), which is GSPO-token
+    (eq. 14). With one advantage per sequence and equal token weights, loss, clipping and gradient are those of GSPO
+    (eq. 5, sec. 4.3).
+    """
+    mean_S = sequence_mean(log_ratio_R.detach(), mask_R, seq_of_R, num_sequences)
+    return mean_S[seq_of_R] + (log_ratio_R - log_ratio_R.detach())
 
 
 @dataclass(frozen=True)
@@ -49,7 +91,6 @@ def importance_correction(
     low: float,
     high: float,
     veto: float | None = None,
-    reduce: Reduce = identity,
 ) -> Correction:
     """Weight tokens by bounded w: the token's ratio, or the product or geometric mean over its sequence.
 
@@ -61,9 +102,9 @@ def importance_correction(
     log_w_R = torch.where(keep_R, train_log_probs_R.detach() - rollout_log_probs_R.detach(), 0.0)
     token_log_w_R = log_w_R
     if level == "sequence":
-        log_w_R = sequence_sum(log_w_R, seq_of_R, num_sequences, reduce=reduce)[seq_of_R]
+        log_w_R = sum_rows(log_w_R, seq_of_R, num_sequences)[seq_of_R]
     elif level == "geometric":
-        log_w_R = sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences, reduce=reduce)[seq_of_R]
+        log_w_R = sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences)[seq_of_R]
     raw_R = log_w_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     match mode:
         case "truncate":
@@ -75,7 +116,7 @@ def importance_correction(
     metrics = {"tis": raw_R, "tis_abs": (raw_R - 1).abs()}
     if veto is not None:
         bad_R = (keep_R & (token_log_w_R.exp() < veto)).to(raw_R.dtype)
-        vetoed_R = sequence_sum(bad_R, seq_of_R, num_sequences, reduce=reduce)[seq_of_R] > 0
+        vetoed_R = sum_rows(bad_R, seq_of_R, num_sequences)[seq_of_R] > 0
         weight_R = torch.where(vetoed_R, 0.0, weight_R)
         metrics["tis_vetofrac"] = vetoed_R.to(raw_R.dtype)
     metrics["tis_clipfrac"] = (weight_R != raw_R).to(raw_R.dtype)
@@ -104,11 +145,10 @@ def off_policy_mask(
     num_sequences: int,
     *,
     delta: float,
-    reduce: Reduce = identity,
 ) -> Tensor:
     """Return 1.0 for tokens to mask: A < 0 in a sequence whose mean log(pi_old / pi) exceeds `delta`, [R].
 
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556 sec. 3.1). `log_ratio_R` is log(pi / pi_old).
     """
-    drift_S = sequence_mean(-log_ratio_R.detach(), mask_R, seq_of_R, num_sequences, reduce=reduce)
+    drift_S = sequence_mean(-log_ratio_R.detach(), mask_R, seq_of_R, num_sequences)
     return ((advantages_R < 0) & (drift_S[seq_of_R] > delta)).to(log_ratio_R.dtype)

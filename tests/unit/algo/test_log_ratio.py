@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.algo.kl import kl_estimate
+from furlong.algo.log_ratio import kl_estimate
 
 
 def _distributions():

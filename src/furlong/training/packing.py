@@ -12,14 +12,32 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
-from furlong.core.batch import Costs, FlopsModel, IntArray
+from furlong.algo.reduce import denominator, loss_weights
+from furlong.config.sections import AlgoFlags
+from furlong.core.batch import Costs, FlopsModel, IntArray, RolloutBatch
 from furlong.errors import ConfigError
 
 Balance = Literal["none", "tokens", "flops"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the samples of a rollout form optimizer steps and micro-batches.
+
+    Rollouts in first-seen order fill steps of `global_batch_size` rollouts, or one step without it. `max_tokens` (over
+    all context-parallel ranks) limits a micro-batch; a longer sample gets its own. Without it, micro-batches have at
+    most `micro_batch_size` samples. `balance` "tokens" or "flops" equalizes micro-batches and ranks by that cost;
+    "none" assigns them round-robin.
+    """
+
+    global_batch_size: int | None = None
+    max_tokens: int | None = None
+    micro_batch_size: int = 1
+    balance: Balance = "tokens"
 
 
 @dataclass(frozen=True)
@@ -52,29 +70,64 @@ class BatchPlan:
         return np.sort(np.concatenate(parts))
 
 
-def plan(
-    lengths: IntArray,
-    rollout_ids: IntArray,
+@dataclass(frozen=True)
+class RankPart:
+    """One data-parallel rank's part of a rollout. Contains only arrays, so it can be sent to another process.
+
+    batch: the rank's samples, with the column `loss_weights`; steps: for each optimizer step its micro-batches, as rows
+    of `batch`; num_rollouts, sizes: per step over all ranks, where a size is (tokens, samples).
+    """
+
+    batch: RolloutBatch
+    steps: list[list[IntArray]]
+    num_rollouts: list[int]
+    sizes: list[tuple[int, int]]
+
+
+def split_batch(
+    batch: RolloutBatch,
     *,
+    algo: AlgoFlags,
+    packing: Packing,
     num_ranks: int,
-    global_batch_size: int | None = None,
-    num_steps: int | None = None,
-    max_tokens: int | None = None,
-    micro_batch_size: int = 1,
-    balance: Balance = "tokens",
+    max_response_len: int | None = None,
     flops: FlopsModel | None = None,
+) -> list[RankPart]:
+    """Plan one rollout and split it into the parts of the data-parallel ranks.
+
+    Loss weights are computed here over the whole batch, so that the losses of all parts add up to the step's loss.
+    """
+    layout = plan(batch.lengths, batch.rollout_ids, packing, num_ranks=num_ranks, flops=flops)
+    mode, constant_len = denominator(algo, max_response_len=max_response_len)
+    weights = loss_weights(batch, layout.step_rows, mode=mode, constant_len=constant_len)
+    whole = batch.with_columns(loss_weights=weights)
+    return [_part(whole, layout, rank) for rank in range(num_ranks)]
+
+
+def _part(batch: RolloutBatch, layout: BatchPlan, rank: int) -> RankPart:
+    """Select the samples of one rank; its micro-batches become rows of them."""
+    rows = layout.rank_rows(rank)
+    steps = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in layout.steps]
+    is_whole = len(rows) == len(batch)
+    return RankPart(
+        batch if is_whole else batch.select(rows),
+        cast("list[list[IntArray]]", steps),
+        [step.num_rollouts for step in layout.steps],
+        [(int(batch.lengths[rows].sum()), len(rows)) for rows in layout.step_rows],
+    )
+
+
+def plan(
+    lengths: IntArray, rollout_ids: IntArray, packing: Packing, *, num_ranks: int, flops: FlopsModel | None = None
 ) -> BatchPlan:
-    """Plan one rollout of N samples with total `lengths` [N].
+    """Plan one rollout of N samples with total `lengths` [N]; `flops` is needed to balance by FLOPs.
 
-    Rollouts in first-seen order fill steps of `global_batch_size` rollouts, or `num_steps` equal steps, or one step if
-    neither is given. `max_tokens` (over all context-parallel ranks) limits a micro-batch; a longer sample gets its own.
-    Without it, micro-batches have at most `micro_batch_size` samples. `balance` "tokens" or "flops" (which needs
-    `flops`) equalizes micro-batches and ranks by that cost; "none" assigns them round-robin. Raises ConfigError if
-    rollouts are left over, or if a step has fewer samples than ranks.
+    Raises ConfigError if rollouts are left over, or if a step has fewer samples than ranks.
 
-    >>> plan(np.array([5, 3, 4, 4]), np.arange(4), num_ranks=2, max_tokens=8).steps[0].micro_batches
+    >>> plan(np.array([5, 3, 4, 4]), np.arange(4), Packing(max_tokens=8), num_ranks=2).steps[0].micro_batches
     ((array([0, 1]),), (array([2, 3]),))
     """
+    max_tokens, micro_batch_size, balance = packing.max_tokens, packing.micro_batch_size, packing.balance
     lengths, rollout_ids = np.asarray(lengths, dtype=np.int64), np.asarray(rollout_ids)
     if len(lengths) != len(rollout_ids) or not len(lengths):
         raise ConfigError(f"cannot plan {len(lengths)} lengths for {len(rollout_ids)} rollout ids; give one of each")
@@ -83,11 +136,13 @@ def plan(
             f"num_ranks {num_ranks}, --micro-batch-size {micro_batch_size} and --max-tokens-per-gpu {max_tokens} "
             "must be positive"
         )
-    if balance == "flops" and flops is None:
-        raise ConfigError("balancing by FLOPs needs the FLOPs model; pass `flops`, or balance by tokens")
-    costs = flops.cost(lengths) if balance == "flops" and flops is not None else lengths.astype(np.float64)
+    costs = lengths.astype(np.float64)
+    if balance == "flops":
+        if flops is None:
+            raise ConfigError("balancing by FLOPs needs the FLOPs model; pass `flops`, or balance by tokens")
+        costs = flops.cost(lengths)
     steps: list[StepPlan] = []
-    for rows, num_rollouts in _steps(rollout_ids, global_batch_size, num_steps):
+    for rows, num_rollouts in _steps(rollout_ids, packing.global_batch_size):
         if len(rows) < num_ranks:
             raise ConfigError(
                 f"step {len(steps)} has {len(rows)} samples for {num_ranks} data-parallel ranks; "
@@ -101,20 +156,16 @@ def plan(
     return BatchPlan(tuple(steps))
 
 
-def _steps(rollout_ids: IntArray, global_batch_size: int | None, num_steps: int | None) -> list[tuple[IntArray, int]]:
+def _steps(rollout_ids: IntArray, global_batch_size: int | None) -> list[tuple[IntArray, int]]:
     """Return rows and number of rollouts of each step."""
     _, first, inverse = np.unique(rollout_ids, return_index=True, return_inverse=True)
     rank_of_first = np.empty(len(first), dtype=np.int64)
     rank_of_first[np.argsort(first)] = np.arange(len(first))
     position = rank_of_first[inverse.reshape(-1)]  # index of the row's rollout, in first-seen order
     num_rollouts = len(first)
-    if global_batch_size is not None and num_steps is not None:
-        raise ConfigError(
-            f"give --global-batch-size ({global_batch_size}) or the number of steps ({num_steps}), not both"
-        )
-    size = global_batch_size if global_batch_size is not None else -(-num_rollouts // (num_steps or 1))
-    if size < 1 or (num_steps is not None and num_steps < 1):
-        raise ConfigError(f"--global-batch-size {global_batch_size} and number of steps {num_steps} must be positive")
+    size = num_rollouts if global_batch_size is None else global_batch_size
+    if size < 1:
+        raise ConfigError(f"--global-batch-size {global_batch_size} must be positive")
     if left := num_rollouts % size:
         raise ConfigError(
             f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over. Make "

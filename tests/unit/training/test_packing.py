@@ -3,9 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from furlong.algo.packing import karmarkar_karp, plan
 from furlong.core.batch import FlopsModel
 from furlong.errors import ConfigError
+from furlong.training.packing import BatchPlan, Packing, karmarkar_karp
+from furlong.training.packing import plan as plan_packing
+
+
+def plan(lengths, ids, *, num_ranks, flops=None, **packing) -> BatchPlan:
+    return plan_packing(lengths, ids, Packing(**packing), num_ranks=num_ranks, flops=flops)
 
 
 def _lists(step):
@@ -34,12 +39,6 @@ def test_rollouts_fill_steps_in_first_seen_order():
     assert [s.num_rollouts for s in steps] == [2, 2]
 
 
-def test_number_of_steps_determines_the_batch_size():
-    by_steps = plan(np.full(6, 5), np.arange(6), num_ranks=1, num_steps=3)
-    by_size = plan(np.full(6, 5), np.arange(6), num_ranks=1, global_batch_size=2)
-    assert [s.tolist() for s in by_steps.step_rows] == [s.tolist() for s in by_size.step_rows]
-
-
 def test_remainder_is_an_error_with_its_numbers():
     with pytest.raises(ConfigError, match="7 rollouts do not fill optimizer steps of 3: 1 are left over"):
         plan(np.full(7, 5), np.arange(7), num_ranks=1, global_batch_size=3)
@@ -54,8 +53,6 @@ def test_remainder_is_an_error_with_its_numbers():
         ({"num_ranks": 0}, "must be positive"),
         ({"num_ranks": 1, "max_tokens": 0}, "must be positive"),
         ({"num_ranks": 1, "global_batch_size": 0}, "must be positive"),
-        ({"num_ranks": 1, "num_steps": 0}, "must be positive"),
-        ({"num_ranks": 1, "global_batch_size": 2, "num_steps": 2}, "not both"),
         ({"num_ranks": 1, "balance": "flops"}, "needs the FLOPs model"),
     ],
 )
