@@ -1,13 +1,16 @@
-"""A group of trackers whose failures do not end a run."""
+"""The group of trackers of a run, whose failures do not end it, and the tracker for `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from furlong.errors import ConfigError
 from furlong.interfaces import Tracker
+from furlong.tracking.run_files import StepFile
 
 logger = logging.getLogger(__name__)
 
@@ -67,3 +70,20 @@ class Trackers:
                 error,
                 exc_info=error,
             )
+
+
+class JsonlTracker:
+    """Appends one object per step (see `StepFile`). Non-finite values are null, because JSON has no NaN."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = StepFile(path)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one row. Raises OSError if it cannot be written."""
+        self._file.append(
+            step, {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

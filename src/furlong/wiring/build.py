@@ -22,7 +22,7 @@ from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import RunSchedule
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.replay import MeasuredRollout
-from furlong.tracking.jsonl import StepFile
+from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.data_parts import build_ledger, build_source

@@ -19,11 +19,9 @@ from furlong.loop.train import RunSchedule
 from furlong.machine import MemoryUse
 from furlong.models.tokenizer import read_template, write_template
 from furlong.tracking.console import ConsoleTracker
-from furlong.tracking.event_log import EventLog
-from furlong.tracking.jsonl import JsonlTracker
-from furlong.tracking.run_files import EVENTS, read_steps
+from furlong.tracking.run_files import EVENTS, EventLog, read_steps
 from furlong.tracking.tensorboard import TensorBoardTracker
-from furlong.tracking.trackers import Trackers
+from furlong.tracking.trackers import JsonlTracker, Trackers
 from furlong.tracking.wandb import WandbTracker
 from furlong.wiring.run_context import RunContext
 

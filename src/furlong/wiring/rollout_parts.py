@@ -34,9 +34,8 @@ from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
 from furlong.tools.run_diff import replay_differences
 from furlong.tools.template_test import suggested_template
-from furlong.tracking.jsonl import StepFile
 from furlong.tracking.rollout_dump import RolloutDumps
-from furlong.tracking.run_files import read_flags, read_rows
+from furlong.tracking.run_files import StepFile, read_flags, read_rows
 from furlong.wiring.run_context import RunContext
 
 ORDER = "order.jsonl"

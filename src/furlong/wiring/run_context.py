@@ -18,8 +18,8 @@ from furlong.models.hf_model import context_length
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
-from furlong.tracking.jsonl import StepFile
 from furlong.tracking.rollout_dump import RolloutDumps
+from furlong.tracking.run_files import StepFile
 
 logger = logging.getLogger(__name__)
 

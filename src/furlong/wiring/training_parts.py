@@ -20,7 +20,7 @@ from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
-from furlong.tracking.jsonl import StepFile
+from furlong.tracking.run_files import StepFile
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue
 from furlong.training.digests import Digests

@@ -18,8 +18,7 @@ from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, StepMonitor
 from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
-from furlong.tracking.event_log import EventLog
-from furlong.tracking.run_files import read_steps
+from furlong.tracking.run_files import EventLog, read_steps
 
 GAP = "train/train_rollout_logprob_abs_diff"
 ENGINE_KEEPS, TRAINER_TAKES = "memory/engine_kept_frac", "memory/trainer_peak_frac"

@@ -33,7 +33,7 @@ from furlong.run.run_folder import (
     log_changed_flags,
     run_folder,
 )
-from furlong.tracking.jsonl import JsonlTracker
+from furlong.tracking.trackers import JsonlTracker
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
 SOURCE = Path(furlong.__file__).parent

@@ -19,10 +19,9 @@ from furlong.errors import ConfigError
 from furlong.machine import LOG_FORMAT
 from furlong.run.run_records import _terminal_handler
 from furlong.tracking.console import ConsoleTracker, Terminal, format_header, format_line
-from furlong.tracking.event_log import EventLog
-from furlong.tracking.jsonl import JsonlTracker, StepFile
+from furlong.tracking.run_files import EventLog, StepFile
 from furlong.tracking.tensorboard import TensorBoardTracker, crc32c
-from furlong.tracking.trackers import Trackers
+from furlong.tracking.trackers import JsonlTracker, Trackers
 from furlong.tracking.wandb import WandbTracker
 
 STEP = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from furlong.core.catalogue import Diagnosis
 from furlong.core.tracing import heartbeat
 from furlong.diagnosis.monitors.monitor import MonitorSuite
-from furlong.tracking.event_log import EventLog
+from furlong.tracking.run_files import EventLog
 
 if TYPE_CHECKING:
     from furlong.interfaces import Tracker  # imports torch, which reading a run's folder does without

@@ -24,8 +24,7 @@ from furlong.diagnosis.postmortem.signatures import (
 )
 from furlong.errors import EngineError, HookError
 from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
-from furlong.tracking.event_log import EventLog
-from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, read_intact_rows, read_sections, read_steps
+from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, EventLog, read_intact_rows, read_sections, read_steps
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
