@@ -12,7 +12,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from furlong.errors import DataError
-from furlong.rewards import deepscaler, math
+from furlong.rewards.verifiers import answer_text, final_part, labels_from, quick_deepscaler, quick_math, tidy
 
 # The library warns on every call whose time limit (an alarm signal) is disabled, as all of them are below.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -20,16 +20,16 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 def math_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Return 1.0 if the answer of the response equals one of the labels, else 0.0; see `compare`."""
-    score = math.quick(response, label, metadata)
-    return compare(math.answer_text(response), math.labels_from(label)) if score is None else score
+    score = quick_math(response, label, metadata)
+    return compare(answer_text(response), labels_from(label)) if score is None else score
 
 
 def deepscaler_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Return 1.0 if the box after the thinking equals one of the labels, else 0.0; see `compare`."""
-    score = deepscaler.quick(response, label, metadata)
+    score = quick_deepscaler(response, label, metadata)
     if score is not None:
         return score
-    return compare(math.answer_text(deepscaler.final_part(response) or ""), math.labels_from(label))
+    return compare(answer_text(final_part(response) or ""), labels_from(label))
 
 
 def compare(text: str, labels: Sequence[str]) -> float:
@@ -42,7 +42,7 @@ def compare(text: str, labels: Sequence[str]) -> float:
     if not parsed:
         return 0.0
     for label in labels:
-        gold = parse(f"${math.tidy(label)}$", parsing_timeout=0) or parse(label, parsing_timeout=0)
+        gold = parse(f"${tidy(label)}$", parsing_timeout=0) or parse(label, parsing_timeout=0)
         if not gold:
             raise DataError(f"the label {label!r} cannot be parsed as a mathematical answer; check --label-key")
         if verify(gold, parsed, timeout_seconds=None, raise_on_error=True):

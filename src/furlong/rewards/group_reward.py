@@ -16,17 +16,18 @@ from furlong.rewards.custom_reward import CustomReward, custom_reward, load_rewa
 from furlong.rewards.sandbox import Limits, Sandbox
 from furlong.rewards.verifiers import Verifier, find_verifier, random_score
 
+if TYPE_CHECKING:
+    import httpx
+
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 256  # calls of functions in this process
-YIELD_INTERVAL = (
-    256  # samples after which the quick verifiers, which run in the event loop's thread, yield to other tasks
-)
+MAX_REQUESTS = 64  # concurrent requests to a reward server
+CONNECT_RETRIES = 2  # for connecting only: a request is never sent twice
+MAX_REPLY_LEN = 200  # characters of a reply in a message
+YIELD_INTERVAL = 256  # samples after which quick verifiers, which run in the event loop's thread, yield to other tasks
 
 ABORTED = Outcome.failed("not scored: the sample was aborted")
-
-if TYPE_CHECKING:
-    from furlong.rewards.remote_reward import RemoteReward
 
 
 class GroupReward:
@@ -70,7 +71,7 @@ class GroupReward:
         self._limits = Limits(timeout_s=timeout_s, num_workers=num_workers, memory_limit_bytes=memory_limit_bytes)
         self._group_rm, self._in_process, self._args = group_rm, in_process, args
         self._custom = custom_rm
-        self._remote = _remote(rm_url, timeout_s) if rm_url else None
+        self._remote = RemoteReward(rm_url, timeout_s=timeout_s) if rm_url else None
         self._sandboxes: dict[str, Sandbox] = {}
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
         self._functions: dict[str, CustomReward] = {}
@@ -248,7 +249,55 @@ def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[An
     return answer
 
 
-def _remote(url: str, timeout_s: float) -> RemoteReward:
-    from furlong.rewards.remote_reward import RemoteReward  # here: its HTTP client is slow to import
+class RemoteReward:
+    """Client of a reward server, with at most 64 concurrent requests of up to `timeout_s` seconds each.
 
-    return RemoteReward(url, timeout_s=timeout_s)
+    It posts {prompt, response, label}; the reply is a number or a dict.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+
+    async def score(self, sample: Sample, response: str) -> Outcome:
+        """Score `response` with the prompt and label of the sample. Any failure is an outcome with the reason."""
+        import httpx  # here: slow to import, and only this class needs it
+
+        client = self._loop_client()
+        payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    reply = await client.post(self._url, json=payload)
+            except (TimeoutError, httpx.TimeoutException):
+                return Outcome.timed_out(self._timeout_s)
+            except (httpx.HTTPError, httpx.InvalidURL, TypeError, ValueError) as error:
+                return Outcome.failed(f"POST {self._url}: {type(error).__name__}: {error}")
+        if not reply.is_success:
+            return Outcome.failed(f"POST {self._url}: HTTP {reply.status_code}: {reply.text[:MAX_REPLY_LEN]}")
+        try:
+            return outcome_from_value(reply.json())
+        except ValueError:
+            return Outcome.failed(f"POST {self._url}: the reply is not JSON: {reply.text[:MAX_REPLY_LEN]}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+        self._client = None
+
+    def _loop_client(self) -> httpx.AsyncClient:
+        """Return a client for the running event loop; connections belong to the loop that opened them."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            transport = httpx.AsyncHTTPTransport(
+                retries=CONNECT_RETRIES, limits=httpx.Limits(max_connections=MAX_REQUESTS)
+            )
+            self._client = httpx.AsyncClient(transport=transport, timeout=self._timeout_s)
+            self._loop, self._slots = loop, asyncio.Semaphore(MAX_REQUESTS)
+        return self._client

@@ -26,7 +26,7 @@ from typing import Any
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.errors import RewardError
-from furlong.rewards.sandbox_messages import HEADER, apply_changes, decode_message, encode_frame, split_args
+from furlong.rewards.sandbox_worker import HEADER, apply_changes, decode_message, encode_frame, split_args
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"

@@ -1,17 +1,406 @@
-"""The built-in verifiers by `--rm-type` name."""
+r"""The built-in verifiers, and their table by `--rm-type` name.
+
+They run in the driver. `math` and `deepscaler` compare equal text, plain numbers and words here; everything else needs
+`rewards.algebra`, which parses LaTeX with math-verify and sympy in the sandbox.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from furlong.config.checks.value_checks import BOXED, verifier_problem
 from furlong.core.sample import Sample
-from furlong.errors import ConfigError
-from furlong.rewards import dapo, deepscaler, f1, gpqa, math
-from furlong.rewards.answers import last_boxed
+from furlong.errors import ConfigError, DataError
+
+# Labels, and answers in boxes
+
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_BRACE = re.compile(r"(?P<box>\\f?boxed\s*\{)|(?P<escaped>\\.)|[{}]", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the contents of the last complete `\boxed{...}`, or None if there is none.
+
+    Braces inside are matched, ignoring escaped ones (`\{`); among nested boxes the innermost is used. A box that is
+    never closed (a truncated response) does not count. Linear time.
+
+    >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{3")
+    '\\frac{1}{2}'
+    """
+    opened: list[int | None] = []  # per open brace: start of its box, None for a plain brace
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+        elif match[0] == "{":
+            opened.append(None)
+        elif match[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return None if last is None else text[slice(*last)].strip()
+
+
+def has_box(text: str) -> bool:
+    r"""Return whether the text contains `\boxed{`, closed or not."""
+    return _BOX.search(text) is not None
+
+
+def after_thinking(text: str) -> str:
+    """Return the text after the last `</think>`, or all of it if there is none."""
+    return text.rsplit("</think>", 1)[-1]
+
+
+def text_label(label: Any) -> str:
+    """Return a label as stripped text. Raises DataError unless it is a number or non-empty text."""
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise DataError(
+            f"the label is {label!r} of type {type(label).__name__}, a verifier needs text or a number; "
+            "check --label-key"
+        )
+    text = str(label).strip()
+    if not text:
+        raise DataError("the label is empty, nothing can be verified against it; check --label-key")
+    return text
+
+
+# math
+
+MATH_TAIL = 2_000  # characters at the end of a response without a box that are searched for an answer
+MIN_DIFFERENCE = Fraction(1, 10_000)  # math-verify rounds to 6 decimals: numbers further apart are never equal
+
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+|[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}")
+_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s*(?:\s|(?=\\frac)))?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
+_PLAIN_WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*")
+_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\?\$")
+_SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")
+_NO_FORMULA = re.compile(r"[^\d\\$]*")
+_INTEGER = re.compile(r"[+-]?\d{1,50}")
+_MAX_NUMBER_LEN = 60
+
+
+def labels_from(label: Any) -> list[str]:
+    r"""Return the accepted answers: one for a text or number, several for a list.
+
+    A label may be bare LaTeX, `$...$`, `\boxed{...}`, or a worked solution that ends in "#### answer" (GSM8K).
+    """
+    texts = [text_label(each) for each in (label if isinstance(label, list | tuple) and label else [label])]
+    return [(last_boxed(text) or text).rsplit("####", 1)[-1].strip() for text in texts]
+
+
+def quick_math(response: str, label: Any, metadata: Mapping[str, Any]) -> float | None:
+    r"""Return 1.0 or 0.0 if the result is certain without algebra, else None.
+
+    The answer is the last `\boxed{}`, the text after "####", or a response that is only a number. The score is 0.0
+    for a response without text after its thinking, one cut off inside its only box, and one without a digit or
+    formula if the label is an integer.
+    """
+    del metadata
+    labels = labels_from(label)
+    answer = answer_of(response)
+    if answer is not None:
+        return quick_answer(answer, labels)
+    text = final_text(response)
+    if has_box(response) or not text:
+        return 0.0
+    return 0.0 if _NO_FORMULA.fullmatch(text) and all(_INTEGER.fullmatch(tidy(each)) for each in labels) else None
+
+
+def quick_answer(answer: str, labels: Sequence[str]) -> float | None:
+    """Compare an extracted answer with the labels: 1.0, 0.0, or None if that needs algebra."""
+    scores = [_equal(tidy(answer), tidy(label)) for label in labels]
+    if 1.0 in scores:
+        return 1.0
+    return None if None in scores else 0.0
+
+
+def answer_of(response: str) -> str | None:
+    r"""Return the last `\boxed{}`, the text after "####", or a response that is only a number; else None."""
+    boxed = last_boxed(response)
+    if boxed is not None or has_box(response):
+        return boxed
+    text = final_text(response)
+    if "####" in text:
+        return text.rsplit("####", 1)[-1].strip().split("\n", 1)[0]
+    return text if number_from(tidy(text)) is not None else None
+
+
+def final_text(response: str) -> str:
+    """Return the text after the thinking, without special tokens such as <|im_end|>."""
+    return _SPECIAL.sub("", after_thinking(response)).strip()
+
+
+def answer_text(response: str) -> str:
+    r"""Return the part of a response that math-verify searches.
+
+    That is the last box, else the last 2,000 characters after the thinking.
+    """
+    answer = answer_of(response)
+    return final_text(response)[-MATH_TAIL:] if answer is None else f"\\boxed{{{tidy(answer)}}}"
+
+
+def tidy(text: str) -> str:
+    r"""Remove notation that does not change the value: `$`, `\left`, spacing, `\dfrac` for `\frac`, a final period.
+
+    >>> tidy(r"\left( \dfrac12,\, 3 \right).")
+    '( \\frac{1}{2}, 3 )'
+    """
+    text = re.sub(r"\\[dt]frac", r"\\frac", _LAYOUT.sub("", text).replace("{,}", ","))
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = text.strip()
+    if whole := _TEXT_MACRO.fullmatch(text):
+        text = whole[1]
+    return text.rstrip(".").strip()
+
+
+def number_from(text: str) -> Fraction | None:
+    r"""Read a plain number: 1,024 or -0.5 or 1e-3 or 3/4 or `2\frac{1}{3}` or "2 1/3"; else None."""
+    if len(text) > _MAX_NUMBER_LEN:
+        return None
+    if _NUMBER.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    if match := _FRACTION.fullmatch(text):
+        sign, whole, a, b, c, d = match.groups()
+        if not int(b or d):
+            return None
+        value = Fraction(int(whole or 0)) + Fraction(int(a or c), int(b or d))
+        return -value if sign == "-" else value
+    return None
+
+
+def _equal(answer: str, label: str) -> float | None:
+    if not answer:
+        return 0.0
+    if answer == label:
+        return 1.0
+    a, b = number_from(answer), number_from(label)
+    if a is not None and b is not None:
+        if a == b:
+            return 1.0
+        both_whole = a.denominator == 1 and b.denominator == 1
+        return 0.0 if both_whole or abs(a - b) > MIN_DIFFERENCE else None
+    if _PLAIN_WORDS.fullmatch(answer) and _PLAIN_WORDS.fullmatch(label):
+        return float(answer.casefold() == label.casefold())
+    return None
+
+
+# deepscaler: the box after the thinking
+
+THOUGHT_ENDS = ("</think>", "###Response")
+
+
+def final_part(response: str) -> str | None:
+    """Return the text after the last end-of-thinking mark, or None if there is no mark."""
+    for mark in THOUGHT_ENDS:
+        if mark in response:
+            return response.rsplit(mark, 1)[-1]
+    return None
+
+
+def quick_deepscaler(response: str, label: Any, metadata: Mapping[str, Any]) -> float | None:
+    r"""Return 1.0 or 0.0 if the result is certain without algebra, else None.
+
+    The score is 0.0 for a response without `</think>` (or `###Response`), or without a complete `\boxed{}` after it.
+    """
+    del metadata
+    labels = labels_from(label)
+    part = final_part(response)
+    answer = None if part is None else last_boxed(part)
+    return 0.0 if answer is None else quick_answer(answer, labels)
+
+
+# dapo: the line after "Answer:"
+
+DAPO_TAIL = 300  # characters at the end of the response in which the recipe looks for the answer
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_INLINE_MATH = re.compile(r"\$(.*?)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]")
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline|boxed|fbox|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_UNIT = re.compile(
+    r"\b(?:square|ways|integers?|dollars?|cents?|mph|inch(?:es)?|feet|hours?|minutes?|km|cm|gm|meters?|pounds?|units?|"
+    r"points?|digits?|degrees?|meals|edges|students|multiples)\b",
+    re.IGNORECASE,
+)
+_MARKUP = re.compile(r"<\|im_end\|>|<\|endoftext\|>|</s>|\\[dl]?dots|\^\{?\\circ\}?|\\degree|\\[;,! ]|\\\$|\$|\"|\*")
+_ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,|\{,\})\d{3})+")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\w))\s*(?:\{([^{}]+)\}|(\w))")
+
+
+def dapo_score(response: str, label: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"score": 1.0 or -1.0, "acc": bool, "pred": str}, as DAPO's recipe does; pass `--reward-key score`.
+
+    Source: arXiv:2503.14476. The answer is what follows the last "Answer:" in the last 300 characters, up to the end of
+    the line, compared as text after normalization, which removes LaTeX wrappers, units, thousands separators and what
+    is left of "=". Integers are compared as numbers ("007", "7.0"). A response without "Answer:" scores -1.0 with the
+    prediction "[INVALID]".
+    """
+    del metadata
+    truth = normalize_answer(text_label(label))
+    answers = _ANSWER.findall(response[-DAPO_TAIL:])
+    pred = normalize_answer(answers[-1]) if answers else "[INVALID]"
+    is_right = bool(answers) and pred != "" and pred == truth
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
+
+
+def normalize_answer(text: str) -> str:
+    r"""Return a final answer in the normalized form in which answers are compared.
+
+    >>> normalize_answer(r"the area is $A = \boxed{1,\!024}$ square units.")
+    '1024'
+    """
+    inline = _INLINE_MATH.search(text)
+    if inline is not None:
+        text = next(part for part in inline.groups() if part is not None)
+    text = text.rsplit("=", 1)[-1]
+    text = _MARKUP.sub("", text)
+    for _ in range(3):  # nested wrappers, \boxed{\text{7}}
+        text = _WRAPPER.sub(r"\1", text)
+    text = _UNIT.sub("", text)
+    text = _ARTICLE.sub("", text)
+    text = _SHORT_FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
+    has_macros = "\\" in text
+    text = "".join(text.split()).rstrip(".,;:")
+    if not has_macros:
+        text = text.strip("{}")
+    if _GROUPED.fullmatch(text):
+        text = text.replace("{,}", "").replace(",", "")
+    return str(int(float(text))) if re.fullmatch(r"[+-]?\d{1,15}(?:\.0*)?", text) else text
+
+
+# f1: words shared with the label
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLOSED_ANSWERS = {"yes", "no", "noanswer"}
+
+
+def f1_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Return the token-level F1 (SQuAD, arXiv:1606.05250 sec. 6.1) in [0, 1], the maximum over a list of labels.
+
+    Text is compared in lower case, without punctuation and articles. The answers yes, no and noanswer must match
+    exactly (HotpotQA's rule), because many wrong sentences contain "no".
+    """
+    del metadata
+    labels: Sequence[Any] = label if isinstance(label, list | tuple) and label else [label]
+    return max(_f1(_f1_words(response), _f1_words(text_label(each))) for each in labels)
+
+
+def _f1_words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(answer: list[str], truth: list[str]) -> float:
+    if answer == truth:
+        return 1.0
+    if " ".join(answer) in _CLOSED_ANSWERS or " ".join(truth) in _CLOSED_ANSWERS:
+        return 0.0
+    common = (Counter(answer) & Counter(truth)).total()
+    return 2 * common / (len(answer) + len(truth)) if common else 0.0
+
+
+# gpqa: multiple choice
+
+# Repetitions are bounded, because a degenerate response with a thousand spaces would make the search quadratic.
+# "a" and "I" before another word are words, except before a conjunction ("the answer is a because ...").
+_WORD = r"(?-i:(?<=[aiI])\s{1,4}(?!(?:because|since|as|for|and|but|given|due)\b)[a-z])"
+_LETTER = r"[\(\[*_\s$]{0,12}(?:\\text(?:bf)?\{)?\(?([A-Z])(?![A-Za-z'’])" f"(?!{_WORD})"
+_STATED = re.compile(
+    r"(?:answer|option|choice)(?:\s{1,4}(?:is|would be|must be))?\s{0,4}(?:option|choice)?\s{0,4}[:=]?" + _LETTER,
+    re.IGNORECASE,
+)
+_IS_CORRECT = re.compile(r"\b([A-Z])\)?\*{0,4}\s{1,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right|best)")
+_ALONE = re.compile(r"(?<![A-Za-z0-9'’\-])([A-Z])(?![A-Za-z0-9'’\-])")
+_MARKS = re.compile(r"[^a-z0-9]+")
+
+
+def gpqa_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    r"""Return 1.0 if the response chooses the right option, else 0.0.
+
+    The right option is `metadata["correct_letter"]`, or the label: a letter, an index from 0, or the text of one of
+    `metadata["choices"]`. The choice is the first match after `</think>` of: `\boxed{B}`, the last "answer is B" or
+    "Answer: (B)", the last "B is correct", the only letter in the response, the text of exactly one choice.
+    Raises DataError if the label is not an option.
+    """
+    choices = _choices(metadata)
+    letters = _letters(metadata, choices)
+    right = _right_letter(label, metadata, choices, letters)
+    return float(_chosen(after_thinking(response), choices, letters) == right)
+
+
+def _choices(metadata: Mapping[str, Any]) -> list[str]:
+    choices = metadata.get("choices") or []
+    return [str(c) for c in (choices.values() if isinstance(choices, Mapping) else choices)]
+
+
+def _letters(metadata: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
+    if valid := metadata.get("valid_letters"):
+        return [str(letter).upper() for letter in valid]
+    if isinstance(named := metadata.get("choices"), Mapping) and all(re.fullmatch("[A-Za-z]", str(k)) for k in named):
+        return [str(k).upper() for k in named]
+    return list(string.ascii_uppercase[: len(choices) or 10])
+
+
+def _right_letter(label: Any, metadata: Mapping[str, Any], choices: Sequence[str], letters: Sequence[str]) -> str:
+    if isinstance(correct := metadata.get("correct_letter"), str) and correct.strip().upper() in letters:
+        return correct.strip().upper()
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
+        return letters[label]
+    text = text_label(label)
+    bare = text.strip("()[]. ").upper()
+    if bare in letters:
+        return bare
+    plain = [_plain(choice) for choice in choices]
+    if plain.count(_plain(text)) == 1:
+        return letters[plain.index(_plain(text))]
+    raise DataError(f"the label {label!r} is none of the options {letters} and none of the texts {list(choices)}")
+
+
+def _chosen(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | None:
+    boxed = last_boxed(text)
+    if boxed is not None:
+        bare = re.sub(r"\\text(?:bf)?|[{}()\[\].\s]", "", boxed).upper()
+        return bare if bare in letters else _by_text(boxed, choices, letters)
+    for pattern in (_STATED, _IS_CORRECT):
+        stated = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
+        if stated:
+            return stated[-1]
+    alone = {letter for letter in _ALONE.findall(text) if letter in letters}
+    unambiguous = alone - {"A", "I"} or alone
+    return unambiguous.pop() if len(unambiguous) == 1 else _by_text(text, choices, letters)
+
+
+def _by_text(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | None:
+    plain = f" {_plain(text)} "
+    matches = [letter for letter, choice in zip(letters, choices, strict=False) if f" {_plain(choice)} " in plain]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _plain(text: str) -> str:
+    return _MARKS.sub(" ", text.lower()).strip()
+
+
+# random
+
+
+def random_score(sample: Sample) -> float:
+    """Return 0.0 or 1.0 with equal probability, a function of the sample's seed, index and response only.
+
+    A sample gets the same reward on every machine and after a restart.
+    """
+    text = f"{sample.seed}/{sample.group_index}/{sample.index}/{sample.response}"
+    return float(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] & 1)
+
+
+# The table
 
 Score = Callable[[str, Any, Mapping[str, Any]], float | dict[str, Any] | None]
 
@@ -43,11 +432,11 @@ class Verifier:
 
 
 _ROWS = (
-    Verifier("math", math.quick, "furlong.rewards.algebra.math_score", wants_box=True),
-    Verifier("dapo", dapo.score),
-    Verifier("deepscaler", deepscaler.quick, "furlong.rewards.algebra.deepscaler_score"),
-    Verifier("f1", f1.score),
-    Verifier("gpqa", gpqa.score),
+    Verifier("math", quick_math, "furlong.rewards.algebra.math_score", wants_box=True),
+    Verifier("dapo", dapo_score),
+    Verifier("deepscaler", quick_deepscaler, "furlong.rewards.algebra.deepscaler_score"),
+    Verifier("f1", f1_score),
+    Verifier("gpqa", gpqa_score),
     Verifier("remote_rm", kind="server"),
     Verifier("random", kind="sample"),
 )
@@ -64,12 +453,3 @@ def find_verifier(name: str) -> Verifier:
         raise ConfigError(problem)
     inner = name.removeprefix(BOXED)
     return replace(REWARDS[inner], name=name, is_boxed=name != inner)
-
-
-def random_score(sample: Sample) -> float:
-    """Return 0.0 or 1.0 with equal probability, a function of the sample's seed, index and response only.
-
-    A sample gets the same reward on every machine and after a restart.
-    """
-    text = f"{sample.seed}/{sample.group_index}/{sample.index}/{sample.response}"
-    return float(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] & 1)

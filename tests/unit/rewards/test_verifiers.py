@@ -4,9 +4,18 @@ import pytest
 
 from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
-from furlong.rewards import algebra, dapo, deepscaler, f1, gpqa, math
-from furlong.rewards.answers import last_boxed
-from furlong.rewards.verifiers import find_verifier, random_score
+from furlong.rewards import algebra
+from furlong.rewards.verifiers import (
+    dapo_score,
+    f1_score,
+    find_verifier,
+    gpqa_score,
+    last_boxed,
+    number_from,
+    quick_deepscaler,
+    quick_math,
+    random_score,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +90,13 @@ DIFFERENT = [
 @pytest.mark.parametrize(("label", "answer"), EQUAL)
 def test_math_accepts_equal_answers(label, answer):
     assert algebra.math_score(f"So the answer is \\boxed{{{answer}}}.", label, {}) == 1.0
-    assert math.quick(f"\\boxed{{{answer}}}", label, {}) in (1.0, None)
+    assert quick_math(f"\\boxed{{{answer}}}", label, {}) in (1.0, None)
 
 
 @pytest.mark.parametrize(("label", "answer"), DIFFERENT)
 def test_math_rejects_different_answers(label, answer):
     assert algebra.math_score(f"So the answer is \\boxed{{{answer}}}.", label, {}) == 0.0
-    assert math.quick(f"\\boxed{{{answer}}}", label, {}) in (0.0, None)
+    assert quick_math(f"\\boxed{{{answer}}}", label, {}) in (0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ def test_math_reads_plain_answers(response, score):
     "response", ["42", "41<|im_end|>", "I do not know", r"\boxed{42}", "#### 7", "-3.5", "</think>"]
 )
 def test_plain_numbers_do_not_need_the_sandbox(response):
-    assert math.quick(response, "42", {}) is not None
+    assert quick_math(response, "42", {}) is not None
 
 
 @pytest.mark.parametrize("label", [42, 42.0, "$42$", r"\boxed{42}", "6 * 7 = 42\n#### 42", ["41", "42"]])
@@ -129,7 +138,7 @@ def test_math_reads_labels_of_every_form(label):
 
 
 @pytest.mark.parametrize("label", [None, "", "  ", {"a": 1}, True, []])
-@pytest.mark.parametrize("verify", [math.quick, f1.score, dapo.score, gpqa.score, deepscaler.quick])
+@pytest.mark.parametrize("verify", [quick_math, f1_score, dapo_score, gpqa_score, quick_deepscaler])
 def test_a_missing_label_is_an_error_and_not_a_wrong_answer(verify, label):
     with pytest.raises(DataError, match="label"):
         verify("Answer: 4", label, {})
@@ -137,10 +146,10 @@ def test_a_missing_label_is_an_error_and_not_a_wrong_answer(verify, label):
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e999999999", "1/0", "0." + "3" * 5000, "\\frac{1}{0}"])
 def test_hostile_numbers_are_not_evaluated_in_the_driver(text):
-    assert math.number_from(text) is None
+    assert number_from(text) is None
 
 
-@pytest.mark.parametrize("verify", [math.quick, f1.score, dapo.score, gpqa.score, deepscaler.quick])
+@pytest.mark.parametrize("verify", [quick_math, f1_score, dapo_score, gpqa_score, quick_deepscaler])
 @pytest.mark.parametrize(
     "unit", [r"\boxed{", "answer ", "answer" + " " * 9_000, "{", "}", "</think>", r"\frac ", "A ", "answer is (((("]
 )
@@ -170,14 +179,14 @@ def test_degenerate_responses_are_scored_at_once(verify, unit):
     ],
 )
 def test_dapo_compares_the_line_after_answer(response, label, score):
-    result = dapo.score(response, label, {})
+    result = dapo_score(response, label, {})
     assert result["score"] == score
     assert result["acc"] is (score == 1.0)
     assert isinstance(result["pred"], str)
 
 
 def test_dapo_without_an_answer_line_is_invalid():
-    assert dapo.score("I give up", "42", {}) == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert dapo_score("I give up", "42", {}) == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +219,7 @@ def test_deepscaler_requires_a_box_after_the_thinking(response, score):
     ],
 )
 def test_f1_measures_shared_words(response, label, score):
-    assert f1.score(response, label, {}) == pytest.approx(score)
+    assert f1_score(response, label, {}) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +252,13 @@ def test_f1_measures_shared_words(response, label, score):
     ],
 )
 def test_gpqa_finds_the_chosen_letter(response, chosen):
-    scores = {letter: gpqa.score(response, letter, CHOICES) for letter in "ABCD"}
+    scores = {letter: gpqa_score(response, letter, CHOICES) for letter in "ABCD"}
     assert [letter for letter, score in scores.items() if score == 1.0] == ([chosen] if chosen else [])
 
 
 def test_gpqa_distinguishes_the_pronoun_i_from_option_i():
-    assert gpqa.score("The option I would choose: B", "B", {}) == 1.0
-    assert gpqa.score("The answer is I", "I", {}) == 1.0
+    assert gpqa_score("The option I would choose: B", "B", {}) == 1.0
+    assert gpqa_score("The answer is I", "I", {}) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -265,13 +274,13 @@ def test_gpqa_distinguishes_the_pronoun_i_from_option_i():
     ],
 )
 def test_gpqa_reads_labels_of_every_form(label, metadata):
-    assert gpqa.score("The answer is B", label, metadata) == 1.0
-    assert gpqa.score("The answer is A", label, metadata) == 0.0
+    assert gpqa_score("The answer is B", label, metadata) == 1.0
+    assert gpqa_score("The answer is A", label, metadata) == 0.0
 
 
 def test_gpqa_rejects_a_label_that_is_not_an_option():
     with pytest.raises(DataError, match=r"'purple'.*'A', 'B', 'C', 'D'.*'dark blue'"):
-        gpqa.score("B", "purple", CHOICES)
+        gpqa_score("B", "purple", CHOICES)
 
 
 def test_random_reward_depends_only_on_the_sample():
