@@ -88,8 +88,8 @@ def reported() -> list[str]:
     ]
     lines += ["| symptom | row | note |", "|---|---|---|"]
     for symptom in SYMPTOMS:
-        proofs = ", ".join(f"`{name}`" for name in symptom.tests)
-        note = "; ".join(filter(None, (symptom.note, proofs and f"tested by {proofs}")))
+        tests = ", ".join(f"`{name}`" for name in symptom.tests)
+        note = "; ".join(filter(None, (symptom.note, tests and f"tested by {tests}")))
         lines.append(f"| {symptom.seen} | {', '.join(symptom.rows)} | {note} |")
     return lines
 

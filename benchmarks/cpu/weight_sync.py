@@ -84,7 +84,7 @@ class Sent:
     """Measurements of one weight update."""
 
     seconds: float
-    proof_s: float = 0.0
+    verify_s: float = 0.0
     wire_bytes: int = 0
 
 
@@ -192,7 +192,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
         (scratch / "rival").mkdir()
         theirs = rivals(weights, scratch / "model", scratch / "rival", pipe)
         versions = itertools.count(1)
-        ways = {name: _publishing(weights, sync, versions, is_delta=name == "delta") for name, sync in syncs.items()}
+        ways = {name: _updating(weights, sync, versions, is_delta=name == "delta") for name, sync in syncs.items()}
         ways |= {name: _in_thread(one) for name, one in theirs.items()}
         for number in range(args.rounds + 1):
             for name, way in ways.items():
@@ -209,7 +209,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
     return weights, found
 
 
-def _publishing(weights: Weights, sync: LocalSync, versions: Iterator[int], *, is_delta: bool) -> Way:
+def _updating(weights: Weights, sync: LocalSync, versions: Iterator[int], *, is_delta: bool) -> Way:
     async def one() -> Sent:
         if is_delta:  # other methods have updated the server, so resynchronize it first
             await sync.update_weights(next(versions))
@@ -242,8 +242,8 @@ def main() -> None:
     print(f"{'method':14s} {'seconds':>8s} {'verify s':>8s} {'MB sent':>8s}  ratio to the baseline (range)")
     for name, sents in found.items():
         seconds = statistics.median(sent.seconds for sent in sents)
-        proof, wire = statistics.median(s.proof_s for s in sents), statistics.median(s.wire_bytes for s in sents)
-        line = f"{name:14s} {seconds:8.3f} {proof:8.3f} {wire / 1e6:8.1f}"
+        verify, wire = statistics.median(s.verify_s for s in sents), statistics.median(s.wire_bytes for s in sents)
+        line = f"{name:14s} {seconds:8.3f} {verify:8.3f} {wire / 1e6:8.1f}"
         if rival := RIVAL_OF.get(name):
             ratios = sorted(a.seconds / b.seconds for a, b in zip(sents, found[rival], strict=True))
             line += f"  {statistics.median(ratios):.2f} x `{rival}` ({ratios[0]:.2f}-{ratios[-1]:.2f})"

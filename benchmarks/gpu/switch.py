@@ -44,9 +44,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from publications import STAGES, show_stages, traced
 from rollout import client_of
 from train_mfu import SHAPES, RandomBackend, Task
+from update_timing import STAGES, show_stages, traced
 from weight_sync import build_launch, servers_of
 
 from furlong.algo.policy_loss import PolicyLoss
@@ -165,7 +165,7 @@ async def cycle(trainer: SmallSteps, http: HttpEngine, sync: LocalSync, shared: 
     assert len(done.tokens) == 4
     found = {name: metric.value for name, metric in shared.metrics().items()}
     row |= {what: found.get(name, 0.0) for name, what in SWITCHES.items()}
-    row |= {"publication": report.seconds, "publication again": repeated.seconds}
+    row |= {"weight update": report.seconds, "repeated weight update": repeated.seconds}
     row["switch"] = sum(row[what] for what in SWITCHES.values())
     row |= {name: value for name, value in found.items() if name.startswith("memory/")}
     return Cycle(row, stages, again, parts)
@@ -207,7 +207,7 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
             if not variant.offload_train:
                 await trainer.offload()
             _CudaPacker.close(packer)
-            show_publications(variant.name, found)
+            show_updates(variant.name, found)
             return found
 
         usual = await run(Variant("as in a run"), args.cycles)
@@ -227,12 +227,12 @@ def medians_of(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in rows[-1]}
 
 
-def show_publications(name: str, found: list[Cycle]) -> None:
+def show_updates(name: str, found: list[Cycle]) -> None:
     """Print weight update time: median seconds per stage, and per bucket of the last cycle."""
     row = medians_of([each.row for each in found])
-    print(f"{name}: weight update {row['publication']:.4f} s, by stage")
+    print(f"{name}: weight update {row['weight update']:.4f} s, by stage")
     show_stages(medians_of([each.stages for each in found]))
-    print(f"{name}: again without a hand-over {row['publication again']:.4f} s")
+    print(f"{name}: again without a hand-over {row['repeated weight update']:.4f} s")
     show_stages(medians_of([each.again for each in found]))
     for stage, seconds in found[-1].buckets.items():
         print(f"      {STAGES[stage]}, ms per bucket: " + " ".join(f"{1e3 * each:.1f}" for each in seconds), flush=True)

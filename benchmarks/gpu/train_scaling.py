@@ -115,10 +115,10 @@ def run(name: str, way_name: str, args: argparse.Namespace, folder: Path) -> dic
         subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         for rank, log in enumerate(logs)
     ]
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-        if time.monotonic() > deadline:
-            break
+    is_late = False
+    while not is_late and any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
         time.sleep(0.2)
+        is_late = time.monotonic() > deadline
     time.sleep(0 if all(rank.poll() == 0 for rank in ranks) else 2)  # let the other ranks log their errors
     codes = [rank.poll() for rank in ranks]
     for rank in ranks:
@@ -133,7 +133,7 @@ def run(name: str, way_name: str, args: argparse.Namespace, folder: Path) -> dic
         tail = "\n".join(
             f"--- rank {rank}, exit {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
         )
-        return {"error": f"timed out after {args.limit} s" if None in codes else "failed", "log": tail}
+        return {"error": f"timed out after {args.limit} s" if is_late else "failed", "log": tail}
     return json.loads(out.read_text())
 
 

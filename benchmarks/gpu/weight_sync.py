@@ -12,7 +12,7 @@ process's GPU, and all of them change before each update. The first update of ea
 connects; it is printed but not counted.
 
 The time of an update starts with reading the first tensor. It ends with comparing the last checksum, or, when
-verification runs during serving, with loading the last tensor. `--proof` selects when to verify: `before` serving,
+verification runs during serving, with loading the last tensor. `--verify` selects when to verify: `before` serving,
 `beside` it (during serving), or `off`, which only this script supports, as the reference. The cost of verification is
 the difference from `off`, as a share of an update and, with `--step-s`, of a training step. `verify` is the time that
 this process spends on verification or waits for it, overlapped with sending where possible. Stages overlap; `rest` is
@@ -45,13 +45,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from publications import PROOFS, ProofMode, Series, cost_of_proof, publications
 from rollout import client_of, options_from, write_model
 from torch import Tensor
 from train_mfu import SHAPES
 from train_mfu import build as build_trainer
 from train_scaling import free_port
 from transformers import AutoModelForCausalLM
+from update_timing import VERIFICATIONS, Series, Verification, cost_of_verification, time_updates
 
 from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
@@ -163,9 +163,9 @@ async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
     return server
 
 
-def sync_to(server: SglangServer, weights: Any, transport: Transport, proof: ProofMode) -> LocalSync:
+def sync_to(server: SglangServer, weights: Any, transport: Transport, verify: Verification) -> LocalSync:
     """Return a sync that sends `weights` to one server."""
-    return LocalSync(weights, servers_of(server), transport, verify_while_serving=proof == "beside")
+    return LocalSync(weights, servers_of(server), transport, verify_while_serving=verify == "beside")
 
 
 def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> float:
@@ -225,12 +225,12 @@ async def measure(args: argparse.Namespace, launch: Launch, folder: Path, device
         servers = dict(zip(engines, opened, strict=True))
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
         series: list[Series] = []
-        for way, proof in itertools.product(chosen, args.proof):
-            sync = sync_to(servers[way.gpu], weights, way.transport, proof)
-            series.append(await publications(sync, weights.change, way.name, args.rounds, proof))
+        for way, verify in itertools.product(chosen, args.verify):
+            sync = sync_to(servers[way.gpu], weights, way.transport, verify)
+            series.append(await time_updates(sync, weights.change, way.name, args.rounds, verify))
             series[-1].show()
-            found[f"{way.name} {proof}"] = series[-1].figures()
-        print("\n".join(cost_of_proof(series, args.step_s)))
+            found[f"{way.name} {verify}"] = series[-1].figures()
+        print("\n".join(cost_of_verification(series, args.step_s)))
         server = servers[chosen[0].gpu]
         alone = checksums_alone(weights, server, args.rounds)
         started = time.perf_counter()
@@ -261,8 +261,8 @@ async def measure_ranks(args: argparse.Namespace, launch: Launch, folder: Path) 
         await server.close()
         out = folder / "figures.json"
         command = [sys.executable, "-W", "ignore", __file__, "--port", str(free_port()), "--url", engine.url]
-        command += ["--json", str(out), "--engine", args.engine, "--way", args.way, "--shape", args.shape, "--proof"]
-        command += [*args.proof, "--tensor-parallel", str(args.tensor_parallel), "--rounds", str(args.rounds)]
+        command += ["--json", str(out), "--engine", args.engine, "--way", args.way, "--shape", args.shape, "--verify"]
+        command += [*args.verify, "--tensor-parallel", str(args.tensor_parallel), "--rounds", str(args.rounds)]
         command += ["--bucket-mb", str(args.bucket_mb), *(["--step-s", str(args.step_s)] if args.step_s else [])]
         ranks += [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.tensor_parallel)]
         deadline = time.monotonic() + args.ranks_timeout
@@ -291,15 +291,15 @@ def rank_main(args: argparse.Namespace, device: str) -> None:
     timeout = timedelta(seconds=args.ranks_timeout)
     join(rank=rank, world_size=world, address="127.0.0.1", port=args.port, backend=backend, timeout=timeout)
     trainer = build_trainer("megatron", SHAPES[args.shape], where, ranks)
-    found = asyncio.run(publish_from_rank(args, trainer, ranks))
+    found = asyncio.run(update_from_rank(args, trainer, ranks))
     if rank == 0:
-        print("\n".join(cost_of_proof(found, args.step_s)), flush=True)
-        args.json.write_text(json.dumps({f"{one.way} tp{world} {one.proof}": one.figures() for one in found}))
+        print("\n".join(cost_of_verification(found, args.step_s)), flush=True)
+        args.json.write_text(json.dumps({f"{one.way} tp{world} {one.verify}": one.figures() for one in found}))
     del trainer  # it refers to the process group
     ranks.leave()
 
 
-async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
+async def update_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks) -> list[Series]:
     """Run this rank's part of all weight updates; return the measurements on rank 0."""
     server = SglangServer(args.url, ServerInfo.read({}))
     server.info = ServerInfo.read(await server.ask("/server_info"))
@@ -327,10 +327,10 @@ async def publish_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks
             torch.cuda.synchronize()
 
     found: list[Series] = []
-    for proof in args.proof:
+    for verify in args.verify:
         if ranks.rank == 0:
-            sync = RemoteSync(rank, servers_of(server), name=name, verify_while_serving=proof == "beside")
-            found.append(await publications(sync, change, name, args.rounds, proof))
+            sync = RemoteSync(rank, servers_of(server), name=name, verify_while_serving=verify == "beside")
+            found.append(await time_updates(sync, change, name, args.rounds, verify))
             found[-1].show()
         else:
             for version in range(args.rounds + 1):
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--proof", nargs="+", choices=PROOFS, default=PROOFS)
+    parser.add_argument("--verify", nargs="+", choices=VERIFICATIONS, default=VERIFICATIONS)
     parser.add_argument("--step-s", type=float, help="seconds per training step, to compare with")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="TP size of a Megatron trainer")
     parser.add_argument("--engine-gpus", type=int, default=1, help="GPUs of the server; not with --tensor-parallel")

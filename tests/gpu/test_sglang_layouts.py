@@ -83,16 +83,16 @@ def test_weights_of_every_layout_arrive(engine, runner, name):
     trained = write_model(folder / f"trained-{version}", kind, seed=version)
     server = generating.servers[0]
     case = {
-        "name": name, "function": "publish", "world": world,
+        "name": name, "function": "update_weights", "world": world,
         "first_gpu": device_count() - 1 if transport == "ipc" else 0,  # the server uses the last GPU
         "args": {
             "family": f"trained-{version}", "url": server.url, "transport": transport, "version": version,
             "device": "cuda", **sizes,
         },
     }  # fmt: skip
-    found = run_cases("megatron_publications", folder, [case], deadline_s=100)[name][0]
+    found = run_cases("megatron_weight_updates", folder, [case], deadline_s=100)[name][0]
     logging.getLogger(__name__).warning("%s, %d ranks by %s: %s", name, world, transport, found)
-    assert found["proof"] == "every checksum verified"
+    assert found["verification"] == "every checksum verified"
     assert runner.run(server.served_version()) == str(version)
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)
     gaps = []

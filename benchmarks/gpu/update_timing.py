@@ -19,8 +19,8 @@ from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.weight_sync.verification import WeightVerifier
 from furlong.weight_sync.weight_record import WeightRecord
 
-ProofMode = Literal["off", "before", "beside"]
-PROOFS: tuple[ProofMode, ...] = ("off", "before", "beside")
+Verification = Literal["off", "before", "beside"]
+VERIFICATIONS: tuple[Verification, ...] = ("off", "before", "beside")
 
 STAGES = {  # span names of `core.tracing`, and their labels
     "read bucket": "read tensors, including recording",
@@ -40,7 +40,7 @@ class Series:
     """Weight updates of one kind, without the first. `stages`: seconds per stage and update; stages may overlap."""
 
     way: str
-    proof: ProofMode
+    verify: Verification
     reports: list[SyncReport]
     later_s: list[float]
     stages: dict[str, float]
@@ -58,9 +58,9 @@ class Series:
     def show(self) -> None:
         """Print the medians and stages."""
         num_bytes = self.reports[0].num_bytes
-        later = f", verified {statistics.median(self.later_s):.4f} s later" if self.proof == "beside" else ""
+        later = f", verified {statistics.median(self.later_s):.4f} s later" if self.verify == "beside" else ""
         print(
-            f"{self.way:5s} verification {self.proof:6s}: median {self.median:.4f} s  "
+            f"{self.way:5s} verification {self.verify:6s}: median {self.median:.4f} s  "
             f"{num_bytes / self.median / 1e9:.2f} GB/s  verify {self.verify_share:.1%}{later}"
         )
         show_stages(self.stages)
@@ -73,13 +73,16 @@ class Series:
         }  # fmt: skip
 
 
-async def publications(
-    sync: RemoteSync, change: Callable[[], None], way: str, rounds: int, proof: ProofMode, *, shows: bool = True
+async def time_updates(
+    sync: RemoteSync, change: Callable[[], None], way: str, rounds: int, verify: Verification, *, shows: bool = True
 ) -> Series:
-    """Update weights `rounds` times after one warm-up; `proof="beside"` needs a `sync` that verifies while serving."""
+    """Update weights `rounds` times after one warm-up; `verify="beside"` needs a `sync` that verifies while serving."""
     reports: list[SyncReport] = []
     later_s: list[float] = []
-    with tempfile.TemporaryDirectory() as folder, without_proof() if proof == "off" else contextlib.nullcontext():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        without_verification() if verify == "off" else contextlib.nullcontext(),
+    ):
         for version in range(rounds + 1):
             change()
             if version == 1:
@@ -98,14 +101,14 @@ async def publications(
         tracer.stop()
         stages = stages_of(spans_of(Path(folder)), rounds, sum(report.seconds for report in reports[1:]))
     await sync.close()
-    return Series(way, proof, reports[1:], later_s[1:], stages)
+    return Series(way, verify, reports[1:], later_s[1:], stages)
 
 
 @contextlib.contextmanager
-def without_proof() -> Generator[None]:
+def without_verification() -> Generator[None]:
     """Disable recording and verification, which furlong has no setting for."""
 
-    def counted(self: WeightRecord, source: WeightSource) -> WeightSource:
+    def count(self: WeightRecord, source: WeightSource) -> WeightSource:
         def read() -> Iterator[NamedTensor]:
             for name, tensor in source.open():
                 self.num_tensors += 1
@@ -115,11 +118,11 @@ def without_proof() -> Generator[None]:
 
         return WeightSource(read, is_live=source.is_live)
 
-    async def trusted(self: WeightVerifier, servers: Sequence[object], sent: WeightRecord, version: int) -> str:
+    async def skip(self: WeightVerifier, servers: Sequence[object], sent: WeightRecord, version: int) -> str:
         del self, servers, sent, version
         return "not verified"
 
-    with mock.patch.object(WeightRecord, "recording", counted), mock.patch.object(WeightVerifier, "check", trusted):
+    with mock.patch.object(WeightRecord, "recording", count), mock.patch.object(WeightVerifier, "check", skip):
         yield
 
 
@@ -144,9 +147,9 @@ def show_stages(stages: dict[str, float]) -> None:
 
 def stages_of(spans: dict[str, list[tuple[float, float]]], rounds: int, total_s: float) -> dict[str, float]:
     """Return the seconds per weight update covered by each kind of span; `rest`: by none."""
-    found = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
-    anything = covered([span for name in found for span in spans[name]]) / 1e6
-    return found | {"rest": max(total_s - anything, 0.0) / rounds}
+    result = {name: covered(spans[name]) / 1e6 / rounds for name in STAGES if name in spans}
+    anything = covered([span for name in result for span in spans[name]]) / 1e6
+    return result | {"rest": max(total_s - anything, 0.0) / rounds}
 
 
 def spans_of(folder: Path) -> dict[str, list[tuple[float, float]]]:
@@ -174,13 +177,13 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def cost_of_proof(found: Sequence[Series], step_s: float | None) -> Iterator[str]:
+def cost_of_verification(measured: Sequence[Series], step_s: float | None) -> Iterator[str]:
     """Yield lines with the cost of verification relative to none, for each transport of this run."""
-    without = {series.way: series.median for series in found if series.proof == "off"}
-    for series in found:
-        if series.proof == "off" or series.way not in without:
+    without = {series.way: series.median for series in measured if series.verify == "off"}
+    for series in measured:
+        if series.verify == "off" or series.way not in without:
             continue
         cost = series.median - without[series.way]
-        line = f"{series.way}: verification ({series.proof}) costs {cost:+.4f} s"
+        line = f"{series.way}: verification ({series.verify}) costs {cost:+.4f} s"
         line += f", {cost / series.median:.1%} of a weight update"
         yield line if step_s is None else f"{line}, {cost / step_s:.3%} of a {step_s:g} s step"

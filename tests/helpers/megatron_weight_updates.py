@@ -31,24 +31,24 @@ TIMEOUT_S = 60.0
 @contextlib.contextmanager
 def messages_of(name: str) -> Generator[list[str]]:
     """Collect the messages of a logger within the context."""
-    said: list[str] = []
+    messages: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logger, listener = logging.getLogger(name), Listener()
     level = logger.level
     logger.addHandler(listener)
     logger.setLevel(logging.INFO)
     try:
-        yield said
+        yield messages
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)
 
 
-def publish(
+def update_weights(
     ranks: Ranks,
     folder: Path,
     *,
@@ -81,10 +81,15 @@ def publish(
                 return [server]
 
             sync = RemoteSync(rank, servers, name=way.name, timeout_s=TIMEOUT_S)
-            with messages_of("furlong.weight_sync.remote_sync") as said:
+            with messages_of("furlong.weight_sync.remote_sync") as messages:
                 report = await sync.update_weights(version)
             await sync.close()
-        proof = said[-1].rpartition(", ")[2]
-        return {"tensors": report.num_tensors, "bytes": report.num_bytes, "seconds": report.seconds, "proof": proof}
+        verification = messages[-1].rpartition(", ")[2]
+        return {
+            "tensors": report.num_tensors,
+            "bytes": report.num_bytes,
+            "seconds": report.seconds,
+            "verification": verification,
+        }
 
     return asyncio.run(at_server())
