@@ -31,8 +31,8 @@ from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.embedded.decode_linear import DecodeLinear, supports_blocks
 from furlong.inference.embedded.decode_model import DecodeModel, bucketed_length
+from furlong.inference.embedded.decode_steps import DecodeLinear, supports_blocks
 from furlong.inference.embedded.model_loading import model_from_state
 from furlong.inference.embedded.request import Request
 from furlong.inference.embedded.slot_batch import SlotBatch

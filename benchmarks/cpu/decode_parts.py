@@ -28,11 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.inference.embedded.decode_linear import DecodeLinear
 from furlong.inference.embedded.decode_model import padded_rows
-from furlong.inference.embedded.decode_steps import DecodeSteps
+from furlong.inference.embedded.decode_steps import DecodeLinear, DecodeSteps, attend_slots, decode_mask
 from furlong.inference.embedded.slot_batch import SlotBatch
-from furlong.inference.embedded.slot_cache import attend_slots, decode_mask
 
 STEPS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_engine import run, tiny_engine, tiny_model
-from furlong.inference.embedded import token_buffer
+from furlong.inference.embedded import request as request_module
 from furlong.interfaces import SamplingParams
 
 KINDS = [
@@ -97,5 +97,5 @@ def test_completions_are_bitwise_equal_under_any_arrival(alone, family, dtype, s
     rng.shuffle(order)
     delays = [rng.choice([0, 0, 0, 1, 3, 8]) for _ in range(20)]
     want = alone(family, dtype)
-    with mock.patch.object(token_buffer, "ROWS", buffer_rows):
+    with mock.patch.object(request_module, "ROWS", buffer_rows):
         assert play(family, dtype, num_slots=num_slots, order=order, delays=delays, hold=hold) == want

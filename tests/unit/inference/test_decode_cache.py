@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.inference.embedded.slot_cache import SlotCache, attend_slots, decode_mask
+from furlong.inference.embedded.decode_steps import SlotCache, attend_slots, decode_mask
 
 SLOTS, KV_HEADS, WIDTH = 4, 2, 32
 

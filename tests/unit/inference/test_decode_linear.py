@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.inference.embedded import decode_linear
-from furlong.inference.embedded.decode_linear import DecodeLinear, supports_blocks
+from furlong.inference.embedded import decode_steps
+from furlong.inference.embedded.decode_steps import DecodeLinear, supports_blocks
 from furlong.machine import has_amx
 
 SHAPES = [(96, 32), (104, 64), (768, 256), (384, 1120)]
@@ -49,5 +49,5 @@ def test_rows_do_not_depend_on_the_number_of_rows(shape, dtype):
 
 def test_large_and_double_precision_weights_have_no_blocked_copy(monkeypatch):
     assert not supports_blocks([torch.zeros(8, 8, dtype=torch.float64)])
-    monkeypatch.setattr(decode_linear, "MAX_BLOCKED_BYTES", 255)
+    monkeypatch.setattr(decode_steps, "MAX_BLOCKED_BYTES", 255)
     assert not supports_blocks([torch.zeros(8, 8)])

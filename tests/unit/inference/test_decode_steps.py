@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from fakes_engine import tiny_model
 from furlong.inference.embedded import decode_model as decode
 from furlong.inference.embedded.decode_model import FusedDenseModel
-from furlong.inference.embedded.decode_steps import RowNorms, StepShape
+from furlong.inference.embedded.decode_steps import RowNorms, SlotCache, StepShape
 from furlong.inference.embedded.model_loading import model_from_state
-from furlong.inference.embedded.slot_cache import SlotCache
 
 CPU = torch.device("cpu")
 SLOTS = 4

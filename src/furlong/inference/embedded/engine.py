@@ -22,12 +22,11 @@ from transformers import AutoConfig
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import bucketed_length
+from furlong.inference.embedded.decode_model import ExpectedChecksums, WeightLoad, bucketed_length
 from furlong.inference.embedded.engine_thread import EngineThread, on_loop, settler
 from furlong.inference.embedded.model_loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
 from furlong.inference.embedded.request import Finished, Progress, Request, RequestError, check_params
 from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
-from furlong.inference.embedded.weight_table import ExpectedChecksums, WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
 from furlong.models.model_facts import length_limit
 

@@ -22,10 +22,9 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
-from furlong.inference.embedded.request import Finished, Progress, Request, StopStrings
+from furlong.inference.embedded.decode_steps import SlotCache
+from furlong.inference.embedded.request import Finished, Progress, Request, StopStrings, TokenBuffer
 from furlong.inference.embedded.sampler import Sampler, SamplingRows
-from furlong.inference.embedded.slot_cache import SlotCache
-from furlong.inference.embedded.token_buffer import TokenBuffer
 from furlong.interfaces import TextTokenizer
 
 KvPolicy = Literal["recompute", "keep"]

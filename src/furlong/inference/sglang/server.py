@@ -177,7 +177,7 @@ class SglangServer(SglangClient):
 
     @property
     def rearranges_experts(self) -> str:
-        """Options that change the layout of experts from that of `sglang_layout.expert_stacks`; "" if none."""
+        """Options that change the layout of experts from that of `sglang_layout`; "" if none."""
         return self.info.expert_options
 
     @property

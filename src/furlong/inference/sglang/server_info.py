@@ -14,7 +14,7 @@ from furlong.sglang_layout.layout_facts import PLAIN_EXPERTS, PLAIN_SHARES, PLAI
 class ServerInfo:
     """Settings of a server. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
 
-    expert_options: Options that change the memory layout of experts from that of `sglang_layout.expert_stacks`; "" if
+    expert_options: Options that change the memory layout of experts from that of `sglang_layout`; "" if
         there are none.
     layout_options: Options that change the memory layout of tensors from that of `sglang_layout.fused_checksums` and
         `sglang_layout.shard_checksums`; "" if there are none.

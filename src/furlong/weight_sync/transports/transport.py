@@ -94,7 +94,7 @@ class WeightServer(Protocol):
 
     @property
     def rearranges_experts(self) -> str:
-        """Why its experts may not have the layout in `sglang_layout.expert_stacks`; "" if they do."""
+        """Why its experts may not have the layout in `sglang_layout`; "" if they do."""
         ...
 
     @property

@@ -15,7 +15,7 @@ from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.models.hf_model import named_tensors, on_disk, save_model
-from furlong.sglang_layout.expert_stacks import Place, place_of
+from furlong.sglang_layout.fused_checksums import Place, place_of
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from furlong.weight_sync.verification import WeightVerifier, record_for
