@@ -1,12 +1,21 @@
-"""Helpers of actor processes: end with the parent, look up the address, pass exceptions between processes."""
+"""Helpers of actor processes: end with the parent, pass exceptions between processes, report stacks on a signal.
+
+The signal handler (faulthandler) is written in C, so a rank that waits inside a library answers too. It needs no extra
+package and no root.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
+import os
 import signal
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from furlong import errors
@@ -20,7 +29,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def own_address() -> str:
+def local_address() -> str:
     """Return the address of this machine in the cluster."""
     import ray
 
@@ -63,3 +72,38 @@ class RemoteError(Exception):
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
+
+
+STACKS_SIGNAL = signal.SIGUSR1
+STACKS_S = 3.0  # for a process to write its stacks
+STACKS_POLL_S = 0.05
+
+
+def answer_with_stacks() -> None:
+    """Have this process write the stacks of its threads to standard error on `STACKS_SIGNAL`."""
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+
+
+def ask_for_stacks(process: int, log: str) -> str:
+    """Return the stacks of a process of this machine, whose standard error is `log`, or in brackets why it has none.
+
+    A process id below 1 is not known yet; `os.kill` would signal this process' group.
+    """
+    if process < 1:
+        return "(it has not started yet)"
+    path, before = Path(log), b""
+    try:
+        start = path.stat().st_size
+        os.kill(process, STACKS_SIGNAL)
+    except (OSError, ProcessLookupError) as error:
+        return f"(gone: {error})"
+    deadline = time.monotonic() + STACKS_S
+    while time.monotonic() < deadline:
+        time.sleep(STACKS_POLL_S)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(start)
+            stacks = file.read()
+            if stacks and stacks == before:  # complete
+                return stacks.decode(errors="replace")
+            before = stacks
+    return f"(no answer within {STACKS_S:g} s: the process is stopped, or blocked in the kernel)"

@@ -141,12 +141,12 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
     trainers = slots[: topology.num_ranks]
     start = topology.engine_offset
     engines = [slots[start + first : start + first + size] for first, size in topology.engine_parts]
-    wanted = {f"trainer node {i}": trainers[i * topology.gpus_per_node : (i + 1) * topology.gpus_per_node]
+    parts = {f"trainer node {i}": trainers[i * topology.gpus_per_node : (i + 1) * topology.gpus_per_node]
               for i in range(topology.num_nodes)}  # fmt: skip
     for e, engine in enumerate(engines):
         per_node = min(len(engine), topology.engine_node_gpus)
-        wanted |= {f"engine {e}": engine[i : i + per_node] for i in range(0, len(engine), per_node)}
-    for name, part in wanted.items():
+        parts |= {f"engine {e}": engine[i : i + per_node] for i in range(0, len(engine), per_node)}
+    for name, part in parts.items():
         if len({slot.node_id for slot in part}) > 1:
             raise ClusterError(
                 f"Ray gave {name} GPUs on several machines ({', '.join(sorted({slot.address for slot in part}))}), "
@@ -154,9 +154,9 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
                 "divide what is free on each"
             )
     for e, engine in enumerate(engines):
-        parts = Counter(slot.address for slot in engine)
-        if len(set(parts.values())) > 1:
-            where = ", ".join(f"{count} of {address}" for address, count in parts.items())
+        counts = Counter(slot.address for slot in engine)
+        if len(set(counts.values())) > 1:
+            where = ", ".join(f"{count} of {address}" for address, count in counts.items())
             raise ClusterError(
                 f"engine {e} spans machines with unequal numbers of GPUs, {where}; SGLang requires the same number on "
                 "each. Set --num-gpus-per-node to the GPUs of a machine, and --rollout-num-gpus-per-engine to a "
@@ -199,18 +199,18 @@ def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
     addresses = {node.node_id: node.address for node in live_nodes()}
     gpus: dict[int, int | None] = dict.fromkeys(on_node)
     if resource == "GPU":
-        asked = {
-            bundle: _own_gpu.options(
+        probes = {
+            bundle: _slot_gpu.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             ).remote()
             for bundle in on_node
         }
-        gpus |= dict(zip(asked, ray.get(list(asked.values()), timeout=PROBE_S), strict=True))
+        gpus |= dict(zip(probes, ray.get(list(probes.values()), timeout=PROBE_S), strict=True))
     return [Slot(bundle, node_id, addresses[node_id], gpus[bundle]) for bundle, node_id in on_node.items()]
 
 
 @ray.remote(num_gpus=1, num_cpus=1)
-def _own_gpu() -> int:
+def _slot_gpu() -> int:
     """Return the index of this slot's GPU among those visible to a process on its machine."""
     return int(ray.get_gpu_ids()[0])
 

@@ -22,8 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from furlong.cluster.actor_process import Failure, die_with_parent, own_address
-from furlong.cluster.rank_stacks import answer_with_stacks
+from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_parent, local_address
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
@@ -148,7 +147,7 @@ class TrainerRank:
         answer_with_stacks()
         # Batches lie read-only in Ray's object store and are read there.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._held = ExitStack()
+        self._contexts = ExitStack()
         self._listener: socket.socket | None = None
         self._parts: RankParts | None = None
         self._sync: RankSync | None = None
@@ -156,7 +155,7 @@ class TrainerRank:
 
     def location(self) -> RankLocation:
         """Return where this rank runs."""
-        return RankLocation(socket.gethostname(), own_address(), os.getpid(), self._log)
+        return RankLocation(socket.gethostname(), local_address(), os.getpid(), self._log)
 
     def path_exists(self, path: str) -> bool:
         """Whether this path exists on the rank's machine."""
@@ -178,7 +177,7 @@ class TrainerRank:
         if settings.trace is not None:
             tracer.start(Path(settings.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
         if settings.deterministic:
-            self._held.enter_context(deterministic_kernels())
+            self._contexts.enter_context(deterministic_kernels())
         disable_nccl_cumem()
         on_gpu = torch.cuda.is_available()
         threads = choose_threads(settings.num_threads, num_parts=settings.ranks_per_node)
@@ -186,7 +185,7 @@ class TrainerRank:
         logger.info("rank %d of %d, %s, %d threads: %s", ranks.rank, ranks.world_size,
                     torch.cuda.get_device_name() if on_gpu else "on a CPU", threads.count, threads.reason)  # fmt: skip
         if ranks.world_size > 1:
-            set_gloo_interface(own_address())
+            set_gloo_interface(local_address())
             join(
                 rank=ranks.rank,
                 world_size=ranks.world_size,

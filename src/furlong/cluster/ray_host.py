@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from furlong.cluster.actor_process import Failure, die_with_parent, own_address
+from furlong.cluster.actor_process import Failure, die_with_parent, local_address
 from furlong.cluster.gpu_placement import Placement, Slot
 from furlong.errors import EngineError
 from furlong.inference.supervisor.host import STOP_S, HostGpus, LocalHost, LocalProcess
@@ -35,7 +35,7 @@ class EngineHost:
 
     def __init__(self, cwd: str) -> None:
         die_with_parent()
-        set_gloo_interface(own_address())  # for servers, which inherit it
+        set_gloo_interface(local_address())  # for servers, which inherit it
         if Path(cwd).is_dir():  # not on every machine of a cluster
             os.chdir(cwd)
         self._host = LocalHost()
@@ -66,21 +66,9 @@ class EngineHost:
         self._processes[number] = process
         return number, process.pid
 
-    async def poll(self, number: int) -> int | None:
-        """The exit code, None while the process runs."""
-        return await self._processes[number].poll()
-
-    async def stop(self, number: int, grace_s: float) -> None:
-        """End a process and its group."""
-        await self._processes[number].stop(grace_s)
-
-    async def log_tail(self, number: int, lines: int) -> list[str]:
-        """The last lines of its log; before them its first exception, if it is further up."""
-        return await self._processes[number].log_tail(lines)
-
-    async def other_listener(self, number: int, port: int) -> str:
-        """Describe another process that listens on the port."""
-        return await self._processes[number].other_listener(port)
+    async def call_process(self, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method of a started process."""
+        return await getattr(self._processes[number], method)(*arguments)
 
 
 async def _tried(work: Awaitable[T]) -> T | Failure:
@@ -99,12 +87,12 @@ class RayHost:
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call the actor. Raises its error, or EngineError if the actor is lost."""
         try:
-            found = await getattr(self._actor, method).remote(*arguments)
+            answer = await getattr(self._actor, method).remote(*arguments)
         except RayActorError as error:
             raise HostLostError(f"the machine {self.address} is lost: {' '.join(str(error).split())[:300]}") from None
-        if isinstance(found, Failure):
-            raise found.error(f"machine {self.address}")
-        return found
+        if isinstance(answer, Failure):
+            raise answer.error(f"machine {self.address}")
+        return answer
 
     async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
         """Reserve free ports there."""
@@ -141,54 +129,48 @@ class RayProcess:
 
     async def poll(self) -> int | None:
         """The exit code, None while it runs. KILLED if the host is lost."""
-        try:
-            return await self.host.call("poll", self.number)
-        except HostLostError:
-            return KILLED
+        return await self._call("poll", if_lost=lambda _: KILLED)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """End it and all processes of its group."""
-        try:
-            await self.host.call("stop", self.number, grace_s)
-        except HostLostError:
-            return  # and the process with it
+        await self._call("stop", grace_s, if_lost=lambda _: None)
 
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log; before them its first exception, if it is further up."""
-        try:
-            return await self.host.call("log_tail", self.number, lines)
-        except HostLostError as error:
-            return [str(error)]
+        return await self._call("log_tail", lines, if_lost=lambda error: [str(error)])
 
     async def other_listener(self, port: int) -> str:
         """Describe another process that listens on the port; "" if the process itself does, or the host is lost."""
+        return await self._call("other_listener", port, if_lost=lambda _: "")
+
+    async def _call(self, method: str, *arguments: Any, if_lost: Callable[[HostLostError], Any]) -> Any:
         try:
-            return await self.host.call("other_listener", self.number, port)
-        except HostLostError:
-            return ""
+            return await self.host.call("call_process", self.number, method, *arguments)
+        except HostLostError as error:
+            return if_lost(error)
 
 
 def engine_placements(placement: Placement, *, environment: Mapping[str, str]) -> list[list[HostGpus]]:
     """Start a host on each machine of the engines, for the life of the placement; returns the places of each engine."""
     hosts: dict[str, RayHost] = {}
-    seen: dict[str, list[str] | None] = {}
+    visible: dict[str, list[str] | None] = {}
     for slot in (slot for engine in placement.engines for slot in engine):
         if slot.node_id in hosts:
             continue
-        made: Any = ray.remote(EngineHost)
-        actor = made.options(
+        actor_class: Any = ray.remote(EngineHost)
+        actor = actor_class.options(
             num_cpus=SLOT_SHARE,
             scheduling_strategy=placement.strategy(slot),
             runtime_env={"env_vars": {**SEE_ALL_GPUS, **environment}} if environment or slot.gpu is not None else None,
         ).remote(os.getcwd())
         hosts[slot.node_id] = RayHost(actor, slot.address)
         if slot.gpu is not None:
-            seen[slot.node_id] = ray.get(actor.visible_gpus.remote(), timeout=START_S)
-    return [_places(engine, lambda slot: hosts[slot.node_id], seen) for engine in placement.engines]
+            visible[slot.node_id] = ray.get(actor.visible_gpus.remote(), timeout=START_S)
+    return [_places(engine, lambda slot: hosts[slot.node_id], visible) for engine in placement.engines]
 
 
 def _places(
-    engine: Sequence[Slot], host: Callable[[Slot], RayHost], seen: Mapping[str, list[str] | None]
+    engine: Sequence[Slot], host: Callable[[Slot], RayHost], visible: Mapping[str, list[str] | None]
 ) -> list[HostGpus]:
     """Return one place per machine of an engine, in slot order."""
     places: list[HostGpus] = []
@@ -197,7 +179,7 @@ def _places(
         if slots[0].gpu is None:
             places.append(HostGpus(host(slots[0])))
             continue
-        numbers = [_position(slot, seen.get(slot.node_id)) for slot in slots]
+        numbers = [_position(slot, visible.get(slot.node_id)) for slot in slots]
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise EngineError(
                 f"Ray gave an engine the GPUs {numbers} of {slots[0].address}, which are not consecutive, as "

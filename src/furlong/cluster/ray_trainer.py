@@ -22,10 +22,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from furlong.cluster.actor_process import Failure
+from furlong.cluster.actor_process import Failure, ask_for_stacks
 from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
-from furlong.cluster.rank_stacks import ask_for_stacks
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
@@ -69,7 +68,7 @@ class RayTrainer(Trainer):
     """Drives all ranks of a trainer, which `start` creates.
 
     Args:
-        setting: What every rank needs to start.
+        settings: What every rank needs to start.
         placement: The slots of the ranks.
         split: Splits a batch into the parts of the data-parallel ranks, given the model's FLOPs.
         sizes: Parallel sizes; its rank and world size are ignored.
@@ -80,7 +79,7 @@ class RayTrainer(Trainer):
 
     def __init__(
         self,
-        setting: RankSettings,
+        settings: RankSettings,
         placement: Placement,
         *,
         split: Split,
@@ -89,25 +88,25 @@ class RayTrainer(Trainer):
         outputs: Mapping[str, Path] | None = None,
         on_event: Callable[..., None] = lambda _event, **_fields: None,
     ) -> None:
-        self._setting, self._placement, self._split = setting, placement, split
+        self._settings, self._placement, self._split = settings, placement, split
         self._on_event = on_event
         self._sizes, self._environment = sizes or Ranks(), dict(environment or {})
         self._outputs = outputs or {}
         self.ranks: Sequence[Rank] = ()
         self._flops: Any = None
         self._num_calls = 0  # in progress
-        self._is_ended = self._has_published = False
+        self._is_ended = self._has_sent_weights = False
 
     async def start(self) -> None:
         """Start one actor on each slot and build the model over all.
 
         Raises the error of a rank that failed, and ClusterError if one does not see a folder of `outputs`.
         """
-        setting, slots = self._setting, self._placement.trainers
-        unknown = [RankLocation("?", slot.address, 0, setting.log_of(n)) for n, slot in enumerate(slots)]
+        slots = self._placement.trainers
+        unknown = [RankLocation("?", slot.address, 0, self._settings.log_of(n)) for n, slot in enumerate(slots)]
         self.ranks = [Rank(n, self._actor(n), where) for n, where in enumerate(unknown)]
-        found = await self._all("location", lambda _: ())
-        self.ranks = [Rank(n, rank.actor, where) for n, (rank, where) in enumerate(zip(self.ranks, found, strict=True))]
+        locations = await self._all("location", lambda _: ())
+        self.ranks = [replace(rank, where=where) for rank, where in zip(self.ranks, locations, strict=True)]
         await self.check_outputs()
         address = self.ranks[0].where.address
         port = (await self._all("listen", lambda _: (address,), self.ranks[:1]))[0]
@@ -132,24 +131,24 @@ class RayTrainer(Trainer):
         return replace(self._sizes, rank=number, world_size=len(self._placement.trainers))
 
     def _actor(self, number: int) -> Any:
-        slots, setting = self._placement.trainers, self._setting
-        made: Any = ray.remote(TrainerRank)
-        return made.options(
+        slots = self._placement.trainers
+        actor_class: Any = ray.remote(TrainerRank)
+        return actor_class.options(
             num_cpus=SLOT_SHARE,
             num_gpus=0 if slots[number].gpu is None else SLOT_SHARE,
             scheduling_strategy=self._placement.strategy(slots[number]),
             runtime_env={"env_vars": self._environment} if self._environment else None,
-        ).remote(setting, self._place_of(number))
+        ).remote(self._settings, self._place_of(number))
 
     async def train(self, batch: RolloutBatch) -> Metrics:
         """Run all optimizer steps of one rollout on all ranks."""
         started = time.perf_counter()
         refs, costs = await asyncio.to_thread(self._put, batch)
         spent = time.perf_counter() - started
-        found = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
-        self._report_times(batch.rollout_id, found, costs, time.perf_counter() - started)
+        metrics = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
+        self._report_times(batch.rollout_id, metrics, costs, time.perf_counter() - started)
         # the last rank of each part: of a pipeline, the one that computes the loss
-        parts = {self._place_of(number).data_rank: metrics for number, metrics in enumerate(found)}
+        parts = {self._place_of(number).data_rank: values for number, values in enumerate(metrics)}
         return merge(list(parts.values()))
 
     def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
@@ -157,9 +156,9 @@ class RayTrainer(Trainer):
         parts = self._split(batch, self._flops)
         return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
 
-    def _report_times(self, rollout: int, found: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
-        given = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
-        if (fields := rank_times(found, given, [str(rank) for rank in self.ranks])) is not None:
+    def _report_times(self, rollout: int, metrics: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
+        rank_costs = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
+        if (fields := rank_times(metrics, rank_costs, [str(rank) for rank in self.ranks])) is not None:
             stages = self._sizes.pipeline
             self._on_event("ranks_timed", rollout=rollout, seconds=round(seconds, 6), stages=stages, **fields)
 
@@ -184,20 +183,20 @@ class RayTrainer(Trainer):
 
     async def _written(self, folder: Path) -> None:
         """Wait until all ranks have written their files. Raises the error of a rank that failed or died."""
-        notes = [written_marker(folder, rank.number) for rank in self.ranks]
-        asked = None
+        markers = [written_marker(folder, rank.number) for rank in self.ranks]
+        check = None
         try:
-            while not all(path.exists() for path in notes):
-                if asked is None or asked.done():  # ranks answer only when they are not training
-                    if asked is not None:
-                        asked.result()
-                    asked = asyncio.ensure_future(call_all(self.ranks, "writing", lambda _: (), abort=lambda: None))
+            while not all(path.exists() for path in markers):
+                if check is None or check.done():  # ranks answer only when they are not training
+                    if check is not None:
+                        check.result()
+                    check = asyncio.ensure_future(call_all(self.ranks, "writing", lambda _: (), abort=lambda: None))
                 await asyncio.sleep(WRITTEN_POLL_S)
         finally:
-            if asked is not None:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
-        for path in notes:
+            if check is not None:
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
+        for path in markers:
             path.unlink()
 
     async def load(self, folder: Path) -> None:
@@ -210,9 +209,8 @@ class RayTrainer(Trainer):
 
     async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
         """Have all ranks send their parts of the weights; return rank 0's record."""
-        self._has_published = True
-        found = await self._all("send_weights", lambda _: (addresses, version), may_fail=True)
-        return found[0]
+        self._has_sent_weights = True
+        return (await self._all("send_weights", lambda _: (addresses, version), may_fail=True))[0]
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Have rank 0 load `version` into these servers from a stored copy; False if there is none."""
@@ -232,12 +230,12 @@ class RayTrainer(Trainer):
 
     async def device_memory(self) -> DeviceMemory | None:
         """Return the memory use of the device with the least free memory; None on CPUs."""
-        found = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]
-        return min(found, key=lambda memory: memory.total - memory.used) if found else None
+        devices = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]
+        return min(devices, key=lambda memory: memory.total - memory.used, default=None)
 
     async def close_sync(self) -> None:
         """Release the weight sync resources of all ranks. Ranks that do not answer are left to `close`."""
-        if self._is_ended or not self._has_published:
+        if self._is_ended or not self._has_sent_weights:
             return
         try:
             async with asyncio.timeout(END_S):
@@ -248,16 +246,16 @@ class RayTrainer(Trainer):
     def stack_traces(self) -> dict[str, str]:
         """Return the stack traces of each rank's threads. Called from the hang watchdog's thread."""
         here = str(ray.get_runtime_context().get_node_id())
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for rank, slot in zip(self.ranks, self._placement.trainers, strict=True):
-            asked = (rank.where.process, rank.where.log)
+            arguments = (rank.where.process, rank.where.log)
             if slot.node_id == here:
-                found[str(rank)] = ask_for_stacks(*asked)
+                answers[str(rank)] = ask_for_stacks(*arguments)
                 continue
             there = NodeAffinitySchedulingStrategy(slot.node_id, soft=False)
             task: Any = ray.remote(ask_for_stacks)
-            found[str(rank)] = task.options(num_cpus=0, scheduling_strategy=there).remote(*asked)
-        return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in found.items()}
+            answers[str(rank)] = task.options(num_cpus=0, scheduling_strategy=there).remote(*arguments)
+        return {name: answer if isinstance(answer, str) else _awaited(answer) for name, answer in answers.items()}
 
     async def wait_for_failure(self) -> FurlongError:
         """Wait until a rank dies while idle, for example while engines generate; return the error."""
@@ -273,7 +271,7 @@ class RayTrainer(Trainer):
 
     async def close(self) -> None:
         """Kill all ranks."""
-        if self._setting.trace is not None and self.ranks and not self._is_ended:
+        if self._settings.trace is not None and self.ranks and not self._is_ended:
             with contextlib.suppress(TimeoutError, FurlongError):  # a rank died or hangs
                 async with asyncio.timeout(END_S):
                     await self._all("end", lambda _: ())
@@ -329,16 +327,16 @@ async def call_all(
 
     async def one(rank: Rank) -> Any:
         try:
-            found = await getattr(rank.actor, method).remote(*arguments(rank))
+            answer = await getattr(rank.actor, method).remote(*arguments(rank))
         except RayActorError as error:
             raise _CrashedError(rank, _reason(error)) from None
         except OutOfMemoryError as error:
             raise _CrashedError(rank, low_memory(str(error))) from None
         except RayError as error:
             raise TrainerError(f"{rank}: {type(error).__name__}: {error}") from None
-        if isinstance(found, Failure):
-            raise found.error(str(rank))
-        return found
+        if isinstance(answer, Failure):
+            raise answer.error(str(rank))
+        return answer
 
     calls = [asyncio.ensure_future(one(rank)) for rank in ranks]
     try:
@@ -394,12 +392,12 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     )
 
 
-def low_memory(said: str) -> str:
+def low_memory(message: str) -> str:
     """Summarize Ray's message about a process that it killed for low memory: the usage and the largest processes."""
-    used = re.search(r"was (\S+ used / \S+) limit", said)
-    largest = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", said, re.MULTILINE)[:MOST_USERS]
+    used = re.search(r"was (\S+ used / \S+) limit", message)
+    largest = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", message, re.MULTILINE)[:MOST_USERS]
     users = "; ".join(f"process {pid} has {size} GB ({command[:80]})" for pid, size, command in largest)
-    return f"Ray ended it, as its machine ran low on memory ({used[1] if used else '?'}): {users or said[:300]}"
+    return f"Ray ended it, as its machine ran low on memory ({used[1] if used else '?'}): {users or message[:300]}"
 
 
 def _reason(error: RayActorError) -> str:

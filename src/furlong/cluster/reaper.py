@@ -18,17 +18,17 @@ LIMIT_S = 10.0
 
 def marked(mark: str) -> list[int]:
     """Return the ids of all processes that a program with this mark has started, directly or indirectly."""
-    wanted = f"{VARIABLE}={mark}".encode()
-    found: list[int] = []
+    entry = f"{VARIABLE}={mark}".encode()
+    processes: list[int] = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    if wanted in file.read().split(b"\0"):
-                        found.append(int(name))
+                    if entry in file.read().split(b"\0"):
+                        processes.append(int(name))
             except OSError:  # it has ended, or is another user's
                 continue
-    return found
+    return processes
 
 
 def descendants(processes: list[int]) -> list[int]:
@@ -41,10 +41,10 @@ def descendants(processes: list[int]) -> list[int]:
                     parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
             except OSError:  # it has ended
                 continue
-    found = set(processes)
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {os.getpid()})
+    family = set(processes)
+    while children := {child for child, parent in parents.items() if parent in family} - family:
+        family |= children
+    return sorted(family - {os.getpid()})
 
 
 def main(mark: str, folder: str) -> None:

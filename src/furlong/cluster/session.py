@@ -89,9 +89,9 @@ def open_session(address: str | None, *, num_slots: int) -> Session:
 
         if ray.is_initialized():
             return Session(ray.get_runtime_context().gcs_address, is_own=False, was_connected=True)
-    wanted = address or os.environ.get("RAY_ADDRESS")
-    if wanted is not None and wanted != "local":
-        return _connect(wanted)
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is not None and address != "local":
+        return _connect(address)
     return _start(num_slots)
 
 

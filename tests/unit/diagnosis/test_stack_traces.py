@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from furlong.cluster.rank_stacks import ask_for_stacks
+from furlong.cluster.actor_process import ask_for_stacks
 from furlong.diagnosis.hang_watchdog import describe_ranks, rank_activity
 
 WAITS = """Thread 0x00007f1 (most recent call first):
@@ -45,7 +45,7 @@ def test_a_waiting_rank_is_distinguished_from_the_one_that_it_waits_for():
 
 PROGRAM = """
 import time
-from furlong.cluster.rank_stacks import answer_with_stacks
+from furlong.cluster.actor_process import answer_with_stacks
 answer_with_stacks()
 def nap():
     print("ready", flush=True)
@@ -63,7 +63,7 @@ def test_process_writes_stacks_on_request_and_stopped_process_is_reported(tmp_pa
         process.stdout.readline()
         assert "in nap" in ask_for_stacks(process.pid, str(log))
         os.kill(process.pid, signal.SIGSTOP)
-        monkeypatch.setattr("furlong.cluster.rank_stacks.ANSWER_S", 0.2)
+        monkeypatch.setattr("furlong.cluster.actor_process.STACKS_S", 0.2)
         started = time.monotonic()
         assert "the process is stopped" in ask_for_stacks(process.pid, str(log))
         assert time.monotonic() - started < 20
