@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import multiprocessing
 import random
@@ -27,8 +28,13 @@ from ranks_cases import SETTINGS, weights
 
 from megatron.core import parallel_state  # isort: skip  after `megatron_cases` has prepared it
 
+from furlong.training.megatron import megatron_compat as compat
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.role_models import fill
+
+for _name in ("filesystem_async", "fully_parallel", "state_dict_saver", "torch"):
+    importlib.import_module(f"megatron.core.dist_checkpointing.strategies.{_name}")
+compat.prepare()  # of these, too
 
 
 def converted(ranks: Ranks, folder: Path, *, family: str, dtype: str = "") -> dict[str, Any]:

@@ -26,29 +26,8 @@ from furlong.errors import ConfigError
 
 OLDEST, NEWEST = (0, 16), (0, 19)  # tested minor versions
 
-# Modules that create tensors; imported first so that their `torch` can be replaced.
-MODULES = (
-    "models.gpt",
-    "models.common.language_module.language_module",
-    "models.common.embeddings.rope_utils",
-    "models.common.embeddings.rotary_pos_embedding",
-    "pipeline_parallel.schedules",
-    "optimizer",
-    "optimizer.optimizer",
-    "optimizer.clip_grads",
-    "optimizer.distrib_optimizer",
-    "tensor_parallel.random",
-    "transformer.moe.moe_layer",
-    "transformer.moe.moe_utils",
-    "transformer.moe.token_dispatcher",
-    "dist_checkpointing",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.common",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "dist_checkpointing.strategies.torch",
-)
+# Imported before the `torch` of Megatron-core's modules is replaced; they import the others that create tensors.
+MODULES = ("models.gpt", "models.gpt.moe_module_specs", "optimizer", "pipeline_parallel.schedules")
 FACTORIES = (
     "zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like",
 )  # fmt: skip
@@ -71,10 +50,18 @@ def prepare() -> None:
     for text, module in EXPECTED:
         warnings.filterwarnings("ignore", message=text, module=module)
     with contextlib.nullcontext() if torch.cuda.is_available() else _uncompiled():
-        modules = {name: importlib.import_module(f"megatron.core.{name}") for name in MODULES}
-    _without_transformer_engine(modules)
+        for name in MODULES:
+            _core(name)
+    moe_utils = _core("transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):  # its import of TransformerEngine failed and left the name undefined
+        moe_utils.te_general_gemm = None
     if not torch.cuda.is_available():
-        _on_cpu(modules)
+        _on_cpu()
+
+
+def _core(name: str) -> Any:
+    """Return a module of Megatron-core."""
+    return importlib.import_module(f"megatron.core.{name}")
 
 
 @contextlib.contextmanager
@@ -104,29 +91,6 @@ def _check_version() -> None:
         raise ConfigError(
             f"megatron-core {installed} is not tested with furlong; pip install 'megatron-core>={low},<={high}.99'"
         )
-
-
-def _without_transformer_engine(modules: dict[str, Any]) -> None:
-    """Patch two places that fail without TransformerEngine and Apex, on GPUs too."""
-    moe_utils = modules["transformer.moe.moe_utils"]
-    if not hasattr(moe_utils, "te_general_gemm"):  # its import failed and left the name undefined
-        moe_utils.te_general_gemm = None
-    module = modules["optimizer.distrib_optimizer"]
-    kind = module.DistributedOptimizer
-    setter = kind._set_main_param_and_optimizer_states
-    if module.HAVE_APEX_OR_TE or _is_ours(setter):
-        return
-
-    @functools.wraps(setter)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        """Keep the per-parameter step counts of PyTorch's AdamW, which checkpoints do not contain."""
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        return setter(self, model_param, tensors)
-
-    kind._set_main_param_and_optimizer_states = _ours(set_states)
 
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,19 +200,16 @@ def _torch() -> _Torch:
     return _Torch()
 
 
-def _on_cpu(modules: dict[str, Any]) -> None:
+def _on_cpu() -> None:
     from torch._dynamo import config as dynamo
 
     dynamo.disable = True  # Megatron-core's fused functions use torch.compile, which needs a C++ compiler
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = _torch()  # pyright: ignore[reportAttributeAccessIssue]  the point of it
-    random = modules["tensor_parallel.random"]
+    random = _core("tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     _drop_warning(random.__name__, "CPU RNG state changed")
-    optimizer, distributed = modules["optimizer.optimizer"], modules["optimizer.distrib_optimizer"]
-    language = modules["models.common.language_module.language_module"]
+    optimizer, distributed = _core("optimizer.optimizer"), _core("optimizer.distrib_optimizer")
+    language = _core("models.common.language_module.language_module")
     for owner, name in (
         (optimizer.Float16OptimizerWithFloat16Params, "__init__"),
         (distributed.DistributedOptimizer, "__init__"),
@@ -256,14 +217,17 @@ def _on_cpu(modules: dict[str, Any]) -> None:
         (language.LanguageModule, "setup_embeddings_and_output_layer"),
     ):
         setattr(owner, name, _with_cuda_names(owner.__dict__[name]))
-    for module in (modules["optimizer.clip_grads"], optimizer, distributed, modules["optimizer"]):
+    for module in (_core("optimizer.clip_grads"), optimizer, distributed, _core("optimizer")):
         clip = getattr(module, "clip_grad_by_total_norm_fp32", None)
         if clip is not None:
             module.clip_grad_by_total_norm_fp32 = _with_cuda_names(clip)
     for name in ("transformer.moe.moe_utils", "transformer.moe.token_dispatcher"):
-        modules[name].maybe_move_tensor_to_cpu = _split_sizes
+        _core(name).maybe_move_tensor_to_cpu = _split_sizes
     for name in ("models.common.embeddings.rope_utils", "models.common.embeddings.rotary_pos_embedding"):
-        modules[name].get_pos_emb_on_this_cp_rank = _rotary_of_this_rank
+        _core(name).get_pos_emb_on_this_cp_rank = _rotary_of_this_rank
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = _torch()  # pyright: ignore[reportAttributeAccessIssue]  the point of it
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001  its signature
