@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -95,14 +95,6 @@ class RankParts:
 
     worker: RoundWorker
     sync: Callable[[Sequence[str]], RankSync]
-
-
-class Build(Protocol):
-    """The function named by `RankSettings.build`."""
-
-    def __call__(self, config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks) -> RankParts:
-        """Build the parts of this rank, after it has joined its process group."""
-        ...
 
 
 class CheckpointWriter:
@@ -197,7 +189,7 @@ class TrainerRank:
             )
         module, _, name = settings.build.partition(":")
         with import_without_gc(module):
-            build: Build = getattr(importlib.import_module(module), name)
+            build: Callable[..., RankParts] = getattr(importlib.import_module(module), name)
         self._parts = build(
             settings.config_json, folder=Path(settings.folder), num_rollout=settings.num_rollout, ranks=ranks
         )

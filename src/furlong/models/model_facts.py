@@ -120,8 +120,7 @@ def forward_flops(model: PreTrainedModel) -> FlopsModel:
             continue
         size = parameter.numel()
         matrices += size * routing.top_k / routing.num_experts if routing and ".experts." in name else size
-    widths = _score_width(config) + _value_width(config)
-    coefficient = float(config.num_attention_heads * widths)
+    coefficient = float(config.num_attention_heads * _score_and_value_width(config))
     windows = [window for window in layer_windows(config) if window is not None]
     num_whole = config.num_hidden_layers - len(windows)
     sizes = sorted(set(windows))
@@ -141,13 +140,8 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _score_width(config: Any) -> int:
-    """Return the width of a query or key head."""
+def _score_and_value_width(config: Any) -> int:
+    """Return the width of a query or key head plus that of a value head."""
     if getattr(config, "kv_lora_rank", None):
-        return config.qk_nope_head_dim + config.qk_rope_head_dim
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _value_width(config: Any) -> int:
-    """Return the width of a value head."""
-    return config.v_head_dim if getattr(config, "kv_lora_rank", None) else _score_width(config)
+        return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -74,9 +74,7 @@ def build_optimizer(flags: OptimFlags, chunks: Sequence[Any], dtype: torch.dtype
         for group in part.optimizer.param_groups:  # otherwise applied by Megatron-core's scheduler, which is not used
             group["weight_decay"] = flags.weight_decay * group["wd_mult"]
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])  # one pass over memory
-        if (
-            flags.optimizer == "sgd"
-        ):  # Megatron-core's distributed optimizer accepts Adam only, but uses nothing specific to it
+        if flags.optimizer == "sgd":  # Megatron-core accepts Adam only, but uses nothing specific to it
             part.optimizer = _momentum(part.optimizer.param_groups, flags)
     return optimizer
 
@@ -91,33 +89,12 @@ def _momentum(groups: Sequence[dict[str, Any]], flags: OptimFlags) -> torch.opti
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Return the optimizers of dense parameters and of experts, without those that have no parameters on this rank."""
+    """Return the optimizers of dense parameters and of experts, which have other data-parallel ranks.
+
+    Without those that have no parameters on this rank.
+    """
     parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [part for part in parts if not part.is_stub_optimizer]
-
-
-def moments(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the optimizer states other than master weights."""
-    for part in parts_of(optimizer):
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def master_weights(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the slices of master weights on this rank: for float32 parameters, views of them."""
-    for part in parts_of(optimizer):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-
-
-def missing_moment_bytes(optimizer: Any) -> list[int]:
-    """Return the size of each moment that is not yet allocated, as before the first step."""
-    sizes: list[int] = []
-    for part in parts_of(optimizer):
-        count = 1 if isinstance(part.optimizer, torch.optim.SGD) else 2
-        slices = (each for group in part.optimizer.param_groups for each in group["params"])
-        sizes += [each.nbytes for each in slices if not part.optimizer.state.get(each) for _ in range(count)]
-    return sizes
 
 
 class OptimizerState:
@@ -128,10 +105,30 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any, *, kind: Literal["adam", "sgd"], trained: frozenset[str]) -> None:
         self.kind: Literal["adam", "sgd"] = kind
-        self.moments, self.trained = MOMENTS[kind], trained
-        # dense parameters, and experts, which have other data-parallel ranks
-        parts: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-        self._parts = [part for part in parts if getattr(part, "buffers", None)]
+        self.moment_names, self.trained = MOMENTS[kind], trained
+        self._parts = parts_of(optimizer)
+
+    def moments(self) -> Iterator[Tensor]:
+        """Yield the optimizer states on this rank other than master weights."""
+        for part in self._parts:
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def master_weights(self) -> Iterator[Tensor]:
+        """Yield the slices of master weights on this rank: for float32 parameters, views of them."""
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+
+    def missing_moment_bytes(self) -> list[int]:
+        """Return the size of each moment that is not yet allocated, as before the first step."""
+        states = (
+            (each, part.optimizer.state)
+            for part in self._parts
+            for group in part.optimizer.param_groups
+            for each in group["params"]
+        )
+        return [each.nbytes for each, state in states if not state.get(each) for _ in self.moment_names]
 
     def slices(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield each float32 slice of this rank with its moments and step count; {} before the first step."""
@@ -156,7 +153,7 @@ class OptimizerState:
         for each, state in self.slices():
             if self.kind == "adam":
                 state["step"] = torch.tensor(step, device=each.device)
-            for moment in self.moments:
+            for moment in self.moment_names:
                 state[moment] = torch.zeros_like(each)
 
     def whole(self, parameter: Tensor, kind: str) -> Tensor:
@@ -174,7 +171,7 @@ class OptimizerState:
         return whole.view(parameter.shape)
 
     @torch.no_grad()
-    def put(self, parameter: Tensor, kind: str, whole: Tensor) -> None:
+    def put(self, parameter: Tensor, whole: Tensor, *, kind: str) -> None:
         """Store a master weight or moment of a parameter; a master weight is also rounded into the parameter."""
         if kind == MASTER:
             parameter.copy_(whole)

@@ -38,21 +38,9 @@ from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.distributed_optimizer import (
-    OptimizerState,
-    build_optimizer,
-    data_parallel,
-    master_weights,
-    missing_moment_bytes,
-    moments,
-)
+from furlong.training.megatron.distributed_optimizer import OptimizerState, build_optimizer, data_parallel
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
-from furlong.training.megatron.moe_routing import LoadBalancing
-from furlong.training.megatron.packed_layer import PackedMicroBatch, prepare_layers
-from furlong.training.megatron.parallel_layout import Compute, Layout
-from furlong.training.megatron.pipeline import Pipeline
-from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
-from furlong.training.megatron.router_replay import (
+from furlong.training.megatron.moe_layers import (
     RouterPass,
     RouterReplay,
     agreements,
@@ -60,6 +48,11 @@ from furlong.training.megatron.router_replay import (
     build_pass,
     policy_routes,
 )
+from furlong.training.megatron.moe_routing import LoadBalancing
+from furlong.training.megatron.packed_layer import PackedMicroBatch, prepare_layers
+from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.pipeline import Pipeline
+from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule
@@ -86,7 +79,7 @@ class MegatronBackend(PipelinedBackend):
         self.balancing = LoadBalancing.of(settings.moe)
         initialize(self.layout, settings.train.seed)
         self.config = self._model_config()
-        self._pipeline = self._build_pipeline()
+        self._pipeline = Pipeline(self.layout, settings, ties_head=self.hf.tie_word_embeddings)
         start, whole = settings.initial_weights or settings.hf_checkpoint, settings.hf_checkpoint
         self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
         trained = set_trainable(
@@ -110,8 +103,12 @@ class MegatronBackend(PipelinedBackend):
         self._host = HostOffload()
         self._offload: Offload = settings.offload
         self._optimizer_offload = OptimizerOffload(self._kept_on_host, self._host.wait_for_deferred)
-        start_optimizer = settings.initial_optimizer
-        self.num_steps = 0 if start_optimizer is None else self._load_optimizer(start_optimizer)
+        self.num_steps = 0
+        if settings.initial_optimizer is not None:
+            with self._optimizer_offload.loaded():
+                self.num_steps = torch_dist.load_optimizer(
+                    self._models["actor"], settings.initial_optimizer, self.state, ranks
+                )
         self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
@@ -127,24 +124,14 @@ class MegatronBackend(PipelinedBackend):
             config.moe_grouped_gemm = settings.moe.moe_grouped_gemm
         return config
 
-    def _build_pipeline(self) -> Pipeline:
-        """Return the pipeline, which also applies the output layer."""
-        return Pipeline(
-            self.layout,
-            dtype=self.settings.dtype,
-            device=self.settings.device,
-            ties_head=self.hf.tie_word_embeddings,
-            temperature=self.settings.temperature,
-            chunk_size=self.settings.train.log_probs_chunk_size,
-        )
-
     def _load(self, folder: Path) -> list[GPTModel]:
         """Build this rank's model chunks and load them from a folder."""
         chunks = build_chunks(self.config, self.hf)
         with self.ranks.agreed():
             fill(chunks, folder, self.hf)
-        asked = self.settings.compile_layers
-        compiled = self._is_worth_compiling(chunks) if asked is None else asked
+        compiled = self.settings.compile_layers
+        if compiled is None:
+            compiled = self._is_worth_compiling(chunks)
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # otherwise Megatron-core recomputes nothing
             if chunk.post_process:
@@ -205,7 +192,10 @@ class MegatronBackend(PipelinedBackend):
                 replay=replay,
                 begin=lambda micro, part: self._pass(micro, part, replay),
             )
-        stats = [self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in _with_stats(micros, outputs)]
+        last = outputs or [None] * len(micros)  # the other stages have none
+        stats = [
+            self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in zip(micros, last, strict=True)
+        ]
         if replay is None or self.settings.routing_replay != "policy":
             return stats
         recorded = (policy_routes(one, replay.layers) for one, _ in passes)
@@ -213,10 +203,10 @@ class MegatronBackend(PipelinedBackend):
 
     def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
         """Return the router replay of a model, None without routers or if routing is neither recorded nor replayed."""
-        is_wanted = (
+        is_used = (
             self.settings.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         )
-        if not is_wanted or role not in REPLAYED or not self.config.num_moe_experts:
+        if not is_used or role not in REPLAYED or not self.config.num_moe_experts:
             return None
         if role not in self._router_replays:
             recomputes = self.config.recompute_granularity is not None
@@ -312,17 +302,12 @@ class MegatronBackend(PipelinedBackend):
         with self._optimizer_offload.loaded():
             self.state.reset()
 
-    def _load_optimizer(self, folder: Path) -> int:
-        """Load the optimizer states of a Megatron-LM checkpoint; returns its step count."""
-        with self._optimizer_offload.loaded():
-            return torch_dist.load_optimizer(self._models["actor"], folder, self.state, self.ranks)
-
     def _kept_on_host(self) -> list[Tensor]:
         """Return the optimizer states that stay on the host between steps; float32 models have no master weights."""
         if self._offload == "nothing":
             return []
         has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
-        return [*moments(self.optimizer), *(master_weights(self.optimizer) if has_masters else ())]
+        return [*self.state.moments(), *(self.state.master_weights() if has_masters else ())]
 
     def layer_seconds(self) -> float | None:
         """Return the time spent in the policy's layers since the last call; None with one rank."""
@@ -337,9 +322,9 @@ class MegatronBackend(PipelinedBackend):
         next call.
         """
         gradients = self.gradients() if self._is_fresh else ()
-        later = missing_moment_bytes(self.optimizer) if self._offload == "nothing" else []
+        later = self.state.missing_moment_bytes() if self._offload == "nothing" else []
         return self._host.offload(
-            self._parts(), deferred=moments(self.optimizer), discarded=[*self._rounded(), *gradients], reserve=later
+            self._parts(), deferred=self.state.moments(), discarded=[*self._rounded(), *gradients], reserve=later
         )
 
     def onload(self) -> MemoryTransfer:
@@ -359,7 +344,7 @@ class MegatronBackend(PipelinedBackend):
         """Yield the tensors of this rank that exist between steps; gradients only while they accumulate."""
         yield from self._parts()
         yield from self._rounded()
-        yield from moments(self.optimizer)
+        yield from self.state.moments()
 
     def _parts(self) -> Iterator[Tensor]:
         """Yield all of them except moments, and parameters that can be rounded from master weights."""
@@ -367,7 +352,7 @@ class MegatronBackend(PipelinedBackend):
         for chunk in self._models.chunks():
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
             yield from chunk.buffers()
-        yield from master_weights(self.optimizer)
+        yield from self.state.master_weights()
         if not self._is_fresh:
             yield from self.gradients()
 
@@ -420,7 +405,7 @@ class MegatronBackend(PipelinedBackend):
         for role in meta["roles"]:
             frozen = self._models.replaced(role)
             with self.ranks.agreed():
-                checkpoint.load_frozen(folder, meta, f"trainer_{role}", frozen, self.hf)
+                names.load(frozen, self.hf, state.reader(folder, meta, f"trainer_{role}"))
         self.num_steps = int(meta["num_steps"])
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
@@ -458,11 +443,3 @@ def _check(settings: BackendSettings) -> None:
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replace the output layer: return its input."""
     return hidden, None
-
-
-def _with_stats(
-    micros: Sequence[MicroBatch], outputs: Sequence[TokenStats]
-) -> Iterator[tuple[MicroBatch, TokenStats | None]]:
-    """Yield micro-batches with their statistics on the last stage, with None on the others."""
-    for i, micro in enumerate(micros):
-        yield micro, outputs[i] if outputs else None

@@ -67,7 +67,7 @@ def save(
 
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
     """Yield each moment of each trained tensor, then the step counts."""
-    for moment in optimizer.moments:
+    for moment in optimizer.moment_names:
         for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, kind=moment)):
             if name in optimizer.trained:
                 yield f"{name}/{moment}", tensor
@@ -81,17 +81,7 @@ def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple
 
 def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
     """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
-    reader = state.reader(folder, meta, state.WEIGHTS)
-
-    def put(parameter: Tensor, part: Tensor) -> None:
-        optimizer.put(parameter, MASTER, part)
-
-    names.load(model, hf, reader, put=put)
-
-
-def load_frozen(folder: Path, meta: Mapping[str, Any], stem: str, model: Model, hf: Any) -> None:
-    """Load a frozen model from the files of `stem`. Raises CheckpointError for those of another model."""
-    names.load(model, hf, state.reader(folder, meta, stem))
+    names.load(model, hf, state.reader(folder, meta, state.WEIGHTS), put=partial(optimizer.put, kind=MASTER))
 
 
 def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
@@ -114,12 +104,8 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
         )
     optimizer.set_step(steps.pop() if steps else 0.0)
     weights = state.reader(folder, meta, state.WEIGHTS)
-    for moment in optimizer.moments:
-
-        def put(parameter: Tensor, part: Tensor, moment: str = moment) -> None:
-            optimizer.put(parameter, moment, part)
-
-        names.load(model, hf, _MomentReader(reader, moment, weights), put=put)
+    for moment in optimizer.moment_names:
+        names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
 
 
 class _MomentReader:

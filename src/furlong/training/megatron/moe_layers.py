@@ -1,13 +1,21 @@
-"""Megatron-core's MoE layer: the router with the families' routing rules, and experts with a grouped GEMM.
+"""Megatron-core's MoE layer: routers with the families' routing rules, which record and replay, and grouped experts.
 
-Legend: T tokens, N experts, K experts per token.
+A pipeline interleaves forward and backward passes of micro-batches, and a layer with activation recomputation runs its
+router again in the backward pass. The forward step sets the current micro-batch; in the backward pass a router uses the
+oldest one that it has not recomputed yet, since pipelines go backward in forward order.
+
+Legend: T tokens of the micro-batch, in a router those that it sees; t tokens that a router here sees (with padding),
+l layers with a router here, L all layers, N experts, K experts per token, R response tokens.
 """
 
 from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +27,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from furlong.core.batch import MicroBatch
+from furlong.core.metric import Metrics, total
+from furlong.errors import TrainerError
+from furlong.models.router_hooks import check_routes
 from furlong.training.megatron.family import RoutingRule
 from furlong.training.megatron.moe_routing import (
     AttachLoss,
+    Kind,
     LoadBalancing,
     TokenSets,
     choose_experts,
@@ -29,7 +42,70 @@ from furlong.training.megatron.moe_routing import (
     route,
     z_loss,
 )
-from furlong.training.megatron.router_replay import RouterPass, RouterReplay
+from furlong.training.megatron.packed_layer import PackedMicroBatch
+from furlong.training.routing_replay import agreement
+
+
+@dataclass
+class RouterPass:
+    """The routing of one micro-batch, by layer.
+
+    replayed: experts to use [t, K], -1 where the router chooses. chosen: the router's own choice. counted: rows that
+    count for balancing losses and expert biases, None without these. losses: this rank's part of load-balancing and
+    z-loss, [2].
+    """
+
+    replayed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    counted: TokenSets | None = None
+    losses: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+class RouterReplay:
+    """Connects the routers of one model on this rank with the current `RouterPass`."""
+
+    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: LoadBalancing) -> None:
+        self.recomputes = recomputes
+        self.is_open = self._recomputes = False
+        self._current: RouterPass | None = None
+        self._pending: dict[int, deque[RouterPass]] = {}
+        routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "replay")]
+        for router in routers:
+            router.replay, router.balancing = self, balancing
+        self.layers = sorted(router.layer_number - 1 for router in routers)
+
+    @contextmanager
+    def opened(self, *, is_training: bool) -> Generator[None]:
+        """Let routers look up their pass within the context. is_training: there are backward passes."""
+        self.is_open, self._pending = True, {layer: deque() for layer in self.layers}
+        self._recomputes = is_training and self.recomputes
+        try:
+            yield
+        finally:
+            self.is_open, self._current, self._pending = False, None, {}
+
+    @contextmanager
+    def running(self, one: RouterPass) -> Generator[None]:
+        """Set the micro-batch of the forward pass within the context."""
+        self._current = one
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def pass_of(self, layer: int) -> RouterPass | None:
+        """Return the current pass of a layer's router, None outside of `opened`."""
+        if not self.is_open:
+            return None
+        if self._current is None:
+            if not self._pending[layer]:
+                raise TrainerError(
+                    f"the router of layer {layer} was recomputed more often than it ran forward; report this bug"
+                )
+            return self._pending[layer].popleft()
+        if self._recomputes:
+            self._pending[layer].append(self._current)
+        return self._current
 
 
 class MoeRouter(TopKRouter):
@@ -133,3 +209,131 @@ def gated_activation(gate: Tensor, up: Tensor, config: TransformerConfig) -> Ten
     if (limit := config.activation_func_clamp_value) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return config.activation_func(gate) * (up + config.glu_linear_offset)
+
+
+def build_pass(
+    micro: MicroBatch,
+    part: PackedMicroBatch,
+    layers: Sequence[int],
+    *,
+    is_replaying: bool,
+    split: bool,
+    balancing: LoadBalancing,
+) -> RouterPass:
+    """Build the pass of a micro-batch; with `is_replaying`, routers replay its recorded routes.
+
+    split: tokens are split over tensor-parallel ranks (SP). Raises TrainerError for an incomplete record.
+    """
+    is_counted = balancing.is_on and torch.is_grad_enabled()
+    counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
+    if not is_replaying:
+        return RouterPass(counted=counted)
+    if micro.policy_routes is not None:
+        replayed_ltK = micro.policy_routes
+    else:
+        assert micro.routed_experts_TLK is not None  # checked by `training.routing_replay`
+        replayed_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
+        check_routes(replayed_ltK, layers)
+        if split:
+            replayed_ltK = replayed_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
+    device = part.tokens.device
+    return RouterPass({n: experts.to(device) for n, experts in zip(layers, replayed_ltK, strict=True)}, counted=counted)
+
+
+def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Kind) -> TokenSets:
+    """Return the rows that count for balancing losses, grouped by micro-batch or by sample."""
+    if not micro.step_tokens:
+        raise TrainerError(
+            "router losses are means over an optimizer step, whose size is not known; this is a bug, report it"
+        )
+    source = (
+        part.source.chunk(_tensor_size())[parallel_state.get_tensor_model_parallel_rank()] if split else part.source
+    )
+    ends = micro.cu_seqlens_S1[1:].to(source.device, torch.int64)
+    sample_t = torch.searchsorted(ends, source.clamp(min=0), right=True)
+    if kind == "seq_aux_loss":
+        weight_G = torch.full((len(ends),), 1 / micro.step_samples, device=source.device)
+    else:
+        sample_t = torch.zeros_like(sample_t)
+        weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
+    return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
+
+
+def _engine_rows(routed_experts_TLK: Tensor, part: PackedMicroBatch, layers: Sequence[int]) -> Tensor:
+    """Return the engine's routes for the rows of this context-parallel rank, on the host; -1 for padding."""
+    source = part.source.cpu()
+    rows_lTK = routed_experts_TLK[:, list(layers)].transpose(0, 1)
+    rows_ltK = rows_lTK[:, source.clamp(min=0)]
+    return rows_ltK.masked_fill((source < 0)[None, :, None], -1)
+
+
+def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
+    """Return the routers' choices, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
+    if not layers:
+        return torch.zeros(0, 0, 0, dtype=torch.int16)
+    return torch.stack([one.chosen[layer] for layer in layers]).to(torch.int16).cpu()
+
+
+def agreements(
+    passes: Sequence[RouterPass], parts: Sequence[PackedMicroBatch], micros: Sequence[MicroBatch], layers: Sequence[int]
+) -> list[Metrics]:
+    """Return `routing_agreement` of each micro-batch, equal on all ranks that share it. A collective of those.
+
+    Empty if the engine recorded no routes.
+    """
+    if any(micro.routed_experts_TLK is None for micro in micros):
+        return [{} for _ in micros]
+    device = parts[0].tokens.device
+    counts = [torch.zeros(len(micro.response_pos_R), device=device) for micro in micros]
+    for one, part, micro, count_R in zip(passes, parts, micros, counts, strict=True):
+        if layers:
+            assert micro.routed_experts_TLK is not None
+            engine_ltK = _engine_rows(micro.routed_experts_TLK, part, layers).to(device, torch.int64)
+            own_ltK = _gather_rows(torch.stack([one.chosen[layer] for layer in layers]), part.tokens.shape[1])
+            engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
+            is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
+            count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
+    choices = [one.shape[-1] for one in passes[0].chosen.values()]
+    together = torch.cat([*counts, torch.tensor([float(sum(choices))], device=device)])
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    num_choices = float(together[-1])
+    shared = together[:-1]
+    dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
+    metrics: list[Metrics] = []
+    for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
+        assert micro.routed_experts_TLK is not None
+        is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
+        metrics.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
+    return metrics
+
+
+def balancing_metrics(
+    passes: Sequence[RouterPass], layers: Sequence[int], balancing: LoadBalancing, device: torch.device
+) -> list[Metrics]:
+    """Return the router losses of each micro-batch without coefficients, means over layers. A collective.
+
+    They add up to the losses of the step.
+    """
+    if not balancing.has_loss:
+        return [{} for _ in passes]
+    empty = torch.zeros(2, device=device)
+    losses = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
+    dist.all_reduce(losses, group=parallel_state.get_tensor_and_context_parallel_group())
+    together = torch.cat([losses.flatten(), torch.tensor([float(len(layers))], device=device)])
+    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+    means = (together[:-1] / together[-1]).view_as(losses).tolist()
+    is_on = {"load_balancing_loss": balancing.kind != "none" and balancing.coeff > 0, "z_loss": balancing.z_coeff > 0}
+    return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
+
+
+def _gather_rows(own_ltK: Tensor, num_rows: int) -> Tensor:
+    """Gather the rows of all tensor-parallel ranks, if they are split."""
+    if own_ltK.shape[1] == num_rows:
+        return own_ltK
+    parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]
+    dist.all_gather(parts, own_ltK.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, 1)
+
+
+def _tensor_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()

@@ -29,31 +29,23 @@ from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.working_memory import chunk_rows, logits_bytes
 from furlong.training.loss_wrappers import StatsRequest
+from furlong.training.megatron.moe_layers import RouterPass, RouterReplay
 from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
 from furlong.training.megatron.parallel_layout import Layout
-from furlong.training.megatron.router_replay import RouterPass, RouterReplay
 from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered_logits, vocab_parallel_token_stats
+from furlong.training.settings import BackendSettings
 
 
 class Pipeline:
-    """The pipeline of a model on one rank.
+    """The pipeline of a model on one rank, which also applies the output layer.
 
-    ties_head: the output layer is the embedding. chunk_size: tokens whose logits exist at a time; -1 chooses by memory.
-    recompute: by model chunk, the choice of MLPs to recompute in the backward pass.
+    ties_head: the output layer is the embedding. recompute: by model chunk, the choice of MLPs to recompute in the
+    backward pass.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        ties_head: bool,
-        temperature: float,
-        chunk_size: int,
-    ) -> None:
-        self.layout, self.dtype, self.device, self.on_cpu = layout, dtype, device, device.type == "cpu"
-        self.ties_head, self.temperature, self.chunk_size = ties_head, temperature, chunk_size
+    def __init__(self, layout: Layout, settings: BackendSettings, *, ties_head: bool) -> None:
+        self.layout, self.settings, self.ties_head = layout, settings, ties_head
+        self.device, self.on_cpu = settings.device, settings.device.type == "cpu"
         self.recompute: dict[GPTModel, MlpRecompute] = {}
 
     def run(
@@ -83,7 +75,7 @@ class Pipeline:
         passes = [begin(m, p) if i < num_real else RouterPass() for p, m, i in work]
         forwards = itertools.count()
 
-        anchor = torch.zeros((), dtype=self.dtype, device=self.device, requires_grad=not forward_only)
+        anchor = torch.zeros((), dtype=self.settings.dtype, device=self.device, requires_grad=not forward_only)
 
         def step(iterator: Iterator[tuple[PackedMicroBatch, MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             part, micro, number = next(iterator)
@@ -132,7 +124,7 @@ class Pipeline:
     ) -> TokenStats:
         """Return log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
-        hidden_TD = output[0].to(self.dtype)  # Megatron-core returns bfloat16 as float32
+        hidden_TD = output[0].to(self.settings.dtype)  # Megatron-core returns bfloat16 as float32
         if self.layout.sequence_parallel:
             hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_TD, tensor_parallel_output_grad=True
@@ -144,15 +136,15 @@ class Pipeline:
         hidden_RD, targets_R = hidden_TD.index_select(0, part.predict), part.targets_R[part.response]
         also = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
         if request.logits:
-            logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.temperature)
+            logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.settings.temperature)
             if self.layout.context > 1:
                 size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
                 logits_RV = cast("Tensor", GatherTokens.apply(logits_RV, part.response, size, group_cp))
             stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "chunk_size": chunk_rows(self.chunk_size, len(weight), on_cpu=self.on_cpu),
+            "temperature": self.settings.temperature,
+            "chunk_size": chunk_rows(self.settings.train.log_probs_chunk_size, len(weight), on_cpu=self.on_cpu),
             **also,
         }
         if group.size() == 1 and len(hidden_RD):

@@ -19,7 +19,6 @@ from furlong.interfaces import Role
 from furlong.models.hf_model import open_tensors
 from furlong.training.checkpoint import trainer_state as state
 from furlong.training.checkpoint.dist_files import is_dist_folder
-from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
     """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
     if (folder / state.META).exists():
-        checkpoint.load_frozen(folder, state.read_meta(folder), state.WEIGHTS, chunks, hf)
+        names.load(chunks, hf, state.reader(folder, state.read_meta(folder), state.WEIGHTS))
     elif is_dist_folder(folder):
         torch_dist.load(chunks, folder)
     else:

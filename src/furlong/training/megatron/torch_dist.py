@@ -171,7 +171,7 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: Optimize
     """
     with ranks.agreed():
         files = DistReader(folder)
-    if optimizer.moments != MOMENTS:
+    if optimizer.moment_names != MOMENTS:
         raise CheckpointError(
             f"{folder} has moments of Adam, not those of {optimizer.kind}; resume with --optimizer adam, {FRESH}"
         )
@@ -193,7 +193,8 @@ def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: Optimize
         for (chunk, name), parameter in local.items():
             if parameter.requires_grad:
                 for kind in (MASTER, *MOMENTS):
-                    optimizer.put(parameter, kind, places.read(partial(states.read, kind), chunk, name))
+                    whole = places.read(partial(states.read, kind), chunk, name)
+                    optimizer.put(parameter, whole, kind=kind)
     logger.info("loaded master weights and moments after %d steps from %s", states.step, folder)
     return states.step
 
