@@ -75,7 +75,7 @@ def place(topology: Topology, *, timeout_s: float, on_event: OnEvent) -> Placeme
     `on_event` receives `placement_waiting` (seconds, asked, free, lacking) for the monitors.
     """
     nodes = live_nodes()
-    resource = _resource(nodes)
+    resource = _resource()
     check_fits(topology, nodes, resource)
     bundle = {"GPU": 1, "CPU": 1} if resource == "GPU" else {"CPU": 1}
     group = placement_group([dict(bundle) for _ in range(topology.num_gpus)], strategy="PACK")
@@ -90,9 +90,8 @@ def place(topology: Topology, *, timeout_s: float, on_event: OnEvent) -> Placeme
 
 def live_nodes() -> list[Node]:
     """Return the machines of the connected cluster, in the order of their addresses; GPUs if any machine has one."""
-    alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()  # pyright: ignore
-    resource = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
+    resource = _resource()
     nodes = [
         Node(
             node_id=node["NodeID"],
@@ -100,15 +99,18 @@ def live_nodes() -> list[Node]:
             total=int(node["Resources"].get(resource, 0)),
             free=int(free.get(node["NodeID"], {}).get(resource, 0)),
         )
-        for node in alive
+        for node in _alive()
     ]
     return sorted((node for node in nodes if node.total), key=lambda node: _address_key(node.address))
 
 
-def _resource(nodes: Sequence[Node]) -> str:
-    """The Ray resource of a slot: GPU if the cluster has any, else CPU."""
-    ids = {node.node_id for node in nodes}
-    return "GPU" if any(n["Resources"].get("GPU") for n in ray.nodes() if n["NodeID"] in ids) else "CPU"
+def _resource() -> str:
+    """Return the Ray resource of a slot: GPU if the cluster has any, else CPU."""
+    return "GPU" if any(node["Resources"].get("GPU") for node in _alive()) else "CPU"
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def check_fits(topology: Topology, nodes: Sequence[Node], resource: str) -> None:

@@ -104,11 +104,7 @@ def _connect(address: str) -> Session:
     import ray
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # from Ray, about its future defaults
-            ray.init(
-                address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
-            )  # fmt: skip
+        _init_ray(address=address, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"no Ray cluster at {address}: {error}; start one with `ray start --head`, or omit --ray-address and "
@@ -132,23 +128,20 @@ def _start(num_slots: int) -> Session:
     )
     session = Session("local", is_own=True, _reaper=watching)
     import ray
+    import torch
 
     _reread_settings()
-    num_gpus = _num_gpus()
+    num_gpus = torch.cuda.device_count()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # from Ray, about its future defaults
-            ray.init(
-                address="local",
-                num_cpus=max(num_slots, len(os.sched_getaffinity(0))),
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-                object_store_memory=_store_bytes(),
-                _temp_dir=str(folder),
-            )
+        _init_ray(
+            address="local",
+            num_cpus=max(num_slots, len(os.sched_getaffinity(0))),
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_store_bytes(),
+            _temp_dir=str(folder),
+        )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         session.close()
         raise ClusterError(f"Ray did not start on this machine: {type(error).__name__}: {error}") from error
@@ -157,6 +150,14 @@ def _start(num_slots: int) -> Session:
         ray.__version__, f"{num_gpus} GPUs" if num_gpus else f"no GPU, a slot is a CPU, {num_slots} slots", folder,
     )  # fmt: skip
     return session
+
+
+def _init_ray(**options: Any) -> None:
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from Ray, about its future defaults
+        ray.init(namespace=NAMESPACE, log_to_driver=False, **options)
 
 
 def _reread_settings() -> None:
@@ -179,12 +180,6 @@ def _children() -> list[subprocess.Popen[bytes]]:
 
     node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]  no public way
     return [info.process for infos in node.all_processes.values() for info in infos] if node is not None else []
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _store_bytes() -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError
 from furlong.models.model_facts import ATTENTION_LAYERS, layer_kinds
+from furlong.models.varlen_attention import pad_rows
 
 # torch < 2.13 has only the older name
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
@@ -67,9 +68,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, own_R: Tensor, where_R: Tensor, size: int, group: Any) -> Tensor:
         ctx.save_for_backward(own_R)
-        padded = mine.new_zeros((size, *mine.shape[1:]))
-        padded[: len(mine)] = mine
-        return all_gather(padded, group).index_select(0, where_R)
+        return all_gather(pad_rows(mine, size), group).index_select(0, where_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,12 +111,7 @@ class ContextParallel:
     def local(self, rows_U: Tensor) -> Tensor:
         """Return this rank's rows, padded with zeros: [U, ...] -> [L, ...]."""
         size = self.share(len(rows_U))
-        local = rows_U[self.index * size : (self.index + 1) * size]
-        if len(local) == size:
-            return local
-        filled = rows_U.new_zeros((size, *rows_U.shape[1:]))
-        filled[: len(local)] = local
-        return filled
+        return pad_rows(rows_U[self.index * size : (self.index + 1) * size], size)
 
     def heads(self, rows_LHE: Tensor, num_tokens: int) -> Tensor:
         """Exchange tokens for heads: [L, H, E] of this rank -> [U, h, E]. Fewer heads than ranks are repeated first."""

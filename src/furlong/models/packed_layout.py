@@ -11,7 +11,7 @@ all positions of the padded buckets, R response tokens, S sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,28 +35,28 @@ MIN_SHARED_FRAC = 0.1
 class PackedLayout:
     """Layout of one micro-batch. Index tensors are on the micro-batch's device.
 
-    run_U: index into T of each token that is run; None if all are, in order.
     predict_R: index into U of the token whose hidden state predicts each response token.
     buckets: (sequences, padded length), consecutive in P.
+    cu_seqlens_S1, max_seqlen: offsets of the sequences for variable-length kernels; cu_host_S1: on the CPU.
+    run_U: index into T of each token that is run; None if all are, in order.
     spread_P: index into U of the token at each padded position; None if P is U.
     collect_U: index into P of the position that computes each token's output.
     shared_D: index into U of each token with several positions; None without any.
     copies_C, first_copy_D: the positions in P of those tokens, token by token, and the start of each token's positions.
-    cu_seqlens_S1, max_seqlen: offsets of the sequences for variable-length kernels; cu_host_S1: on the CPU.
     context: context-parallel group that splits U; num_tokens: U, with context parallelism.
     """
 
-    run_U: Tensor | None
     predict_R: Tensor
     buckets: tuple[tuple[int, int], ...]
-    spread_P: Tensor | None
-    collect_U: Tensor | None
-    shared_D: Tensor | None
-    copies_C: Tensor | None
-    first_copy_D: Tensor | None
     cu_seqlens_S1: Tensor
     cu_host_S1: Tensor
     max_seqlen: int
+    run_U: Tensor | None = None
+    spread_P: Tensor | None = None
+    collect_U: Tensor | None = None
+    shared_D: Tensor | None = None
+    copies_C: Tensor | None = None
+    first_copy_D: Tensor | None = None
     context: ContextParallel | None = None
     num_tokens: int = 0
 
@@ -81,11 +81,10 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     order, buckets = bucket_lengths(lengths) if padded else (np.arange(len(lengths)), ())
     place_P = _padded_positions(cu, lengths, order, buckets) if padded else np.arange(cu[-1])
 
-    in_place = owner_T is None and np.array_equal(place_P, np.arange(cu[-1]))
     response_pos = micro.response_pos_R - 1
-    if in_place:
-        offsets = (micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
-        return PackedLayout(None, response_pos, buckets, None, None, None, None, None, *offsets)
+    layout = PackedLayout(response_pos, buckets, micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
+    if owner_T is None and np.array_equal(place_P, np.arange(cu[-1])):
+        return layout
 
     if owner_T is None:
         owner_T = np.arange(cu[-1])
@@ -103,19 +102,16 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     def put(array: Index) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    is_shared = len(shared_D) > 0
-    return PackedLayout(
-        run_U=put(run_U) if is_shared else None,
-        predict_R=put(unique_T[response_pos.cpu().numpy()]) if is_shared else response_pos,
-        buckets=buckets,
-        spread_P=put(spread_P),
-        collect_U=put(collect_U),
-        shared_D=put(shared_D) if is_shared else None,
-        copies_C=put(copies_C) if is_shared else None,
-        first_copy_D=put(first_copy_D) if is_shared else None,
-        cu_seqlens_S1=micro.cu_seqlens_S1,
-        cu_host_S1=cu_host_S1,
-        max_seqlen=micro.max_seqlen,
+    layout = replace(layout, spread_P=put(spread_P), collect_U=put(collect_U))
+    if not len(shared_D):
+        return layout
+    return replace(
+        layout,
+        run_U=put(run_U),
+        predict_R=put(unique_T[response_pos.cpu().numpy()]),
+        shared_D=put(shared_D),
+        copies_C=put(copies_C),
+        first_copy_D=put(first_copy_D),
     )
 
 

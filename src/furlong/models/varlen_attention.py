@@ -183,7 +183,8 @@ def _by_sequence(
     out_THE = torch.empty_like(q_THE)
     lse_HT = q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
     for start, end, length in _sequences(cu_host_S1):
-        out_LHE, lse_HL = _dense(*(_rows(tensor, start, length) for tensor in (q_THE, k_TKE, v_TKE)), scale=scale)
+        rows = (pad_rows(tensor[start : start + length], length) for tensor in (q_THE, k_TKE, v_TKE))
+        out_LHE, lse_HL = _dense(*rows, scale=scale)
         out_THE[start:end] = out_LHE[: end - start]
         lse_HT[:, start:end] = lse_HL[:, : end - start]
     return out_THE, lse_HT
@@ -197,7 +198,8 @@ def _by_sequence_backward(
     for start, end, length in _sequences(cu_host_S1):
         lse_HL = lse_HT.new_full((len(lse_HT), length), HUGE)
         lse_HL[:, : end - start] = lse_HT[:, start:end]
-        parts = _dense_backward(*(_rows(tensor, start, length) for tensor in rows), lse_HL=lse_HL, scale=scale)
+        padded = (pad_rows(tensor[start : start + length], length) for tensor in rows)
+        parts = _dense_backward(*padded, lse_HL=lse_HL, scale=scale)
         for grad, part in zip(grads, parts, strict=True):
             grad[start:end] = part[: end - start]
     return grads
@@ -216,14 +218,13 @@ def round_up_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _rows(tensor: Tensor, start: int, length: int) -> Tensor:
-    """Return `length` rows from `start`, padded with zeros beyond the last row."""
-    rows = tensor[start : start + length]
+def pad_rows(rows: Tensor, length: int) -> Tensor:
+    """Pad with rows of zeros to `length` rows."""
     if len(rows) == length:
         return rows
-    filled = tensor.new_zeros((length, *tensor.shape[1:]))
-    filled[: len(rows)] = rows
-    return filled
+    padded = rows.new_zeros((length, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _dense(q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -236,14 +237,7 @@ def _dense(q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, *, scale: float) -> tupl
 
 
 def _dense_backward(
-    grad_LHE: Tensor,
-    q_LHE: Tensor,
-    k_LKE: Tensor,
-    v_LKE: Tensor,
-    out_LHE: Tensor,
-    *,
-    lse_HL: Tensor,
-    scale: float,
+    grad_LHE: Tensor, q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, out_LHE: Tensor, *, lse_HL: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
     """Return the gradients of `_dense`."""
     grad, q, k, v, out = (tensor[None].transpose(1, 2) for tensor in (grad_LHE, q_LHE, k_LKE, v_LKE, out_LHE))

@@ -115,12 +115,7 @@ class TokenSets:
 
 
 def load_balancing_loss(
-    logits_TN: Tensor,
-    sets: TokenSets,
-    *,
-    top_k: int,
-    is_sigmoid: bool,
-    reduce: Callable[[Tensor], Tensor],
+    logits_TN: Tensor, sets: TokenSets, *, top_k: int, is_sigmoid: bool, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return this rank's part of the load-balancing loss; `reduce` sums over the ranks that share the token sets.
 

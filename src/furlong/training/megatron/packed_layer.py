@@ -154,11 +154,7 @@ class PackedLayer(TransformerLayer):
         assert rotary_pos_emb is not None
         if self.config.context_parallel_size > 1:  # Megatron-core's own forward pass
             return super().forward(
-                hidden_states,
-                *args,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-                **options,
+                hidden_states, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options
             )
         x = hidden_states
         if x.stride(1) != x.shape[2]:  # the embedding's output, for which the compiler would add variants
