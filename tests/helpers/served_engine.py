@@ -29,8 +29,7 @@ from furlong.core.weights import WeightSource
 from furlong.inference.server.http_server import bound_socket, running_server
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from runs import FORKED, Fault, command_in_child, free_ports

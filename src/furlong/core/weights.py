@@ -80,7 +80,7 @@ def checksum(tensor: Tensor) -> str:
 class EngineAddress:
     """An engine server as seen by a trainer rank, as plain values that can be sent between processes.
 
-    info: `inference.sglang.server_info.ServerInfo` as a dict.
+    info: `inference.sglang.server.ServerInfo` as a dict.
     num_running: running requests, whose KV cache must not be flushed.
     first_rank: the trainer rank on the GPU of the server's first process, if trainer and engines share GPUs.
     """

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
@@ -37,7 +37,6 @@ NO_ANSWER = "gave no answer during a weight update"
 TIMEOUT_S = 1800.0  # for a whole update; transports have their own limit for each bucket
 
 
-@runtime_checkable
 class WeightSender(Protocol):
     """The trainer ranks: a `RankSync` in this process, or one in every Ray worker."""
 

@@ -17,7 +17,8 @@ from furlong.config.topology import uses_ray
 from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
-from furlong.interfaces import Parts, Trainer
+from furlong.inference.supervisor.server_launch import check_startable
+from furlong.interfaces import Parts
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import RunSchedule
 from furlong.rewards.group_reward import GroupReward
@@ -25,13 +26,11 @@ from furlong.rollout.replay import MeasuredRollout
 from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
-from furlong.wiring.data_parts import build_ledger, build_source
-from furlong.wiring.rank_parts import seed_everything
-from furlong.wiring.record_parts import build_checkpoints, build_monitor, build_schedule
-from furlong.wiring.rollout_parts import build_rollout
+from furlong.wiring.engine_parts import ServingParts, Start, build_serving, check_sharing
+from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
+from furlong.wiring.rollout_parts import build_rollout, build_source
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.serving_parts import ServingParts, Start, build_serving, check_sharing, check_startable
-from furlong.wiring.training_parts import build_trainer
+from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,16 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
             raise ConfigError(*problems)
     if config.cluster.colocate and context.device == "cuda":
         check_sharing(context)
-    if _generates(config, specs):
-        check_startable(context)
-    trainer, training = _trainer(context, cluster, schedule.num_rollout, watch)
-    serving = ServingParts.nothing(context)
-    if _generates(config, specs):
-        serving = build_serving(context, trainer, cluster, watch, opened)
+    generates = _generates(config, specs)
+    if generates:
+        check_startable(config, context.device)
+    training = _training(context, cluster, schedule.num_rollout, watch)
+    serving = build_serving(context, training, cluster, watch, opened) if generates else ServingParts()
     engine = serving.engine
-    rollout = build_rollout(serving.context, engine, source, ledger, specs)
+    rollout = build_rollout(context.with_routers(serving.router_addresses), engine, source, ledger, specs)
     return Built(
         parts=Parts(
-            trainer=trainer,
+            trainer=training.trainer,
             sync=serving.sync,
             rollout=rollout if engine is None else MeasuredRollout(rollout, engine.take_load),
             source=source,
@@ -147,20 +145,18 @@ def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
     return not config.debug.debug_train_only and (not is_sft or bool(specs))
 
 
-def _trainer(
-    context: RunContext, cluster: Cluster | None, num_rollout: int, watch: RunMonitor
-) -> tuple[Trainer, list[Start]]:
-    """Return the trainer, and the functions that start its remote processes."""
+def _training(context: RunContext, cluster: Cluster | None, num_rollout: int, watch: RunMonitor) -> TrainingParts:
     if context.config.debug.debug_rollout_only:
-        return FrozenTrainer(), []
+        return TrainingParts(FrozenTrainer())
     if cluster is None:
-        return build_trainer(context, num_rollout), []
+        return TrainingParts(build_trainer(context, num_rollout))
     trainer = build_ray_trainer(context, cluster, num_rollout, on_event=watch.notify)
-    return trainer, [trainer.start]
+    return TrainingParts(trainer, trainer)
 
 
-def _stages(config: Config, training: list[Start], serving: ServingParts) -> Sequence[Sequence[Start]]:
+def _stages(config: Config, training: TrainingParts, serving: ServingParts) -> Sequence[Sequence[Start]]:
     """Return the start-up stages, each of parts that start concurrently: colocated engines start after the trainer."""
+    trainer = [] if training.ray_trainer is None else [training.ray_trainer.start]
     if not config.cluster.colocate:
-        return [[*training, *serving.starting]]
-    return [training, [serving.device_sharing.make_room], serving.starting]
+        return [[*trainer, *serving.starting]]
+    return [trainer, [serving.device_sharing.make_room], serving.starting]

@@ -1,27 +1,33 @@
-"""Builds the parts of a run that Ray places: the session, the slots, and the trainer over its ranks."""
+"""Builds the parts of a run that Ray places: the session, the slots, the trainer, and the ranks in their processes."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from furlong.algo import advantage, policy_loss
+from furlong.cluster.rank_actor import RankParts, RankSettings
 from furlong.cluster.session import Session, open_session
-from furlong.config.command_line import config_to_json
+from furlong.config.command_line import config_from_json, config_to_json
+from furlong.config.hooks import usable_hooks
 from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
+from furlong.inference.sglang.server import connected
 from furlong.inference.supervisor.host import HostGpus
 from furlong.training.packing import split_batch
+from furlong.training.ranks import Ranks
+from furlong.weight_sync.remote_sync import RankSync
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.training_parts import build_packing, build_sizes
+from furlong.wiring.training_parts import build_packing, build_sizes, build_transport, build_worker, seed_everything
 
 if TYPE_CHECKING:
     from furlong.cluster.gpu_placement import Placement
@@ -81,13 +87,12 @@ def build_ray_trainer(
     context: RunContext, cluster: Cluster, num_rollout: int, *, on_event: Callable[..., None]
 ) -> RayTrainer:
     """Build the trainer over all ranks, not started; `on_event` receives their timings."""
-    from furlong.cluster.rank_actor import RankSettings
     from furlong.cluster.ray_trainer import RayTrainer
 
     config, flags = context.config, context.config.cluster
     num_ranks = len(cluster.placement.trainers)
     setting = RankSettings(
-        build="furlong.wiring.rank_parts:build_rank",
+        build="furlong.wiring.cluster_parts:build_rank",
         config_json=config_to_json(config),
         folder=str(context.folder.resolve()),
         num_rollout=num_rollout,
@@ -120,13 +125,32 @@ def build_ray_trainer(
     )
 
 
+def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks) -> RankParts:
+    """Build the worker and weight sync of this rank. The process group of all ranks must exist."""
+    config = config_from_json(config_json)
+    context = RunContext.read(config, usable_hooks(config), folder)
+    seed_everything(config.train.seed)
+    worker = build_worker(context, num_rollout, ranks)
+
+    def sync(device_types: Sequence[str]) -> RankSync:
+        return RankSync(
+            worker.weights,
+            build_transport(context, device_types, ranks),
+            connect=partial(connected, api_key=config.cluster.sglang_api_key),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    return RankParts(worker, sync)
+
+
 def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:
     """The folders that ranks write checkpoints into, by flag; of --save-hf what is above those of rollouts."""
-    found = {} if flags.save is None else {"--save": Path(flags.save)}
+    folders = {} if flags.save is None else {"--save": Path(flags.save)}
     if flags.save_hf is not None:
         parts = itertools.takewhile(lambda part: "{rollout_id}" not in part, Path(flags.save_hf).parts)
-        found["--save-hf"] = Path(*parts)
-    return found
+        folders["--save-hf"] = Path(*parts)
+    return folders
 
 
 def check_known_to_ranks(name: str) -> None:

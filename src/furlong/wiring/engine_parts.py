@@ -1,193 +1,233 @@
-"""Builds the engine, in this process or on servers, and its weight sync."""
+"""Builds what generates: the engine, its supervisor, the weight sync, and the sharing of devices."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
-from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.engine_checks import is_served, is_started
 from furlong.config.checks.moe_checks import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
+from furlong.diagnosis.monitors.run_monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.sglang.client import probe, url_of
+from furlong.inference.sglang.external_servers import connect_external
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.interfaces import Engine, Trainer, WeightSync
-from furlong.machine import raise_open_file_limit
+from furlong.inference.supervisor.server_launch import build_launches
+from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engine_placements
+from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
+from furlong.loop.device_sharing import Colocated
+from furlong.machine import choose_threads, raise_open_file_limit
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
-from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync, WeightSender
-from furlong.weight_sync.transports.transport import Transport, TransportContext
+from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
+from furlong.wiring.cluster_parts import Cluster
 from furlong.wiring.run_context import RunContext
+from furlong.wiring.training_parts import TrainingParts, build_transport
 
 SPARE_FILES = 256  # open files of this process besides connections
 
 logger = logging.getLogger(__name__)
 
+Start = Callable[[], Awaitable[None]]
 
-def build_engine(context: RunContext) -> EmbeddedEngine | HttpEngine:
-    """Build the engine in this process, or connect to servers. Raises ConfigError naming a server that is missing."""
-    if is_started(context.config):  # the supervisor adds the servers once they are up
-        raise_open_file_limit(
-            context.config.cluster.sglang_server_concurrency * num_engines(context.config) + SPARE_FILES
-        )
-        return HttpEngine(
+
+@dataclass(frozen=True)
+class ServingParts:
+    """The engine of a run, None where nothing is generated, and what belongs to it.
+
+    router_addresses: host and port of the router of each model, for user functions.
+    """
+
+    engine: Engine | None = None
+    sync: WeightSync = field(default_factory=NoWeightSync)
+    device_sharing: DeviceSharing = field(default_factory=DeviceSharing)
+    supervisor: EngineSupervisor | None = None
+    router_addresses: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+
+    @property
+    def starting(self) -> list[Start]:
+        """Functions that start its processes and tasks."""
+        return [] if self.supervisor is None else [self.supervisor.start]
+
+    async def close(self) -> None:
+        """Close weight sync, engine and supervisor, in this order; all of them, even if one raises."""
+        async with contextlib.AsyncExitStack() as stack:  # in reverse order
+            if self.supervisor is not None:
+                stack.push_async_callback(self.supervisor.close)
+            if self.engine is not None:
+                stack.push_async_callback(self.engine.close)
+            stack.push_async_callback(self.sync.close)
+
+
+def build_serving(
+    context: RunContext,
+    training: TrainingParts,
+    cluster: Cluster | None,
+    watch: RunMonitor,
+    opened: contextlib.ExitStack,
+) -> ServingParts:
+    """Build the engine and what belongs to it; `opened` gets their cleanup. Raises ConfigError."""
+    if is_served(context.config):
+        return _build_servers(context, training, cluster, watch, opened)
+    return _build_embedded(context, training.trainer, opened)
+
+
+def _build_embedded(context: RunContext, trainer: Trainer, opened: contextlib.ExitStack) -> ServingParts:
+    """Build the engine in this process."""
+    config, cluster = context.config, context.config.cluster
+    engine = EmbeddedEngine(
+        context.model_dir,
+        dtype=context.dtype if cluster.embedded_dtype == "auto" else getattr(torch, cluster.embedded_dtype),
+        device=context.device,
+        num_slots=cluster.embedded_num_slots,
+        context_len=config.rollout.rollout_max_context_len,
+        tokenizer=context.tokenizer,
+        return_routed_experts=returns_routes(config),
+    )
+    opened.callback(lambda: asyncio.run(engine.close()))
+    if config.debug.debug_rollout_only:
+        return ServingParts(engine)
+    sync = MemorySync(
+        trainer,
+        engine,
+        expected=engine.expected_checksums,
+        engine_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
+        verbose=bool(config.debug.debug_weight_sync),
+    )
+    return ServingParts(engine, sync)
+
+
+def _build_servers(
+    context: RunContext,
+    training: TrainingParts,
+    cluster: Cluster | None,
+    watch: RunMonitor,
+    opened: contextlib.ExitStack,
+) -> ServingParts:
+    """Connect to servers, or build the supervisor that starts them."""
+    config = context.config
+    engine = _http_engine(context)
+    opened.callback(lambda: asyncio.run(engine.close()))
+    sync = None if config.debug.debug_rollout_only else _remote_sync(context, training, engine)
+    device_sharing = _device_sharing(context, training.trainer, engine)
+    log_dir = Path(config.engines.sglang_log_dir or context.folder / "logs")
+    if not is_started(config):
+        supervisor = EngineSupervisor(config, engine, on_event=watch.notify, log_dir=log_dir)
+        return ServingParts(engine, sync or NoWeightSync(), device_sharing, supervisor)
+    supervisor = EngineSupervisor(
+        config,
+        engine,
+        on_event=watch.notify,
+        log_dir=log_dir,
+        launches=build_launches(
+            config,
+            model_dir=context.model_dir,
+            dtype=str(context.dtype).removeprefix("torch."),
+            device=context.device,
+            num_threads=choose_threads(config.cluster.num_threads, num_parts=_num_engines(config) + 1).count,
+        ),
+        placements=local_engine_placements(config, context.device) if cluster is None else cluster.engine_placements(),
+        first_ranks=() if cluster is None else cluster.first_ranks,
+        weights=sync,
+        devices=device_sharing,
+    )
+    opened.callback(lambda: asyncio.run(supervisor.close()))
+    return ServingParts(
+        engine, sync or NoWeightSync(), device_sharing, supervisor, asyncio.run(supervisor.reserve_addresses())
+    )
+
+
+def _num_engines(config: Config) -> int:
+    """Return the number of servers that the run starts, over all models."""
+    return len(engine_parts(engine_groups(config)))
+
+
+def _http_engine(context: RunContext) -> HttpEngine:
+    """Build the client of all servers. Raises ConfigError naming one that is missing or cannot be used."""
+    config = context.config
+    if is_started(config):  # the supervisor adds the servers once they are up
+        num_servers = _num_engines(config)
+        engine = HttpEngine(
             [],
             tokenizer=context.tokenizer,
             is_supervised=True,
-            gives_up_unanswered=context.config.fault.use_fault_tolerance,
-            needs_router=is_split(trained_model(context.config).groups),
-            routing=routing_of(context.config),
+            gives_up_unanswered=config.fault.use_fault_tolerance,
+            needs_router=is_split(trained_model(config).groups),
+            routing=routing_of(config),
         )
-    if context.config.cluster.engine == "external":
-        return _external(context)
-    cluster, rollout = context.config.cluster, context.config.rollout
-    dtype = context.dtype if cluster.embedded_dtype == "auto" else getattr(torch, cluster.embedded_dtype)
-    return EmbeddedEngine(
-        context.model_dir,
-        dtype=dtype,
-        device=context.device,
-        num_slots=cluster.embedded_num_slots,
-        context_len=rollout.rollout_max_context_len,
-        tokenizer=context.tokenizer,
-        return_routed_experts=returns_routes(context.config),
-    )
+    else:
+        servers, router = connect_external(config)
+        num_servers = len(servers)
+        engine = HttpEngine(servers, router=router, tokenizer=context.tokenizer, routing=routing_of(config))
+    raise_open_file_limit(config.cluster.sglang_server_concurrency * num_servers + SPARE_FILES)
+    return engine
 
 
-def num_engines(config: Config) -> int:
-    """Return the number of servers that the run starts."""
-    return len(engine_parts(engine_groups(config))) if is_started(config) else 0
-
-
-def build_sync(context: RunContext, trainer: Trainer, engine: Engine | None) -> WeightSync:
-    """Build what sends the trainer's weights to the engine."""
-    config = context.config
-    if isinstance(engine, EmbeddedEngine):
-        return MemorySync(
-            trainer,
-            engine,
-            expected=engine.expected_checksums,
-            engine_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
-            verbose=bool(config.debug.debug_weight_sync),
+def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngine) -> RemoteSync:
+    """Build what sends weights to servers, from the ranks on Ray or from the trainer in this process."""
+    config, flags = context.config, context.config.sync
+    timeout_s = max(TIMEOUT_S, 2 * flags.update_weight_timeout)  # more than for one bucket or folder
+    verify_while_serving = flags.update_weight_proof == "beside"
+    was_lost = engine.any_lost if is_started(config) else None
+    if training.ray_trainer is None:
+        return LocalSync(
+            training.trainer,
+            engine.reachable,
+            build_transport(context, [server.info.device_type for server in engine.servers], Ranks()),
+            timeout_s=timeout_s,
+            verify_while_serving=verify_while_serving,
+            was_lost=was_lost,
         )
-    if not isinstance(engine, HttpEngine):
-        return NoWeightSync()
-    options: dict[str, Any] = {
-        "verify_while_serving": config.sync.update_weight_proof == "beside",
-        "timeout_s": max(TIMEOUT_S, 2 * config.sync.update_weight_timeout),  # more than for one bucket or folder
-        "was_lost": engine.any_lost if is_started(config) else None,
-    }
-    if isinstance(trainer, WeightSender):
-        flags, on_gpu = config.sync, context.device == "cuda"
-        spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=on_gpu)
-        return RemoteSync(trainer, engine.reachable, name=spec.name, **options)
-    return LocalSync(
-        trainer,
+    spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=context.device == "cuda")
+    return RemoteSync(
+        training.ray_trainer,
         engine.reachable,
-        build_transport(context, [s.info.device_type for s in engine.servers], Ranks()),
-        **options,
+        name=spec.name,
+        timeout_s=timeout_s,
+        verify_while_serving=verify_while_serving,
+        was_lost=was_lost,
     )
 
 
-def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ranks) -> Transport:
-    """Build one trainer rank's transport to engines on devices of these types. Called on all ranks at once."""
-    config = context.config
-    on_gpu = context.device == "cuda" and all(kind == "cuda" for kind in device_types)
-    spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
-    module, _, name = spec.implementation.partition(":")
-    implementation: type[Transport] = getattr(importlib.import_module(module), name)
-    return implementation(
-        TransportContext(
-            config.sync,
-            model_dir=context.model_dir,
-            run_dir=context.folder,
-            on_gpu=on_gpu,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            verbose=bool(config.debug.debug_weight_sync),
-        )
-    )
-
-
-def _external(context: RunContext) -> HttpEngine:
+def _device_sharing(context: RunContext, trainer: Trainer, engine: HttpEngine) -> DeviceSharing:
+    """Choose how trainer and engines share devices. Raises ConfigError for a trainer that cannot leave them."""
     cluster = context.config.cluster
-    router = None
-    addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
-    if cluster.sglang_router_ip is not None:
-        url = url_of(f"{cluster.sglang_router_ip}:{cluster.sglang_router_port}")
-        addresses = _behind_router(url, addresses, cluster.sglang_api_key)
-        total = cluster.sglang_server_concurrency * len(addresses)
-        router = SglangServer(
-            url,
-            ServerInfo.read({}),
-            api_key=cluster.sglang_api_key,
-            concurrency=total,
-            timeout_s=cluster.sglang_router_request_timeout_secs,
-            keeps_together=False,
+    if not (cluster.offload_train or cluster.offload_rollout):
+        return DeviceSharing()
+    if context.config.debug.debug_rollout_only:
+        raise ConfigError(
+            "--debug-rollout-only: there is no trainer to offload; remove --debug-rollout-only, or --offload"
         )
-    servers = [_server(context, url) for url in addresses]
-    raise_open_file_limit(cluster.sglang_server_concurrency * len(servers) + SPARE_FILES)
-    return HttpEngine(servers, router=router, tokenizer=context.tokenizer, routing=routing_of(context.config))
-
-
-def _server(context: RunContext, url: str) -> SglangServer:
-    cluster = context.config.cluster
-    info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
-    _check_external(info, url, context.config)
-    logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
-    return SglangServer(
-        url,
-        info,
-        api_key=cluster.sglang_api_key,
-        concurrency=cluster.sglang_server_concurrency,
-        timeout_s=cluster.sglang_router_request_timeout_secs,
+    return Colocated(
+        trainer, engine, offload_train=bool(cluster.offload_train), offload_rollout=bool(cluster.offload_rollout)
     )
 
 
-def _check_external(info: ServerInfo, url: str, config: Config) -> None:
-    """Raise ConfigError for a server with settings that this run cannot use."""
-    required = config.rollout.rollout_max_context_len
-    if required is not None and info.context_len is not None and info.context_len < required:
-        raise ConfigError(
-            f"--rollout-max-context-len {required} exceeds the context length {info.context_len} of the engine at "
-            f"{url}; lower it or start the engine with a longer context"
-        )
-    if info.num_http_processes > 1 and not config.debug.debug_rollout_only:
-        raise ConfigError(
-            f"the engine at {url} has {info.num_http_processes} HTTP processes, and only one of them learns about "
-            "new weight versions; start it without --tokenizer-worker-num"
-        )
-    transport = config.sync.update_weight_transport
-    problem = transport_spec(transport).speculation_problem
-    if info.speculation and problem and not config.debug.debug_rollout_only:
-        raise ConfigError(
-            f"--update-weight-transport {transport} with the engine at {url}, which has --speculative-algorithm "
-            f"{info.speculation}: {problem}"
-        )
-    if returns_routes(config) and not info.returns_routes:
-        flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"
-        raise ConfigError(
-            f"{flag} needs the routed experts of the engine at {url}, which does not return them; start it with "
-            "--enable-return-routed-experts"
-        )
+def check_sharing(context: RunContext) -> None:
+    """Check --colocate. Raises ConfigError for a weight transport that does not work on shared GPUs.
 
-
-def _behind_router(url: str, addresses: Sequence[str], api_key: str | None) -> list[str]:
-    """The servers of a router. Raises ConfigError if `addresses` differ: a server would get no weights."""
-    workers = [str(w["url"]).rstrip("/") for w in probe(url, api_key=api_key, path="/workers")["workers"]]
-    if not workers:
-        raise ConfigError(f"the router at {url} has no workers; start it with --worker-urls")
-    if addresses and set(addresses) != set(workers):
+    Warns unless both trainer and engines release their memory.
+    """
+    flags = context.config.cluster
+    if context.config.debug.debug_rollout_only:
+        return
+    transport = context.config.sync.update_weight_transport
+    if problem := transport_spec(transport).one_gpu_problem:
         raise ConfigError(
-            f"the router at {url} sends requests to {', '.join(sorted(workers))}, but --rollout-external-engine-addrs "
-            f"names {', '.join(sorted(addresses))}; remove that flag to use the servers of the router"
+            f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
         )
-    return workers
+    kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
+    if kept:
+        logger.warning(
+            "%s: trainer and engines share GPUs but do not both release their memory; both must fit at once",
+            " ".join(f"--no-{name.replace('_', '-')}" for name in kept),
+        )

@@ -1,13 +1,15 @@
-"""Builds a run's plan, checkpoints, trackers and monitors."""
+"""Builds a run's schedule, checkpoints, ledger, trackers and monitors."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
+from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite
 from furlong.diagnosis.monitors.run_facts import RunFacts
@@ -79,6 +81,24 @@ def build_checkpoints(config: Config) -> Checkpoints:
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
         finish_export=None if chat_template is None else lambda folder: write_template(folder, chat_template),
     )
+
+
+def build_ledger(context: RunContext, resumed: tuple[int, dict[str, Any]] | None) -> FileLedger:
+    """Open the ledger, at the position (step, mark) of the checkpoint that the run resumes from, if any."""
+    path = context.folder / "ledger.jsonl"
+    may_wait = context.hooks.buffer_filter is not None or context.hooks.data_source is not None
+    if resumed is None:
+        return FileLedger(path, may_wait=may_wait)
+    if not path.exists():
+        logger.warning(
+            "--load %s resumes a run whose ledger is not in %s; a new ledger starts at step %d, and the audit does "
+            "not cover earlier steps",
+            context.config.checkpoint.load,
+            context.folder,
+            resumed[0],
+        )
+        return FileLedger(path, is_partial=True, may_wait=may_wait)
+    return FileLedger.resume(path, resumed[1], may_wait=may_wait)
 
 
 def build_monitor(context: RunContext, num_steps: int) -> RunMonitor:

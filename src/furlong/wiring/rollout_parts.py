@@ -1,4 +1,4 @@
-"""Build the rollout with its rewards and evaluation sets."""
+"""Builds the data source, and the rollout with its rewards and evaluation sets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
 from furlong.core.sample import Group
-from furlong.data.dataset import PromptTable, open_prompts
+from furlong.data.custom_source import CustomDataSource
+from furlong.data.dataset import Prompts, PromptTable, open_prompts
+from furlong.data.empty import EmptyDataSource, EmptyPrompts
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
-from furlong.data.source import group_from_prompt
+from furlong.data.source import RolloutDataSource, group_from_prompt
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size
@@ -42,6 +44,44 @@ ORDER = "order.jsonl"
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
 
 logger = logging.getLogger(__name__)
+
+
+def build_source(context: RunContext, ledger: FileLedger) -> DataSource:
+    """Build the data source: the user's own, none, or prompts from a file."""
+    config, data = context.config, context.config.data
+    if context.hooks.data_source is not None:
+        return CustomDataSource(
+            context.hooks.data_source(context.args), tokenizer=context.tokenizer, rollout_seed=data.rollout_seed
+        )
+    if config.debug.load_debug_rollout_data is not None:
+        return EmptyDataSource()
+    if data.rollout_global_dataset and data.prompt_data is None:
+        return EmptyDataSource()  # evaluation only; any other run needs prompts (validated)
+    return RolloutDataSource(
+        _prompts(context),
+        n_samples_per_prompt=data.n_samples_per_prompt,
+        shuffle=data.rollout_shuffle,
+        rollout_seed=data.rollout_seed,
+        num_epoch=data.num_epoch,
+        buffer_filter=context.hooks.buffer_filter,
+        args=context.args,
+        on_drop=ledger.dropped,
+    )
+
+
+def _prompts(context: RunContext) -> Prompts:
+    config, data = context.config, context.config.data
+    if not data.rollout_global_dataset:
+        return EmptyPrompts()
+    assert data.prompt_data is not None
+    return open_prompts(
+        data.prompt_data,
+        tokenizer=context.tokenizer,
+        prompt_format=PromptFormat.of_training(config),
+        streaming=data.streaming_data,
+        num_workers=data.num_data_workers,
+        skip_bad_rows=config.fault.skip_bad_rows,
+    )
 
 
 def build_rollout(

@@ -1,12 +1,16 @@
-"""Build the trainer of one process: backend, loss, hooks."""
+"""Builds the trainer of one process: backend, loss, hooks, and its transport of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
@@ -15,6 +19,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
+from furlong.core.transports import transport_spec
 from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
@@ -33,10 +38,20 @@ from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings
 from furlong.training.worker import RoundHooks, RoundWorker
+from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.run_context import RunContext
 
 if TYPE_CHECKING:
+    from furlong.cluster.ray_trainer import RayTrainer
     from furlong.training.megatron.megatron_backend import MegatronBackend
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """The trainer of a run; `ray_trainer` is the same object if its ranks are on Ray."""
+
+    trainer: Trainer
+    ray_trainer: RayTrainer | None = None
 
 
 def build_trainer(context: RunContext, num_rollout: int) -> Trainer:
@@ -122,6 +137,26 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     checkpoint = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
     assert checkpoint is not None  # validated
     return {"ref": checkpoint / "trainer"}
+
+
+def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ranks) -> Transport:
+    """Build one trainer rank's transport to engines on devices of these types. Called on all ranks at once."""
+    config = context.config
+    on_gpu = context.device == "cuda" and all(kind == "cuda" for kind in device_types)
+    spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
+    module, _, name = spec.implementation.partition(":")
+    implementation: type[Transport] = getattr(importlib.import_module(module), name)
+    return implementation(
+        TransportContext(
+            config.sync,
+            model_dir=context.model_dir,
+            run_dir=context.folder,
+            on_gpu=on_gpu,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            verbose=bool(config.debug.debug_weight_sync),
+        )
+    )
 
 
 def build_sizes(config: Config, num_ranks: int) -> Ranks:
@@ -241,3 +276,10 @@ def _profiling(context: RunContext, ranks: Ranks) -> Profiling | None:
         end=debug.profile_step_end,
         memory_rollouts=debug.memory_snapshot_num_steps if debug.record_memory_history else 0,
     )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global random generators, which hooks may use; checkpoints contain their states."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from furlong.config.sections import ClusterFlags
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 

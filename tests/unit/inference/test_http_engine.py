@@ -20,8 +20,7 @@ from furlong.errors import ConfigError, EngineError, EngineTimeoutError
 from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.request_queue import MAX_SENDING
-from furlong.inference.sglang.server import PAUSE_S, SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import PAUSE_S, ServerInfo, SglangServer
 from furlong.inference.sglang.server_pool import ServerPool
 from furlong.interfaces import SamplingParams
 from served_engine import ScriptedServer, ServedEngine, reply

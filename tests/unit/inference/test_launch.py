@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
@@ -21,8 +19,13 @@ from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.log_tail import tail
-from furlong.inference.supervisor.server_launch import Ports, ServeLaunch, SglangLaunch, argv_from_options
-from furlong.wiring.serving_parts import _launches
+from furlong.inference.supervisor.server_launch import (
+    Ports,
+    ServeLaunch,
+    SglangLaunch,
+    argv_from_options,
+    build_launches,
+)
 from served_engine import ScriptedServer
 
 MODEL = Path("model")
@@ -116,7 +119,7 @@ def test_prefill_engines_have_a_bootstrap_port_for_decode_engines(tmp_path):
         "      - {worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}\n"
     )
     config = parse(["--engine", "sglang", "--sglang-config", str(path), "--sglang-log-level", "error"]).config
-    launches = _launches(SimpleNamespace(config=config, dtype=torch.bfloat16, model_dir=MODEL, device="cuda"))
+    launches = build_launches(config, model_dir=MODEL, dtype="bfloat16", device="cuda", num_threads=1)
     ports = Ports(16000, 16001, 16002, bootstrap=16009)
     prefill, decode = (options_of(launches[i].command(i, 0, [HostGpus(LocalHost())], ports)[3:]) for i in (1, 2))
     assert (launches[1].role, launches[2].role) == ("prefill", "decode")
@@ -305,5 +308,5 @@ def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):
 def test_colocated_servers_can_release_their_memory(monkeypatch, words, gives):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     config = parse(["--engine", "sglang", *words]).config
-    launch, *_ = _launches(SimpleNamespace(config=config, model_dir=MODEL, dtype=torch.bfloat16))
+    launch, *_ = build_launches(config, model_dir=MODEL, dtype="bfloat16", device="cuda", num_threads=1)
     assert ("--enable-memory-saver" in options_of(launch.command(0, 0, [HostGpus(LocalHost())], PORTS))) == gives

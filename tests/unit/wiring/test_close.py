@@ -10,7 +10,7 @@ import pytest
 from furlong.interfaces import DeviceSharing
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.build import Built
-from furlong.wiring.serving_parts import ServingParts
+from furlong.wiring.engine_parts import ServingParts
 
 
 def closing(closed: list[str], name: str, *, is_async: bool = True) -> Any:
@@ -44,9 +44,8 @@ def test_engines_are_stopped_although_closing_the_weight_sync_fails(monkeypatch)
     closed: list[str] = []
     closes = partial(closing, closed)
     monkeypatch.setattr(RemoteSync, "close", lambda _: closes("sync").close())
-    shared: Any = None
     sync = RemoteSync(closes("ranks"), closes("servers"), name="test")
-    serving = ServingParts(shared, closes("engine"), sync, DeviceSharing(), closes("supervisor"))
+    serving = ServingParts(closes("engine"), sync, DeviceSharing(), closes("supervisor"))
     with pytest.raises(OSError, match="supervisor"):
         asyncio.run(serving.close())
     assert closed == ["sync", "engine", "supervisor"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 
 from furlong.config.command_line import examine, parse
 from furlong.errors import ConfigError
+from furlong.inference.supervisor.server_launch import check_startable
 from furlong.wiring import build
-from furlong.wiring.serving_parts import check_startable
 from runs import flags, write_model, write_prompts
 
 
@@ -30,7 +29,7 @@ def test_a_missing_package_is_named(monkeypatch, missing, words, says):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == missing else find(name, *more))
     config = parse(["--rollout-num-gpus", "1", *words]).config
     with pytest.raises(ConfigError, match=says):
-        check_startable(SimpleNamespace(config=config, device="cuda"))
+        check_startable(config, "cuda")
 
 
 def test_a_missing_package_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):

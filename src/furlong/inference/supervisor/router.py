@@ -13,8 +13,7 @@ from typing import Any
 
 from furlong.core.process_environment import api_key_environment
 from furlong.errors import EngineError
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import POLL_S, ServerProcess
 from furlong.inference.supervisor.host import Host
 from furlong.inference.supervisor.server_launch import argv_from_options, module_command

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
+from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.moe_checks import returns_routes
+from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts, served_models
+from furlong.config.evaluation import eval_specs
+from furlong.config.sections import Config
+from furlong.config.topology import uses_ray
 from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
+from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.host import HostGpus, is_loopback
 
@@ -32,59 +41,66 @@ class Ports:
     bootstrap: int | None = None
 
 
-class Launch(Protocol):
-    """Launch settings of one kind of server."""
-
-    @property
-    def api_key(self) -> str | None:
-        """The API key of its servers."""
-        ...
-
-    @property
-    def needs_rendezvous(self) -> bool:
-        """Whether ports must be reserved for the rendezvous of its processes."""
-        ...
-
-    @property
-    def role(self) -> EngineRole:
-        """Role of the engine in a request."""
-        ...
-
-    def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
-        """The command of engine `index` on node `node` of its placement."""
-        ...
-
-    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
-        """Variables to add to its environment on one node."""
-        ...
-
-
 @dataclass(frozen=True)
-class SglangLaunch:
-    """Stock SGLang 0.5.16. `options` are ServerArgs by field name; they override those that furlong sets.
+class Launch(ABC):
+    """Launch settings of one kind of server. Engine `index` samples with seed `seed + index`.
 
-    `has_text` loads the tokenizer in the server, for stop strings and the chat API. `is_colocated` lets the server
-    release its memory for the trainer. Engine `index` samples with seed `seed + index`.
+    env: variables to add to its environment. role: the role of the engine in a request.
     """
 
     model_dir: Path
-    num_gpus: int
+    _: KW_ONLY
     seed: int = 0
     api_key: str | None = None
     context_len: int | None = None
-    has_text: bool = True
-    is_colocated: bool = False
     return_routed_experts: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    needs_rendezvous: bool = True
     role: EngineRole = "regular"
 
+    needs_rendezvous: ClassVar[bool] = False
+    """Whether ports must be reserved for the rendezvous of its processes."""
+
+    def for_group(self, group: EngineGroup) -> Launch:
+        """Return the settings for the engines of a group."""
+        del group
+        return self
+
+    @abstractmethod
     def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
-        """The command of engine `index` on node `node`; only node 0 serves HTTP.
+        """Return the command of engine `index` on node `node` of its placement; only node 0 serves HTTP.
 
         Raises ConfigError for an address that other machines can reach without an API key.
         """
+
+    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
+        """Return the variables to add to its environment on one node."""
+        del gpus
+        return {**api_key_environment(self.api_key), **self.env}
+
+
+@dataclass(frozen=True)
+class SglangLaunch(Launch):
+    """Stock SGLang 0.5.16. `options` are ServerArgs by field name; they override those that furlong sets.
+
+    `has_text` loads the tokenizer in the server, for stop strings and the chat API. `is_colocated` lets the server
+    release its memory for the trainer.
+    """
+
+    _: KW_ONLY
+    num_gpus: int
+    has_text: bool = True
+    is_colocated: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    needs_rendezvous: ClassVar[bool] = True
+
+    def for_group(self, group: EngineGroup) -> Launch:
+        """Return the settings for a group, whose options override those of all engines."""
+        assert group.role != "placeholder"
+        return replace(self, num_gpus=group.gpus_per_engine, options={**self.options, **group.options}, role=group.role)
+
+    def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
+        """Return the command; see `Launch.command`."""
         pp_size = int(self.options.get("pp_size", 1))
         first = placement[0].host.address
         _check_key(self.api_key, index, placement[node].host.address)
@@ -109,7 +125,7 @@ class SglangLaunch:
         return [*module_command("sglang.launch_server", self.api_key), *argv_from_options(values | dict(self.options))]
 
     def environment(self, gpus: HostGpus) -> Mapping[str, str]:
-        """Variables to add to its environment.
+        """Return the variables to add to its environment.
 
         By default /health generates a token, which kills a server whose cache is released; /health_generate still
         does. torch_memory_saver rejects expandable segments of torch. Engines that transfer KV caches listen on an
@@ -118,33 +134,22 @@ class SglangLaunch:
         split = {} if self.role == "regular" else {"SGLANG_HOST_IP": gpus.host.address}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.options.get("device") == "cpu" else {}
         colocated = without_expandable_segments(os.environ) if self.is_colocated else {}
-        common = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", **api_key_environment(self.api_key)}
-        return {**common, **split, **cpu, **colocated, **self.env}
+        no_token = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+        return {**no_token, **split, **cpu, **colocated, **super().environment(gpus)}
 
 
 @dataclass(frozen=True)
-class ServeLaunch:
+class ServeLaunch(Launch):
     """`furlong serve`. `dtype` is the name of a torch dtype; `device` "cuda" means the first GPU of the placement."""
 
-    model_dir: Path
+    _: KW_ONLY
     dtype: str = "float32"
     device: str = "cpu"
-    seed: int = 0
-    api_key: str | None = None
-    context_len: int | None = None
     num_slots: int = 128
     num_threads: int | None = None
-    return_routed_experts: bool = False
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    needs_rendezvous: bool = False
-    role: EngineRole = "regular"
 
     def command(self, index: int, node: int, placement: Sequence[HostGpus], ports: Ports) -> list[str]:
-        """The command of engine `index`, a single process.
-
-        Raises EngineError for more than one node and ConfigError for an address that other machines can reach without
-        an API key.
-        """
+        """Return the command of a single process. Raises EngineError for more than one node."""
         if len(placement) != 1:
             raise EngineError(f"furlong serve runs on one node, but engine {index} was placed on {len(placement)}")
         gpus = placement[node]
@@ -163,10 +168,64 @@ class ServeLaunch:
         }
         return [sys.executable, "-m", "furlong", "serve", *argv_from_options(values)]
 
-    def environment(self, gpus: HostGpus) -> Mapping[str, str]:
-        """Variables to add to its environment."""
-        del gpus
-        return {**api_key_environment(self.api_key), **self.env}
+
+def build_launches(config: Config, *, model_dir: Path, dtype: str, device: str, num_threads: int) -> list[Launch]:
+    """Return the launch settings of each engine, over all models.
+
+    `model_dir`, `dtype` and `device` are those of the trainer; `num_threads` is for each `furlong serve`.
+    """
+    launches: list[Launch] = []
+    for model in served_models(config):
+        if config.cluster.engine == "sglang":
+            launch = _sglang(config, model, model_dir, dtype)
+        else:
+            launch = _serve(config, model, model_dir, dtype=dtype, device=device, num_threads=num_threads)
+        launches += [launch.for_group(part.group) for part in engine_parts(model.groups)]
+    return launches
+
+
+def _sglang(config: Config, model: ServedModel, model_dir: Path, dtype: str) -> Launch:
+    """SGLang with the trained model, or with another one in the dtype of its folder."""
+    defaults: dict[str, Any] = {}
+    if model.is_trained and dtype != "float32":
+        defaults["dtype"] = dtype
+    if config.train.deterministic_mode:
+        defaults["enable_deterministic_inference"] = True
+    return SglangLaunch(
+        model_dir if model.path is None else Path(model.path),
+        num_gpus=config.engines.rollout_num_gpus_per_engine,
+        seed=config.train.seed,
+        api_key=config.cluster.sglang_api_key,
+        context_len=config.rollout.rollout_max_context_len if model.is_trained else None,
+        has_text=not model.is_trained or _needs_text(config),
+        is_colocated=config.cluster.colocate and bool(config.cluster.offload_rollout),
+        return_routed_experts=model.is_trained and returns_routes(config),
+        options=defaults | config.engines.sglang_options,
+    )
+
+
+def _serve(config: Config, model: ServedModel, model_dir: Path, *, dtype: str, device: str, num_threads: int) -> Launch:
+    cluster = config.cluster
+    return ServeLaunch(
+        model_dir if model.path is None else Path(model.path),
+        dtype=dtype if cluster.embedded_dtype == "auto" else cluster.embedded_dtype,
+        device=device,
+        seed=config.train.seed,
+        api_key=cluster.sglang_api_key,
+        context_len=config.rollout.rollout_max_context_len if model.is_trained else None,
+        num_slots=cluster.embedded_num_slots,
+        num_threads=num_threads,
+        return_routed_experts=model.is_trained and returns_routes(config),
+    )
+
+
+def _needs_text(config: Config) -> bool:
+    """Whether servers need the tokenizer: for stop strings, and for user functions that may use the chat API."""
+    return bool(
+        config.rollout.rollout_stop
+        or config.rollout.custom_generate_function_path
+        or any(spec.stop or spec.custom_generate_function_path for spec in eval_specs(config))
+    )
 
 
 def _check_key(key: str | None, index: int, address: str) -> None:
@@ -179,12 +238,12 @@ def _check_key(key: str | None, index: int, address: str) -> None:
 
 
 def module_command(module: str, key: str | None) -> list[str]:
-    """The command of a module that takes its key as `--api-key`, which `api_key_environment` passes out of sight."""
+    """Return the command of a module that takes an `--api-key`; the key itself is in `api_key_environment`."""
     return [sys.executable, "-m", *(["furlong.inference.supervisor.api_key_runner"] if key else []), module]
 
 
 def argv_from_options(values: Mapping[str, Any]) -> list[str]:
-    """Options by field name as command-line arguments. None and False are omitted, True is a switch.
+    """Return options by field name as command-line arguments. None and False are omitted, True is a switch.
 
     >>> argv_from_options({"tp_size": 2, "skip_tokenizer_init": True, "api_key": None})
     ['--tp-size', '2', '--skip-tokenizer-init']
@@ -197,3 +256,40 @@ def argv_from_options(values: Mapping[str, Any]) -> list[str]:
         if value is not True:
             argv += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
     return argv
+
+
+def check_startable(config: Config, device: str) -> None:
+    """Check for SGLang, sglang-router and GPUs. Raises ConfigError for what is missing."""
+    if not is_started(config):
+        return
+    strategy = config.engines.sglang_router_strategy
+    if config.cluster.engine == "sglang":
+        is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
+        if is_on_cpu:
+            _check_sglang_on_cpu(config, device)
+        elif device != "cuda" and not uses_ray(config):  # a cluster has reserved its GPUs
+            raise ConfigError(
+                "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
+                "--sglang-device cpu with a CPU build of SGLang"
+            )
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
+    if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
+        raise ConfigError(
+            f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
+            "--sglang-router-strategy direct"
+        )
+
+
+def _check_sglang_on_cpu(config: Config, device: str) -> None:
+    """Raise ConfigError for settings that SGLang on CPUs does not support."""
+    if device == "cuda":
+        raise ConfigError(
+            "--sglang-device cpu, but the trainer is on a GPU and cannot send weights to a CPU engine; remove it, or "
+            "hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
+    if config.cluster.colocate:
+        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; remove --colocate")
+    transport = config.sync.update_weight_transport
+    if problem := transport_spec(transport).cpu_problem:
+        raise ConfigError(f"--sglang-device cpu with --update-weight-transport {transport}: {problem}")

@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from furlong.config.engine_groups import is_split, served_models
+import torch
+
+from furlong.config.engine_groups import engine_groups, engine_parts, is_split, served_models
 from furlong.config.sections import Config
-from furlong.errors import EngineError
+from furlong.core.transports import transport_spec
+from furlong.errors import ConfigError, EngineError
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.in_flight import GENERATE
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
-from furlong.inference.supervisor.host import HostGpus
+from furlong.inference.supervisor.engine_process import local_placements
+from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.replica_set import OnEvent, ReplicaSet, WeightLoader
 from furlong.inference.supervisor.router import SglangRouter
 from furlong.inference.supervisor.server_launch import Launch
@@ -134,11 +138,10 @@ class EngineSupervisor:
         config: The run's configuration.
         engine: Requests for the trained model go through it. The caller closes it, too.
         on_event: Called with the events of `ReplicaSet`, and with `engine_silent` (`SilenceMonitor`).
+        log_dir: Folder for the logs of engines and routers.
         launches: How to start each engine, over all models.
         placements: GPUs of each engine, in the same order.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
-        log_dir: Folder for the logs of the engines.
-        routers: Router of each model by name; requests go to the engines directly where there is none.
         weights: Loads the current weights into a restarted engine of the trained model; None if nothing is trained.
         devices: Hands the devices of a colocated trainer to an engine that is restarted.
     """
@@ -149,15 +152,15 @@ class EngineSupervisor:
         engine: HttpEngine,
         *,
         on_event: OnEvent,
+        log_dir: Path,
         launches: Sequence[Launch] = (),
         placements: Sequence[Sequence[HostGpus]] = (),
         first_ranks: Sequence[int] = (),
-        log_dir: Path = Path("logs"),
-        routers: Mapping[str, SglangRouter] | None = None,
         weights: WeightLoader | None = None,
         devices: DeviceSharing | None = None,
     ) -> None:
         self._replica_sets: list[ReplicaSet] = []
+        self._routers = _build_routers(config, log_dir) if launches else {}
         self._monitors: list[Callable[[], Coroutine[Any, Any, None]]] = [LoadMonitor(engine.pool).check]
         if not config.fault.use_fault_tolerance:
             self._monitors.append(SilenceMonitor(engine.pool, on_event).check)
@@ -175,7 +178,7 @@ class EngineSupervisor:
                 engines=config.engines,
                 fault=config.fault,
                 min_context_len=config.rollout.rollout_max_context_len if trained else None,
-                router=(routers or {}).get(model.name),
+                router=self._routers.get(model.name),
                 devices=(devices if trained else None) or DeviceSharing(),
                 first_index=first,
                 first_ranks=first_ranks[first:last],
@@ -186,19 +189,74 @@ class EngineSupervisor:
             self._replica_sets.insert(0 if trained else len(self._replica_sets), replicas)
             first = last
 
+    async def reserve_addresses(self) -> dict[str, tuple[str, int]]:
+        """Choose host and port of each model's router, that of the trained model first; {} for direct requests."""
+        return {name: await router.reserve() for name, router in self._routers.items()}
+
     async def start(self) -> None:
         """Start all engines and routers concurrently, and the monitors. Raises EngineError if an engine fails to."""
         self._tasks = [asyncio.create_task(_repeat(check)) for check in self._monitors]
         await asyncio.gather(*(replicas.start() for replicas in self._replica_sets))
 
     async def close(self) -> None:
-        """Stop monitors, engines and routers; all of them, even if one raises."""
+        """Stop monitors, engines and routers, started or not; all of them, even if one raises."""
         async with contextlib.AsyncExitStack() as stack:  # in reverse order
             for replicas in self._replica_sets:
                 stack.push_async_callback(replicas.close)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _build_routers(config: Config, log_dir: Path) -> dict[str, SglangRouter]:
+    """Return the router of each model on this machine, that of the trained model first; none for direct requests."""
+    cluster, engines = config.cluster, config.engines
+    if engines.sglang_router_strategy == "direct":
+        return {}
+    host = LocalHost()
+    return {
+        model.name: SglangRouter(
+            host,
+            engines.sglang_router_strategy,
+            log_dir / ("router.log" if model.is_trained else f"router-{model.name}.log"),
+            concurrency=cluster.sglang_server_concurrency * model.num_engines,
+            timeout_s=cluster.sglang_router_request_timeout_secs,
+            api_key=cluster.sglang_api_key,
+            options=engines.router_options,
+            is_split=is_split(model.groups),
+        )
+        for model in sorted(served_models(config), key=lambda model: not model.is_trained)
+    }
+
+
+def local_engine_placements(config: Config, device: str) -> list[list[HostGpus]]:
+    """Return the GPUs of each engine on this machine, after those of the trainer; the CPUs if `device` is "cpu".
+
+    Raises ConfigError if there are too few.
+    """
+    parts = engine_parts(engine_groups(config))
+    first_gpu = _first_gpu(config) if device == "cuda" else None
+    return local_placements(LocalHost(), [(part.first_gpu, part.num_gpus) for part in parts], first_gpu=first_gpu)
+
+
+def _first_gpu(config: Config) -> int:
+    """First GPU of the engines: after those of the trainer, or 0 if there are too few or with --colocate."""
+    num_gpus, count = int(config.engines.rollout_num_gpus or 0), torch.cuda.device_count()
+    is_alone = config.debug.debug_rollout_only or config.cluster.colocate
+    trains = 0 if is_alone else config.cluster.actor_num_gpus_per_node
+    if count >= num_gpus + trains:
+        return trains
+    if count < num_gpus:
+        raise ConfigError(f"--rollout-num-gpus is {num_gpus}, but {count} GPUs are visible; lower it")
+    logger.info(
+        "engines share GPU 0 with the trainer: %d GPUs are visible, %d are requested for engines", count, num_gpus
+    )
+    if problem := transport_spec(config.sync.update_weight_transport).one_gpu_problem:
+        raise ConfigError(
+            f"--rollout-num-gpus {num_gpus} of {count} GPUs leaves none for the trainer, and {problem}; use "
+            "--update-weight-transport ipc or disk, or fewer GPUs for engines"
+        )
+    return 0
 
 
 async def _repeat(check: Callable[[], Coroutine[Any, Any, None]]) -> None:

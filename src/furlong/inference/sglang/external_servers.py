@@ -1,0 +1,92 @@
+"""Connects to engine servers that the run did not start (--engine external)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from furlong.config.checks.moe_checks import returns_routes
+from furlong.config.sections import Config
+from furlong.core.transports import transport_spec
+from furlong.errors import ConfigError
+from furlong.inference.sglang.client import probe, url_of
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+
+logger = logging.getLogger(__name__)
+
+
+def connect_external(config: Config) -> tuple[list[SglangServer], SglangServer | None]:
+    """Return the servers and the router in front of them, if any. Raises ConfigError naming one that does not answer.
+
+    A server with settings that this run cannot use is a ConfigError, too.
+    """
+    cluster = config.cluster
+    addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
+    if cluster.sglang_router_ip is None:
+        return [_connect(config, url) for url in addresses], None
+    url = url_of(f"{cluster.sglang_router_ip}:{cluster.sglang_router_port}")
+    addresses = _behind_router(url, addresses, cluster.sglang_api_key)
+    router = SglangServer(
+        url,
+        ServerInfo.read({}),
+        api_key=cluster.sglang_api_key,
+        concurrency=cluster.sglang_server_concurrency * len(addresses),
+        timeout_s=cluster.sglang_router_request_timeout_secs,
+        keeps_together=False,
+    )
+    return [_connect(config, url) for url in addresses], router
+
+
+def _connect(config: Config, url: str) -> SglangServer:
+    cluster = config.cluster
+    info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
+    _check_external(info, url, config)
+    logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
+    return SglangServer(
+        url,
+        info,
+        api_key=cluster.sglang_api_key,
+        concurrency=cluster.sglang_server_concurrency,
+        timeout_s=cluster.sglang_router_request_timeout_secs,
+    )
+
+
+def _check_external(info: ServerInfo, url: str, config: Config) -> None:
+    """Raise ConfigError for a server with settings that this run cannot use."""
+    required = config.rollout.rollout_max_context_len
+    if required is not None and info.context_len is not None and info.context_len < required:
+        raise ConfigError(
+            f"--rollout-max-context-len {required} exceeds the context length {info.context_len} of the engine at "
+            f"{url}; lower it or start the engine with a longer context"
+        )
+    if info.num_http_processes > 1 and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"the engine at {url} has {info.num_http_processes} HTTP processes, and only one of them learns about "
+            "new weight versions; start it without --tokenizer-worker-num"
+        )
+    transport = config.sync.update_weight_transport
+    problem = transport_spec(transport).speculation_problem
+    if info.speculation and problem and not config.debug.debug_rollout_only:
+        raise ConfigError(
+            f"--update-weight-transport {transport} with the engine at {url}, which has --speculative-algorithm "
+            f"{info.speculation}: {problem}"
+        )
+    if returns_routes(config) and not info.returns_routes:
+        flag = "--use-rollout-routing-replay" if config.moe.use_rollout_routing_replay else "--log-routing-agreement"
+        raise ConfigError(
+            f"{flag} needs the routed experts of the engine at {url}, which does not return them; start it with "
+            "--enable-return-routed-experts"
+        )
+
+
+def _behind_router(url: str, addresses: Sequence[str], api_key: str | None) -> list[str]:
+    """Return the servers of a router. Raises ConfigError if `addresses` differ: a server would get no weights."""
+    workers = [str(w["url"]).rstrip("/") for w in probe(url, api_key=api_key, path="/workers")["workers"]]
+    if not workers:
+        raise ConfigError(f"the router at {url} has no workers; start it with --worker-urls")
+    if addresses and set(addresses) != set(workers):
+        raise ConfigError(
+            f"the router at {url} sends requests to {', '.join(sorted(workers))}, but --rollout-external-engine-addrs "
+            f"names {', '.join(sorted(addresses))}; remove that flag to use the servers of the router"
+        )
+    return workers
