@@ -51,7 +51,8 @@ def flag_row(spec: FlagSpec) -> tuple[str, ...]:
     if spec.within:
         values += f" in {spec.within.text}"
     specs = flag_specs(Config)
-    needed = " and ".join(" or ".join(f"`{c.text(specs[c.field])}`" for c in any_of) for any_of in spec.needs)
+    needs = (any_of for any_of in spec.needs if any_of[0].operator != ".")  # met by all algorithms of furlong
+    needed = " and ".join(" or ".join(f"`{c.text(specs[c.field])}`" for c in any_of) for any_of in needs)
     excluded = ", ".join(f"`{specs[name].flag}`" for name in spec.excludes)
     facts = (f" Needs {needed}." if needed else "") + (f" Excludes {excluded}." if excluded else "")
     return f"`{spec.flag}`", values, shown_default(spec), spec.help + facts

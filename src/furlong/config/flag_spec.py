@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from furlong.core.algorithms import find_algorithm
+
 Kind = Literal["value", "switch", "off_switch", "tristate", "many", "append", "json"]
+
+Operator = Literal["", "=", "!=", ">", "."]
 
 _METADATA_KEY = "furlong.flag"
 
@@ -52,20 +56,24 @@ class Interval:
 
 @dataclass(frozen=True)
 class Condition:
-    """A requirement on another field: that it is set (`save`), equal (`engine=embedded`) or greater (`size>1`)."""
+    """A requirement on another field.
+
+    The field is set (`save`), equal (`engine=embedded`), different (`loss_type!=sft_loss`), greater (`size>1`), or
+    selects an algorithm with a property of `core.algorithms.Algorithm` (`advantage_estimator.clips`).
+    """
 
     field: str
-    operator: Literal["", "=", ">"] = ""
+    operator: Operator = ""
     value: str = ""
 
     @staticmethod
     def parse(text: str) -> Condition:
-        """Parse one of the three forms.
+        """Parse one of the five forms.
 
         >>> Condition.parse("engine=embedded")
         Condition(field='engine', operator='=', value='embedded')
         """
-        operators: tuple[Literal["=", ">"], ...] = ("=", ">")
+        operators: tuple[Operator, ...] = ("!=", "=", ">", ".")
         for operator in operators:
             if operator in text:
                 field, _, value = text.partition(operator)
@@ -77,14 +85,19 @@ class Condition:
         match self.operator:
             case "=":
                 return str(value) == self.value
+            case "!=":
+                return str(value) != self.value
             case ">":
                 return value > float(self.value)
+            case ".":
+                return bool(getattr(find_algorithm(value), self.value))
             case _:
                 return bool(value)
 
     def text(self, spec: FlagSpec) -> str:
         """The condition as flags: `--engine embedded`, `--size above 1`."""
-        return spec.flag + {"": "", "=": f" {self.value}", ">": f" above {self.value}"}[self.operator]
+        words = {"": "", "=": " ", "!=": " other than ", ">": " above ", ".": " with "}
+        return f"{spec.flag}{words[self.operator]}{self.value}"
 
 
 @dataclass(frozen=True)
@@ -152,8 +165,8 @@ def flag(
         name: The flag, unless it is `--field-name` (or `--disable-field-name` for a bool that defaults to True).
         kind: The syntax, unless it follows from the type ("append").
         within: The interval of accepted numbers, such as "(0, 1]".
-        needs: Conditions without which the flag has no effect: "save", "engine=embedded", "size>1"; alternatives are
-            separated by " or ", several conditions by "; ".
+        needs: Conditions without which the flag has no effect: "save", "engine=embedded", "size>1" (forms:
+            `Condition`); alternatives are separated by " or ", several conditions by "; ".
         excludes: Fields that cannot be set together with this one, separated by spaces.
         secret: Whether the value is left out of files and messages.
         choices: The accepted words, unless they follow from the type.

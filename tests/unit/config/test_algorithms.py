@@ -8,6 +8,7 @@ import pytest
 
 from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
 from furlong.config.checks.algorithm_checks import algorithm_problems
+from furlong.config.checks.validate import declared_problems
 from furlong.config.checks.value_checks import RM_TYPES
 from furlong.config.command_line import config_from_values, parse
 from furlong.core.algorithms import ALGORITHMS
@@ -49,7 +50,7 @@ def test_clip_bounds_that_a_custom_loss_does_not_read_are_refused(monkeypatch: p
 
     def refused(*words: str) -> str:
         config = parse(["--advantage-estimator", "dapo", "--n-samples-per-prompt", "4", *words]).config
-        return "; ".join(algorithm_problems(config))
+        return "; ".join(declared_problems(config))
 
     assert refused() == ""
     assert "--eps-clip 0.1 has no effect with --advantage-estimator dapo" in refused("--eps-clip", "0.1")
@@ -63,7 +64,7 @@ def test_options_of_the_policy_loss_are_refused_for_demonstrations() -> None:
     def refused(words: str) -> list[str]:
         config = parse(["--loss-type", "sft_loss", *words.split()]).config
         return [
-            problem.partition(" has no effect with --loss-type sft_loss")[0] for problem in algorithm_problems(config)
+            problem.partition(" has no effect with --loss-type sft_loss")[0] for problem in declared_problems(config)
         ]
 
     assert refused("--eps-clip 0.2 --entropy-coef 0.0 --advantage-estimator dapo") == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.config.sections import AlgoFlags, Config
+from furlong.config.sections import Config
 from furlong.core.algorithms import find_algorithm
 
-DEFAULTS = AlgoFlags()
 STD_FILTER = "furlong.rollout.filters.check_reward_nonzero_std"
 
 
@@ -73,12 +72,7 @@ def _loss(config: Config) -> Iterator[str]:
             "with the gradient of one; remove it (--num-epoch repeats the data)"
         )
     name, row = algo.advantage_estimator, find_algorithm(algo.advantage_estimator)
-    if algo.loss_type == "policy_loss" and not row.clips:
-        for flag, value in _clip_bounds(config):
-            yield f"{flag} {value} has no effect with --advantage-estimator {name}, which does not clip; remove it"
-    elif demonstrates:
-        yield from _not_of_demonstrations(config)
-    elif algo.eps_clip_c is not None and row.policy == "clipped_weight":
+    if algo.eps_clip_c is not None and row.policy == "clipped_weight" and not demonstrates:
         yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
     if row.aggregation == "constant" and algo.calculate_per_token_loss:
         yield f"--calculate-per-token-loss: {name} divides by a constant; use --advantage-estimator grpo or remove it"
@@ -94,27 +88,6 @@ def _loss(config: Config) -> Iterator[str]:
             f"--loss-constant-len {algo.loss_constant_len} and --calculate-per-token-loss cannot be combined: they set "
             "different denominators; remove one of them"
         )
-
-
-def _clip_bounds(config: Config) -> Iterator[tuple[str, float]]:
-    """Yield the clip bounds that differ from the defaults."""
-    algo, row = config.algo, find_algorithm(config.algo.advantage_estimator)
-    if algo.eps_clip != DEFAULTS.eps_clip:
-        yield "--eps-clip", algo.eps_clip
-    if algo.eps_clip_high not in (None, algo.eps_clip, row.eps_clip_high):
-        yield "--eps-clip-high", algo.eps_clip_high
-    if algo.eps_clip_c is not None:
-        yield "--eps-clip-c", algo.eps_clip_c
-
-
-def _not_of_demonstrations(config: Config) -> Iterator[str]:
-    """Flags that only the policy loss uses."""
-    why = "has no effect with --loss-type sft_loss; remove it"
-    yield from (f"{flag} {value} {why}" for flag, value in _clip_bounds(config))
-    for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm", "use_rollout_logprobs"):
-        value = getattr(config.algo, name)
-        if value != getattr(DEFAULTS, name):
-            yield f"--{name.replace('_', '-')}{'' if value is True else f' {value}'} {why}"
 
 
 def _correction(config: Config) -> Iterator[str]:

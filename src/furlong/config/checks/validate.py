@@ -20,7 +20,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
-from furlong.config.resolve import COPIES
+from furlong.config.resolve import COPIES, derive
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Problem
@@ -66,11 +66,20 @@ def declared_problems(config: Config) -> Problems:
     for spec in (spec for spec in specs.values() if spec.is_set(config)):
         given = spec.with_value(config)
         unmet = (any_of for any_of in spec.needs if not any(c.is_met(specs[c.field].value_in(config)) for c in any_of))
-        if (any_of := next(unmet, None)) is not None and spec.field != "max_tokens_per_gpu":
+        any_of = next(unmet, None)
+        if any_of is not None and spec.field != "max_tokens_per_gpu" and not _is_derived(spec, config):
             yield _unmet(given, spec.flag, any_of[0], specs[any_of[0].field], config)
         for other in (specs[name] for name in spec.excludes):
             if other.is_set(config) and other.value_in(config) and spec.value_in(config):
                 yield f"{given} and {other.with_value(config)} cannot be combined; remove one of them"
+
+
+def _is_derived(spec: FlagSpec, config: Config) -> bool:
+    """Whether a field has the value that it would have without its flag."""
+    value, derived = spec.value_in(config), derive(config, frozenset())
+    if spec.field in COPIES and value == flag_specs(Config)[COPIES[spec.field]].value_in(config):
+        return True
+    return spec.field in derived and derived[spec.field][0] == value
 
 
 def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
@@ -78,6 +87,9 @@ def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config:
     if other.kind == "off_switch":
         return f"{given} has no effect with {other.flag}; remove one of them"
     needed = condition.text(other)
+    if condition.operator in ("!=", "."):
+        why = f", where `{condition.value}` is False" if condition.operator == "." else ""
+        return f"{given} has no effect with {other.with_value(config)}{why}; remove {flag}"
     if not condition.operator or other.value_in(config) is None:
         return f"{given} has no effect without {needed}; add {needed}, or remove {flag}"
     actual = f"{other.flag} is {other.value_in(config)}"

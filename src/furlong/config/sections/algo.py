@@ -8,6 +8,9 @@ from typing import Literal
 from furlong.config.flag_spec import flag
 from furlong.core.algorithms import ALGORITHMS
 
+_NOT_SFT = "loss_type!=sft_loss"
+_CLIPS = f"{_NOT_SFT}; advantage_estimator.clips or loss_type=custom_loss"
+
 
 @dataclass(frozen=True)
 class AlgoFlags:
@@ -29,16 +32,20 @@ class AlgoFlags:
     normalize_advantages: bool = flag(False, "Whiten advantages over all trained tokens of the batch.")
     gamma: float = flag(1.0, "Discount per token of the REINFORCE++ return.", within="[0, 1]")
     eps_clip: float = flag(
-        0.2, "Lower clipping bound: the probability ratio is clipped below at 1 minus this value.", within="[0, inf)"
+        0.2,
+        "Lower clipping bound: the probability ratio is clipped below at 1 minus this value.",
+        within="[0, inf)",
+        needs=_CLIPS,
     )
     eps_clip_high: float | None = flag(
         None,
         "Upper clipping bound: the probability ratio is clipped above at 1 plus this value. Default: the algorithm's "
         "own, else --eps-clip.",
         within="[0, inf)",
+        needs=_CLIPS,
     )
     eps_clip_c: float | None = flag(
-        None, "Dual clip: bound on the loss of tokens with negative advantage.", within="(1, inf)"
+        None, "Dual clip: bound on the loss of tokens with negative advantage.", within="(1, inf)", needs=_CLIPS
     )
     calculate_per_token_loss: bool = flag(
         False, "Average the loss over all tokens of the batch, instead of over each response first."
@@ -51,7 +58,7 @@ class AlgoFlags:
     kl_coef: float = flag(
         0.0, "Weight of the KL to the reference model in the reward.", within="[0, inf)", excludes="kl_loss_coef"
     )
-    use_kl_loss: bool = flag(False, "Add the KL to the reference model to the loss.")
+    use_kl_loss: bool = flag(False, "Add the KL to the reference model to the loss.", needs=_NOT_SFT)
     kl_loss_coef: float = flag(0.0, "Weight of the KL in the loss.", within="[0, inf)", needs="use_kl_loss")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1",
@@ -67,18 +74,23 @@ class AlgoFlags:
         within="[1, inf)",
         needs="use_kl_loss or kl_coef",
     )
-    entropy_coef: float = flag(0.0, "Weight of the entropy bonus.")
+    entropy_coef: float = flag(0.0, "Weight of the entropy bonus.", needs=_NOT_SFT)
     use_rollout_entropy: bool = flag(False, "Also compute the entropy in the log-prob pass.")
     keep_old_actor: bool = flag(
         False, "Keep the weights that generated the batch, at most one rollout old, and clip against them."
     )
     use_rollout_logprobs: bool = flag(
-        False, "Use the engine's log-probs as those of the old policy in clipping.", excludes="use_tis keep_old_actor"
+        False,
+        "Use the engine's log-probs as those of the old policy in clipping.",
+        needs=_NOT_SFT,
+        excludes="use_tis keep_old_actor",
     )
     get_mismatch_metrics: bool = flag(
         False, "Report importance-sampling metrics; without --use-tis the loss is unchanged."
     )
-    use_tis: bool = flag(False, "Weight the loss by the ratio of trainer to engine probability (importance sampling).")
+    use_tis: bool = flag(
+        False, "Weight the loss by the ratio of trainer to engine probability (importance sampling).", needs=_NOT_SFT
+    )
     tis_clip: float = flag(2.0, "Upper bound of the importance weight.", within="(0, inf)", needs="use_tis")
     tis_clip_low: float = flag(0.0, "Lower bound of the importance weight.", within="[0, inf)", needs="use_tis")
     tis_mode: Literal["truncate", "clip", "mask"] = flag(
@@ -95,7 +107,9 @@ class AlgoFlags:
     tis_veto: float | None = flag(
         None, "Drop a response if the ratio of any of its tokens is below this value.", within="[0, 1]", needs="use_tis"
     )
-    use_opsm: bool = flag(False, "Mask responses with negative advantage that have drifted from the current policy.")
+    use_opsm: bool = flag(
+        False, "Mask responses with negative advantage that have drifted from the current policy.", needs=_NOT_SFT
+    )
     opsm_delta: float = flag(1e-4, "Mean log-ratio above which such a response is masked.", needs="use_opsm")
     mask_truncated: bool = flag(
         False, "Exclude responses that reached the length limit from training.", excludes="overlong_buffer_len"
