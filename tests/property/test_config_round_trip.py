@@ -39,7 +39,7 @@ SPECS = list(flag_specs(Config).values())
 
 def read_flags(argv: list[str]) -> Config:
     """Parse flags without reading files or deriving defaults."""
-    scan = _scan(argv, flag_specs(Config))
+    scan, _ = _scan(argv, flag_specs(Config))
     assert scan.problems == []
     return config_from_values(scan.values)
 

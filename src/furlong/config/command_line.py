@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from furlong.config.checks.validate import validate
 from furlong.config.compat import FURLONG_NAMES, find_refusal
-from furlong.config.config_file import FileValues, read_config_file, values_from_mapping
+from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
-from furlong.config.passthrough import FIELDS, add_option, program_of, value_of
+from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
 from furlong.core.catalogue import NO_EFFECT, Problem
@@ -44,27 +45,6 @@ class Resolved:
         return json.dumps({"config": _without_secrets(self.config), "sources": dict(self.sources)}, indent=2) + "\n"
 
 
-@dataclass
-class _Scan:
-    """Values and problems of the words of a command line."""
-
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
-    config_files: list[str] = field(default_factory=list[str])
-    override_files: list[str] = field(default_factory=list[str])
-    problems: list[str] = field(default_factory=list[str])
-    wrong_flags: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The result of reading flags and files. `is_whole` is False if a file could not be read at all."""
-
-    resolved: Resolved
-    problems: list[str]
-    wrong_flags: list[str]
-    is_whole: bool
-
-
 def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Resolved:
     """Read flags and configuration files, and derive the remaining defaults.
 
@@ -72,10 +52,10 @@ def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Re
     name), default. Raises ConfigError with every unknown flag, missing value and wrong type. `validate`
     checks combinations of values; `load` does both.
     """
-    reading = _read(argv, preset or {})
-    if reading.problems:
-        raise ConfigError(*reading.problems)
-    return reading.resolved
+    resolved, parts = _read(argv, preset or {})
+    if problems := [problem for part in parts for problem in part.problems]:
+        raise ConfigError(*problems)
+    return resolved
 
 
 def load(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, device_type: str | None = None) -> Resolved:
@@ -100,13 +80,16 @@ def examine(
 
     `keywords` are flags as Python values, by name with underscores; they override flags in `argv`.
     """
-    reading = _read(argv, preset or {}, keywords or {})
-    if not reading.is_whole:  # flags that the file sets would be reported as missing
-        return reading.resolved, list(map(Problem, reading.problems))
-    problems = validate(reading.resolved.config, device_type=device_type)
+    resolved, parts = _read(argv, preset or {}, keywords or {})
+    problems = [Problem(problem) for part in parts for problem in part.problems]
+    if any(part.is_unread for part in parts):  # flags that the file sets would be reported as missing
+        return resolved, problems
     # A flag that is misspelled or has a wrong value is reported once, not again as missing.
-    follow_ups = [problem for problem in problems if not any(_names(problem, flag) for flag in reading.wrong_flags)]
-    return reading.resolved, [*map(Problem, reading.problems), *follow_ups]
+    wrong_flags = {flag for part in parts for flag in part.wrong_flags}
+    for problem in validate(resolved.config, device_type=device_type):
+        if wrong_flags.isdisjoint(_flags_in(problem)):
+            problems.append(problem)
+    return resolved, problems
 
 
 def argv_from_config(config: Config) -> list[str]:
@@ -156,68 +139,62 @@ def config_from_values(values: Mapping[str, Any], base: Config | None = None) ->
     return dataclasses.replace(base, **sections)
 
 
-def _read(argv: Sequence[str], preset: Mapping[str, Any], keywords: Mapping[str, Any] | None = None) -> _Reading:
+def _read(
+    argv: Sequence[str], preset: Mapping[str, Any], keywords: Mapping[str, Any] | None = None
+) -> tuple[Resolved, list[FlagValues]]:
+    """Return the configuration, and what was read from the command line, files and keywords."""
     specs = flag_specs(Config)
-    scan = _scan(argv, specs)
+    flags, paths = _scan(argv, specs)
+    config_files = [(f"file {path}", read_config_file(path, specs)) for path in paths[CONFIG_FLAG]]
+    override_files = [(f"file {path}", read_config_file(path, specs)) for path in paths[OVERRIDE_FLAG]]
     from_keywords = values_from_mapping(keywords or {}, KEYWORDS, specs)
-    values = dict(preset)
-    sources = dict.fromkeys(preset, "entry point")
 
-    unread: list[str] = []
-
-    def update(changes: Mapping[str, Any], source: str) -> None:
-        for name, value in changes.items():
+    values, sources = dict(preset), dict.fromkeys(preset, "entry point")
+    by_precedence = (*config_files, ("flag", flags), ("keyword", from_keywords), *override_files)
+    for source, part in by_precedence:
+        for name, value in part.values.items():
             is_options = name in FIELDS.values() and name in values  # engine options are set one by one
             values[name] = {**values[name], **value} if is_options else value
             sources[name] = source
 
-    def add(content: FileValues, source: str) -> None:
-        scan.problems.extend(content.problems)
-        scan.wrong_flags.extend(content.wrong_flags)
-        update(content.values, source)
-
-    def read_files(paths: Sequence[str]) -> None:
-        for path in paths:
-            content = read_config_file(path, specs)
-            unread.extend([path] if content.is_unread else [])
-            add(content, f"file {path}")
-
-    read_files(scan.config_files)
-    update(scan.values, "flag")
-    add(from_keywords, "keyword")
-    read_files(scan.override_files)
-
-    given = config_from_values(values)
-    derived = derive(given, frozenset(values))
+    explicit = config_from_values(values)
+    derived = derive(explicit, frozenset(values))
     sources.update({name: f"derived: {why}" for name, (_, why) in derived.items()})
-    config = config_from_values({name: value for name, (value, _) in derived.items()}, given)
-    complete = {name: sources.get(name, "default") for name in specs}
-    return _Reading(Resolved(config, complete), scan.problems, scan.wrong_flags, is_whole=not unread)
+    config = config_from_values({name: value for name, (value, _) in derived.items()}, explicit)
+    resolved = Resolved(config, {name: sources.get(name, "default") for name in specs})
+    return resolved, [flags, *(part for _, part in by_precedence if part is not flags)]
 
 
-def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> _Scan:
-    """Read the words from left to right. If a flag is given twice, the last one counts, as in slime's scripts."""
+def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValues, dict[str, list[str]]]:
+    """Read the words from left to right, and return the values and the paths of configuration files.
+
+    If a flag is given twice, the last one counts, as in slime's scripts.
+    """
     by_flag = {spec.flag: spec for spec in specs.values()}
     negated = {spec.flag.replace("--", "--no-", 1): spec for spec in specs.values() if spec.kind == "tristate"}
-    scan = _Scan()
+    read = FlagValues()
+    paths: dict[str, list[str]] = {CONFIG_FLAG: [], OVERRIDE_FLAG: []}
     words = list(argv)
     while words:
         word = words.pop(0)
         name, equals, text = word.partition("=")
-        if name in (CONFIG_FLAG, OVERRIDE_FLAG):
-            _take_path(scan, name, [text] if equals else _take_values(words, 1))
+        if name in paths:
+            path = [text] if equals else _take_values(words, 1)
+            paths[name] += path
+            read.problems += [] if path else [f"{name} has no value; write {name} FILE"]
         elif (spec := by_flag.get(name)) is not None:
-            _take_flag(scan, spec, words, text if equals else None)
+            _read_flag(read, spec, words, text if equals else None)
         elif name in negated:
-            scan.values[negated[name].field] = False
-        elif find_refusal(name) is None and program_of(name) is not None:
-            _take_passed(scan, name, words, text if equals else None)
+            read.values[negated[name].field] = False
+        elif is_engine_option(name):
+            option_words = [text] if equals else _take_values(words, len(words))
+            read.set_option(name, name, partial(value_of, words=option_words))
         elif looks_like_a_flag(word):
-            _unknown_flag(scan, name, [*by_flag, *negated, CONFIG_FLAG, OVERRIDE_FLAG])
+            _refuse_unknown(read, name, [*by_flag, *negated, *paths])
             _take_values(words, len(words))  # the values of the unknown flag
         else:
-            scan.problems.append(f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it")
-    return scan
+            read.problems.append(f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it")
+    return read, paths
 
 
 def _take_values(words: list[str], most: int) -> list[str]:
@@ -228,69 +205,42 @@ def _take_values(words: list[str], most: int) -> list[str]:
     return taken
 
 
-def _take_path(scan: _Scan, name: str, given: list[str]) -> None:
-    if not given:
-        scan.problems.append(f"{name} has no value; write {name} FILE")
-    elif name == CONFIG_FLAG:
-        scan.config_files.extend(given)
+def _read_flag(read: FlagValues, spec: FlagSpec, words: list[str], text: str | None) -> None:
+    """Consume the values of a flag, or `text` after `=`."""
+    try:
+        value = _value(spec, words, text)
+    except ValueError as error:
+        problem = str(error)
+        read.refuse(spec.flag, problem if problem.startswith(spec.flag) else f"{spec.flag}: {problem}")
     else:
-        scan.override_files.extend(given)
+        read.values[spec.field] = (*read.values.get(spec.field, ()), value) if spec.kind == "append" else value
 
 
-def _take_flag(scan: _Scan, spec: FlagSpec, words: list[str], text: str | None) -> None:
-    """Consume the values of a flag. `text` is the text after `=`, or None."""
+def _value(spec: FlagSpec, words: list[str], text: str | None) -> Any:
     if spec.kind in ("switch", "off_switch", "tristate"):
         if text is not None:
-            _wrong(scan, spec, f"takes no value, got {text!r}; write {spec.flag} alone or remove it")
-            return
-        scan.values[spec.field] = spec.kind != "off_switch"
-        return
+            raise ValueError(f"takes no value, got {text!r}; write {spec.flag} alone or remove it")
+        return spec.kind != "off_switch"
     if text is not None:
-        given = many_from_equals(spec, text) if spec.kind == "many" else [text]
-    else:
-        given = _take_values(words, len(words) if spec.kind == "many" else 1)
-        if not given:
-            _wrong(scan, spec, f"has no value, expected {spec.type_name}; write {spec.flag} VALUE or {spec.flag}=VALUE")
-            return
-    try:
-        value = value_from_words(spec, given)
-    except ValueError as error:
-        _wrong(scan, spec, str(error))
+        return value_from_words(spec, many_from_equals(spec, text) if spec.kind == "many" else [text])
+    values = _take_values(words, len(words) if spec.kind == "many" else 1)
+    if not values:
+        raise ValueError(f"has no value, expected {spec.type_name}; write {spec.flag} VALUE or {spec.flag}=VALUE")
+    return value_from_words(spec, values)
+
+
+def _refuse_unknown(read: FlagValues, name: str, known: Sequence[str]) -> None:
+    if (refusal := find_refusal(name)) is not None:
+        read.problems.append(Problem(refusal.message(name), NO_EFFECT))
         return
-    scan.values[spec.field] = (*scan.values.get(spec.field, ()), value) if spec.kind == "append" else value
-
-
-def _take_passed(scan: _Scan, name: str, words: list[str], text: str | None) -> None:
-    """Consume an option of SGLang or sglang-router, and add it to the mapping of options."""
-    given = _take_values(words, len(words)) if text is None else [text]
-    try:
-        add_option(scan.values, name, lambda option: value_of(option, given))
-    except ValueError as error:
-        scan.problems.append(f"{name} {error}")
-        scan.wrong_flags.append(name)
-
-
-def _wrong(scan: _Scan, spec: FlagSpec, what: str) -> None:
-    scan.problems.append(what if what.startswith(spec.flag) else f"{spec.flag}: {what}")
-    scan.wrong_flags.append(spec.flag)
-
-
-def _unknown_flag(scan: _Scan, name: str, known: Sequence[str]) -> None:
-    if (why := find_refusal(name)) is not None:
-        scan.problems.append(Problem(why.message(name), NO_EFFECT))
-        return
-    matches, hint = _meant(name, known)
+    matches, hint = did_you_mean(name, known)
+    if name in FURLONG_NAMES:
+        matches, hint = [FURLONG_NAMES[name]], f"use {FURLONG_NAMES[name]}"
     message = f"unknown flag {name}; {hint or 'see `furlong train --help` for all flags'}"
-    scan.problems.append(Problem(message, NO_EFFECT))
-    scan.wrong_flags.extend(matches)
+    read.problems.append(Problem(message, NO_EFFECT))
+    read.wrong_flags.extend(matches)
 
 
-def _meant(name: str, known: Sequence[str]) -> tuple[list[str], str]:
-    """Return the likely flags, best first, and a hint for the message."""
-    here = FURLONG_NAMES.get(name)
-    return ([here], f"use {here}") if here is not None else did_you_mean(name, known)
-
-
-def _names(problem: str, flag: str) -> bool:
-    """Whether a message mentions exactly this flag, not just a longer one with the same prefix."""
-    return any(word.strip(".,:;()`'\"").split("=")[0] == flag for word in problem.split())
+def _flags_in(problem: str) -> set[str]:
+    """Return the words of a message without punctuation, of which some are flags."""
+    return {word.strip(".,:;()`'\"").split("=")[0] for word in problem.split()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,67 +13,82 @@ import yaml
 from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import in_short, value_from_yaml
-from furlong.config.passthrough import add_option, program_of, value_in_file
+from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
 from furlong.core.catalogue import NO_EFFECT, Problem
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
-OWN_SETTINGS = "settings of your functions belong in a file that they read themselves"
 MOST_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class FileValues:
-    """Values by field name, problems, and the flags that the problems concern.
+@dataclass
+class FlagValues:
+    """Values by field name from one source, problems, and the flags that the problems concern.
 
-    `is_unread` is True if the file could not be read at all, so that its values are unknown.
+    `is_unread` is True for a file that could not be read at all, so that its values are unknown.
     """
 
-    values: dict[str, Any]
-    problems: list[str]
-    wrong_flags: list[str]
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    problems: list[str] = field(default_factory=list[str])
+    wrong_flags: list[str] = field(default_factory=list[str])
     is_unread: bool = False
 
+    def refuse(self, flag: str, problem: str) -> None:
+        """Record a problem with the value of `flag`."""
+        self.problems.append(problem)
+        self.wrong_flags.append(flag)
 
-def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
+    def set_option(self, flag: str, where: str, convert: Callable[[EngineOption], Any]) -> None:
+        """Store an option of SGLang or sglang-router; `where` starts the message of a problem."""
+        try:
+            add_option(self.values, flag, convert)
+        except ValueError as error:
+            self.refuse(flag, f"{where} {error}")
+
+
+def is_engine_option(flag: str) -> bool:
+    """Whether a flag is passed on to SGLang or sglang-router."""
+    return find_refusal(flag) is None and program_of(flag) is not None
+
+
+def read_config_file(path: str, specs: Mapping[str, FlagSpec]) -> FlagValues:
     """Read the YAML file `path`. A key is a field or a flag (dashes or underscores), alone or inside its section."""
     try:
         content = read_yaml(path, f"configuration file {path}", form="`key: value` lines")
     except ConfigError as error:
-        return FileValues({}, list(error.problems), [], is_unread=True)
+        return FlagValues(problems=list(error.problems), is_unread=True)
     if not isinstance(content, dict | None):
         kind = type(content).__name__
         problem = f"configuration file {path} contains a {kind}; write `key: value` lines"
-        return FileValues({}, [problem], [], is_unread=True)
+        return FlagValues(problems=[problem], is_unread=True)
     return values_from_mapping(content or {}, path, specs)
 
 
-def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[str, FlagSpec]) -> FileValues:
+def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[str, FlagSpec]) -> FlagValues:
     """Convert keys and values to fields. Every problem starts with `path`, the name of their origin."""
-    found = FileValues({}, [], [])
-    by_key = _specs_by_key(specs)
+    read = FlagValues()
+    by_key = {_canonical(spec.flag): spec for spec in specs.values()} | dict(specs)
     sections = {spec.section for spec in specs.values()}
     origin: dict[str, str] = {}
     for key, section, value in _entries(content, sections):
         shown = f"{section}.{key}" if section else key
+        where, flag = f"{path}: {shown}", "--" + _canonical(key).replace("_", "-")
         spec = by_key.get(_canonical(key))
         if spec is None and not section and key in sections:
-            found.problems.append(f"{path}: {key} is a section, got {in_short(value)}; write its flags below it")
-        elif spec is None and _is_passed(key):
-            _store_passed(found, path, shown, key, value)
+            read.problems.append(f"{path}: {key} is a section, got {in_short(value)}; write its flags below it")
+        elif spec is None and is_engine_option(flag):
+            read.set_option(flag, where, partial(value_in_file, value=value))
         elif spec is None:
-            found.problems.append(_unknown_key(path, shown, key, by_key, found.wrong_flags))
+            _refuse_unknown(read, path, shown, flag, by_key)
         elif section and spec.section != section:
-            found.problems.append(
-                f"{path}: {shown}: {key} is in section {spec.section}; move it there, or to the top level"
-            )
-            found.wrong_flags.append(spec.flag)
+            problem = f"{where}: {key} is in section {spec.section}; move it there, or to the top level"
+            read.refuse(spec.flag, problem)
         elif spec.field in origin:
-            found.problems.append(f"{path}: {shown} and {origin[spec.field]} set the same flag {spec.flag}; keep one")
+            read.problems.append(f"{path}: {shown} and {origin[spec.field]} set the same flag {spec.flag}; keep one")
         else:
             origin[spec.field] = shown
-            _store(found, path, shown, spec, key, value)
-    return found
+            _store(read, where, spec, key, value)
+    return read
 
 
 def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[str, str, Any]]:
@@ -89,48 +105,30 @@ def _canonical(key: str) -> str:
     return key.removeprefix("--").replace("-", "_")
 
 
-def _specs_by_key(specs: Mapping[str, FlagSpec]) -> dict[str, FlagSpec]:
-    by_key = {_canonical(spec.flag): spec for spec in specs.values()}
-    return by_key | dict(specs)
+def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: Mapping[str, FlagSpec]) -> None:
+    if (refusal := find_refusal(flag)) is not None:
+        read.problems.append(Problem(f"{path}: {refusal.message(shown)}", NO_EFFECT))
+        return
+    names, hint = did_you_mean(_canonical(flag), by_key)
+    if (known := FURLONG_NAMES.get(flag)) is not None:
+        names, hint = [_canonical(known)], f"use {known.removeprefix('--')}"
+    fix = hint or (
+        "see `furlong train --help` for all flags; settings of your functions belong in a file that they read "
+        "themselves"
+    )
+    read.problems.append(Problem(f"{path}: unknown key {shown}; {fix}", NO_EFFECT))
+    read.wrong_flags.extend(by_key[name].flag for name in names)
 
 
-def _unknown_key(path: str, shown: str, key: str, by_key: Mapping[str, FlagSpec], wrong_flags: list[str]) -> str:
-    as_flag = "--" + _canonical(key).replace("_", "-")
-    if (why := find_refusal(as_flag)) is not None:
-        return Problem(f"{path}: {why.message(shown)}", NO_EFFECT)
-    names, hint = did_you_mean(_canonical(key), by_key)
-    if (here := FURLONG_NAMES.get(as_flag)) is not None:
-        names, hint = [_canonical(here)], f"use {here.removeprefix('--')}"
-    wrong_flags.extend(by_key[name].flag for name in names)
-    fix = hint or f"see `furlong train --help` for all flags; {OWN_SETTINGS}"
-    return Problem(f"{path}: unknown key {shown}; {fix}", NO_EFFECT)
-
-
-def _is_passed(key: str) -> bool:
-    """Whether a key is an option of SGLang or sglang-router."""
-    flag = "--" + _canonical(key).replace("_", "-")
-    return find_refusal(flag) is None and program_of(flag) is not None
-
-
-def _store_passed(found: FileValues, path: str, shown: str, key: str, value: Any) -> None:
-    flag = "--" + _canonical(key).replace("_", "-")
-    try:
-        add_option(found.values, flag, lambda option: value_in_file(option, value))
-    except ValueError as error:
-        found.problems.append(f"{path}: {shown} {error}")
-        found.wrong_flags.append(flag)
-
-
-def _store(found: FileValues, path: str, shown: str, spec: FlagSpec, key: str, value: Any) -> None:
+def _store(read: FlagValues, where: str, spec: FlagSpec, key: str, value: Any) -> None:
     try:
         converted = value_from_yaml(spec, value)
     except ValueError as error:
-        found.problems.append(f"{path}: {shown}: {error}")
-        found.wrong_flags.append(spec.flag)
+        read.refuse(spec.flag, f"{where}: {error}")
         return
     # `disable-x: true` is the flag, `x: false` the field; both are accepted.
     inverted = spec.kind == "off_switch" and _canonical(key) != spec.field
-    found.values[spec.field] = not converted if inverted else converted
+    read.values[spec.field] = not converted if inverted else converted
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -171,14 +171,11 @@ def flag(
         secret: Whether the value is left out of files and messages.
         choices: The accepted words, unless they follow from the type.
     """
-    settings: dict[str, Any] = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs}
-    settings |= {"excludes": tuple(excludes.split())}
-    settings |= {"secret": secret, "choices": tuple(choices)}
+    settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs}
+    settings |= {"excludes": tuple(excludes.split()), "secret": secret, "choices": tuple(choices)}
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
-        fixed = typing.cast(dict[str, Any], default)
-        make: Callable[[], dict[str, Any]] = lambda: dict(fixed)  # noqa: E731  a lambda keeps the type next to its use
-        return dataclasses.field(default_factory=make, metadata=metadata)
+        return dataclasses.field(default_factory=typing.cast(dict[str, Any], default).copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

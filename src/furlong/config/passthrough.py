@@ -21,74 +21,46 @@ LISTS = Path(__file__).parent / "engine_options.json"
 PACKAGES = {"sglang": "sglang", "router": "sglang-router"}
 FIELDS = {"sglang": "sglang_options", "router": "router_options"}
 
-# Options that furlong sets itself, and the flag that determines them.
-OWN: dict[str, dict[str, str]] = {
+# Options that furlong sets itself: the flag that determines them, and those without such a flag.
+_GROUPS_FLAG = "worker_type in --sglang-config, or --prefill-num-servers"
+SET_BY_FLAG = {
     "sglang": {
         "model-path": "--hf-checkpoint",
         "tp-size": "--rollout-num-gpus-per-engine",
         "random-seed": "--seed",
         "enable-memory-saver": "--colocate",
         "enable-return-routed-experts": "--use-rollout-routing-replay or --log-routing-agreement",
-        "host": "",
-        "port": "",
-        "nccl-port": "",
-        "nnodes": "",
-        "node-rank": "",
-        "dist-init-addr": "",
-        "base-gpu-id": "",
-        "gpu-id-step": "",
-        "weight-version": "",
-        "trust-remote-code": "",
-        "skip-server-warmup": "",
-        "config": "",
-        "disaggregation-mode": "worker_type in --sglang-config, or --prefill-num-servers",
-        "disaggregation-bootstrap-port": "",
+        "disaggregation-mode": _GROUPS_FLAG,
     },
     "router": {
         "policy": "--sglang-router-strategy",
         "request-timeout-secs": "--sglang-router-request-timeout-secs",
         "api-key": "--sglang-api-key",
-        "host": "",
-        "port": "",
-        "worker-urls": "",
-        "prometheus-port": "",
-        "prometheus-host": "",
-        "pd-disaggregation": "worker_type in --sglang-config, or --prefill-num-servers",
-        "prefill": "",
-        "decode": "",
+        "pd-disaggregation": _GROUPS_FLAG,
     },
 }
+ALWAYS_SET = {
+    "sglang": "host port nccl-port nnodes node-rank dist-init-addr base-gpu-id gpu-id-step weight-version "
+    "trust-remote-code skip-server-warmup config disaggregation-bootstrap-port",
+    "router": "host port worker-urls prometheus-port prometheus-host prefill decode",
+}
 
-# Options that would cut a run off from its servers or have no effect, by prefix.
+# Options that would cut a run off from its servers or have no effect: prefixes by reason.
 _HTTP = "furlong talks plain HTTP to its servers, which belong in a private network"
 _ORDERS = "furlong controls its servers with one key, --sglang-api-key"
-_WORKERS = "the workers of a run are its own engines"
-_RESPONSES = "it is for /v1/responses, which a run does not use"
-REFUSED: dict[str, dict[str, str]] = {
+REFUSED = {
     "sglang": {
-        "admin-api-key": _ORDERS,
-        "ssl-": _HTTP,
-        "enable-ssl-": _HTTP,
-        "grpc-": _HTTP,
-        "smg-": _HTTP,
-        "is-embedding": "such a server does not generate",
-        "encoder-only": "such a server does not generate",
-        "checkpoint-engine-wait-weights": "weights are sent when a server is ready",
+        _ORDERS: "admin-api-key",
+        _HTTP: "ssl- enable-ssl- grpc- smg-",
+        "such a server does not generate": "is-embedding encoder-only",
+        "weights are sent when a server is ready": "checkpoint-engine-wait-weights",
     },
     "router": {
-        "control-plane-": _ORDERS,
-        "jwt-": _ORDERS,
-        "tls-": _HTTP,
-        "mini-lb": "it has no /workers endpoint, which furlong uses",
-        "service-discovery": _WORKERS,
-        "selector": _WORKERS,
-        "prefill-selector": _WORKERS,
-        "decode-selector": _WORKERS,
-        "history-backend": _RESPONSES,
-        "oracle-": _RESPONSES,
-        "postgres-": _RESPONSES,
-        "redis-": _RESPONSES,
-        "mcp-": _RESPONSES,
+        _ORDERS: "control-plane- jwt-",
+        _HTTP: "tls-",
+        "it has no /workers endpoint, which furlong uses": "mini-lb",
+        "the workers of a run are its own engines": "service-discovery selector prefill-selector decode-selector",
+        "it is for /v1/responses, which a run does not use": "history-backend oracle- postgres- redis- mcp-",
     },
 }
 
@@ -139,11 +111,12 @@ def find(flag: str) -> EngineOption:
     listed = OptionList.of(program)
     name = flag.removeprefix(f"--{program}-")
     option = listed.options.get(name)
-    own = OWN[program].get(option.name if option else name)
-    if own is not None:
-        raise ValueError(f"is set by furlong; {f'use {own}' if own else 'remove it'}")
-    for start, reason in REFUSED[program].items():
-        if (option.name if option else name).startswith(start):
+    full_name = option.name if option else name
+    setting = SET_BY_FLAG[program].get(full_name)
+    if setting is not None or full_name in ALWAYS_SET[program].split():
+        raise ValueError(f"is set by furlong; {f'use {setting}' if setting else 'remove it'}")
+    for reason, prefixes in REFUSED[program].items():
+        if full_name.startswith(tuple(prefixes.split())):
             raise ValueError(f"is not accepted: {reason}; remove it")
     is_other_version = installed_version(PACKAGES[program]) not in (None, listed.version)
     if option is not None:

@@ -86,7 +86,10 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
     assert argv_from_options(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
 
 
-@pytest.mark.parametrize(("program", "start"), [(p, start) for p, starts in REFUSED.items() for start in starts])
+@pytest.mark.parametrize(
+    ("program", "start"),
+    [(p, start) for p, rows in REFUSED.items() for starts in rows.values() for start in starts.split()],
+)
 def test_everything_refused_is_an_option(program, start):
     assert any(name.startswith(start) for name in OptionList.of(program).options)
 
