@@ -18,7 +18,7 @@ Span = tuple[float, float, str]
 
 WIDTH, LEFT, ROW = 1000, 150, 26
 COLOURS = {
-    "wait for rollout": "#d8dee4", "train": "#b6d7f2", "publish weights": "#f7d9a8", "save": "#e2d3f0",
+    "wait for rollout": "#d8dee4", "train": "#b6d7f2", "update weights": "#f7d9a8", "save": "#e2d3f0",
     "rollout": "#cdeac0", "forward backward": "#5aa0d8", "optimizer step": "#2f6fa8", "broadcast bucket": "#e0a030",
     "read bucket": "#c07d10", "engine busy": "#6fb35c",
 }  # fmt: skip
@@ -31,9 +31,12 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=2, help="weight update at the end of the interval to draw")
     args = parser.parse_args()
     events: list[Event] = json.loads(args.trace.read_text())["traceEvents"]
+    for event in events:
+        if event["name"] == "publish weights":  # the name in traces of older versions
+            event["name"] = "update weights"
     spans = _flights(events) + [(e, e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    published = {e["args"]["version"]: (a, b) for e, a, b in spans if e["name"] == "publish weights"}
-    start, end = published[args.step - 1][0], published[args.step][1]
+    updates = {e["args"]["version"]: (a, b) for e, a, b in spans if e["name"] == "update weights"}
+    start, end = updates[args.step - 1][0], updates[args.step][1]
     print(_picture(spans, start, end, _processes(events)))
 
 
@@ -57,7 +60,7 @@ def _picture(spans: Sequence[tuple[Event, float, float]], start: float, end: flo
         ]
 
     rows: list[tuple[str, list[Span], bool]] = [
-        ("loop", named("wait for rollout", "train", "publish weights", "save"), False)
+        ("loop", named("wait for rollout", "train", "update weights", "save"), False)
     ]
     trains = [pid for pid in processes if named("forward backward", pid=pid)]
     for pid in trains:

@@ -493,7 +493,7 @@ class Observer(Protocol):
     """Receives the events of a run, and may request its end."""
 
     def notify(self, event: str, **fields: Any) -> None:
-        """Record an event such as `publication` or `save`. Fields must be JSON values. Thread-safe."""
+        """Record an event such as `weight_update` or `save`. Fields must be JSON values. Thread-safe."""
         ...
 
     @property

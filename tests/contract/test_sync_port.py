@@ -245,7 +245,7 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
             await sync.update_weights(1)
         assert caught.value.late is not None
-        [found] = MonitorSuite(MONITORS, RunFacts()).event({"event": "publication_timeout", **caught.value.late})
+        [found] = MonitorSuite(MONITORS, RunFacts()).event({"event": "weight_update_timeout", **caught.value.late})
         assert (found.id, server.url in found.finding, found.cause) == (
             "SYNC01",
             True,

@@ -130,7 +130,7 @@ def test_trace_shows_generation_rewards_training_and_weight_update_of_every_step
     assert counts["rollout"] == counts["train"] == counts["actor_train"] == counts["optimizer step"] == 2
     assert counts["generate"] == 2 * 4 * 4
     assert counts["reward"] == 2 * 4
-    assert counts["publish weights"] == 2
+    assert counts["update weights"] == 2
     assert counts["engine busy"] >= 2
     named = {event["args"]["name"] for event in trace if event["ph"] == "M" and event["name"].endswith("_name")}
     assert {"driver", "furlong-engine"} <= named

@@ -159,7 +159,7 @@ class HangWatchdog:
     def _activity(self, ranks: str) -> tuple[str, str]:
         """Describe what the run is doing, and guess the catalogue row behind the hang."""
         counts = heartbeat.counts()
-        if counts.get("publishing", 0) > counts.get("publication", 0):
+        if counts.get("weight_update_started", 0) > counts.get("weight_update", 0):
             return f"weights are being updated{'; ' if ranks else ''}{ranks}", "SYNC01"
         if ranks:
             return ranks, "HANG01"

@@ -107,7 +107,7 @@ async def train(
             step += 1
             if schedule.weight_update_due(step):
                 async with stream.paused():
-                    with tracer.span("publish weights", version=step):
+                    with tracer.span("update weights", version=step):
                         report |= await update_weights(step)
             evaluation = stream.evaluate(step) if schedule.eval_due(step) else None
             if evaluation is not None:  # evaluations are recorded for verified weights only

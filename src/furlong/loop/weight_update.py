@@ -14,9 +14,9 @@ MAX_NAMES = 64  # of unchanged tensors in an event
 class WeightUpdater:
     """Runs weight updates and compares the checksums of each with the previous one.
 
-    Events: `publishing` before an update. `publication` after it, with version, tensors, bytes and seconds.
+    Events: `weight_update_started` and `weight_update`, the latter with version, tensors, bytes and seconds.
     `weights_compared` when the checksums of two updates in a row are known, with version, tensors, the number that
-    `changed`, and the first names that are `unchanged`. `publication_timeout` if engines did not answer in time, with
+    `changed`, and the first names that are `unchanged`. `weight_update_timeout` if engines did not answer in time, with
     the fields of `SyncError.late`.
     """
 
@@ -28,13 +28,13 @@ class WeightUpdater:
     async def __call__(self, version: int) -> Metrics:
         """Load the trainer's weights into the engines as `version`; return the metrics of the update."""
         await self.finish_verification()
-        self._observer.notify("publishing", version=version)
+        self._observer.notify("weight_update_started", version=version)
         try:
             async with self._device_sharing.updating_weights():
                 report = await self._sync.update_weights(version)
         except SyncError as error:
             if error.late is not None:
-                self._observer.notify("publication_timeout", **error.late)
+                self._observer.notify("weight_update_timeout", **error.late)
             raise
         facts: dict[str, Any] = {
             "version": version,
@@ -42,7 +42,7 @@ class WeightUpdater:
             "bytes": report.num_bytes,
             "seconds": round(report.seconds, 6),
         }
-        self._observer.notify("publication", **facts)
+        self._observer.notify("weight_update", **facts)
         self._version = version
         self._compare(report.checksums)
         metrics = {

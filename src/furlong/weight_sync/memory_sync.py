@@ -80,7 +80,7 @@ class MemorySync(WeightSync):
                 expected.add(name, tensor)
                 verify_s += time.perf_counter() - before
                 num_bytes += tensor.nbytes
-                heartbeat.beat("published tensor")
+                heartbeat.beat("tensor sent")
                 sent.append((name, tuple(tensor.shape), tensor.dtype))
                 yield name, tensor
 

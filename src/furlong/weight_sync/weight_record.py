@@ -136,7 +136,7 @@ class _Recorder:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Record a tensor. Those that are not live weights are hashed every `FLUSH_BYTES`."""
-        heartbeat.beat("published tensor")
+        heartbeat.beat("tensor sent")
         record, num_bytes = self._record, tensor.nbytes
         record.num_tensors += 1
         record.has_head |= name == HEAD

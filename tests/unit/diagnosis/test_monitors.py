@@ -245,7 +245,7 @@ def test_slow_data_weight_updates_and_engines_are_reported_after_several_steps()
     ],
 )
 def test_weights_that_do_not_arrive_have_the_remedies_of_their_transport(transport, present, absent) -> None:
-    event = {"event": "publication_timeout", "version": 1, "seconds": 3, "bucket": 0, "missing": ["http://x"]}
+    event = {"event": "weight_update_timeout", "version": 1, "seconds": 3, "bucket": 0, "missing": ["http://x"]}
     [found] = diagnose_events(event | {"transport": transport})
     assert all(value in found.finding for value in ("version 1", transport, "bucket 0", "3 s", "http://x"))
     text = f"{found.cause} {found.remedy}"

@@ -379,12 +379,14 @@ def test_a_run_that_ended_well_is_healthy(tmp_path: Path) -> None:
     assert result.headline().endswith("run: finished after 2 of 9 steps")
 
 
-def test_a_start_without_an_end_is_a_kill_unless_the_run_is_running(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", END, START, {"event": "publishing", "version": 2}, log="x\n")
+@pytest.mark.parametrize("last", ["weight_update_started", "publishing"])  # the second one in older runs
+def test_a_start_without_an_end_is_a_kill_unless_the_run_is_running(tmp_path: Path, last: str) -> None:
+    folder = run_folder(tmp_path / "run", END, START, {"event": last, "version": 2}, log="x\n")
     result = examine(folder)
     assert (result.status, [d.id for d in result.found], result.is_healthy) == ("killed", ["KILL01"], False)
     assert "step 2" in result.found[0].finding
-    assert result.found[0].evidence["last_event"]["event"] == "publishing"
+    assert "during a weight update" in result.found[0].finding
+    assert result.found[0].evidence["last_event"]["event"] == last
     assert "--save" in result.found[0].remedy
     assert "--load" not in result.found[0].remedy
     assert result.last_words[1:] == ["x"]

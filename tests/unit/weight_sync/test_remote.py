@@ -163,7 +163,7 @@ def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not finish within 0\.05 s.*{url}"):
             await WeightUpdater(sync, heard, DeviceSharing())(1)
         missing = {"version": 1, "seconds": 0.05, "bucket": None, "transport": "nccl broadcast", "missing": []}
-        assert heard.events == [("publishing", {"version": 1}), ("publication_timeout", missing)]
+        assert heard.events == [("weight_update_started", {"version": 1}), ("weight_update_timeout", missing)]
         with pytest.raises(EngineError, match="weight version 1 was not loaded completely"):
             await engine.generate([5], SamplingParams(max_new_tokens=1))
 

@@ -28,7 +28,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("SYNC01", machines.slow_weight_update, again=2),
     StepMonitor("MEM03", machines.retained_memory, again=1.5),
     StepMonitor("MEM04", machines.host_memory, again=1.2),
-    EventMonitor("SYNC01", "publication_timeout", machines.weight_update_timeout),
+    EventMonitor("SYNC01", "weight_update_timeout", machines.weight_update_timeout),
     EventMonitor("SYNC02", "weights_compared", machines.unchanged_parameters, again=2),
     EventMonitor("RANK01", "ranks_timed", machines.slow_rank, again=1.5),
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),

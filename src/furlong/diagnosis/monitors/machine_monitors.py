@@ -80,7 +80,7 @@ def slow_weight_update(now: StepContext) -> Alert | None:
 
 
 def weight_update_timeout(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """SYNC01: the event `publication_timeout` {version, seconds, bucket, transport, missing}."""
+    """SYNC01: the event `weight_update_timeout` {version, seconds, bucket, transport, missing}."""
     del before
     missing = ", ".join(map(str, event.get("missing", ()))) or "some engines"
     bucket = event.get("bucket")

@@ -244,7 +244,11 @@ def _since_start(log: str) -> str:
 def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
     last = events[-1]
     saved = config["checkpoint"]["save"] if any(event["event"] == "save" for event in events) else None
-    doing = {"publishing": "during a weight update", "save": "after a save"}.get(last["event"], "")
+    doing = {
+        "weight_update_started": "during a weight update",
+        "publishing": "during a weight update",  # the name in runs of older versions
+        "save": "after a save",
+    }.get(last["event"], "")
     return diagnosis(
         "KILL01",
         f"{folder}: the run started but did not end; it was killed after step {step}"

@@ -21,7 +21,8 @@ PHASES = (
     ("log_probs", "a log-prob pass"),
     ("forward_backward", "forward and backward of training"),
     ("load_weights", "the weight update"),
-    ("publish", "the weight update"),
+    ("update_weights", "the weight update"),
+    ("publish", "the weight update"),  # in logs of older versions
     ("save", "saving a checkpoint"),
     ("generate", "generation"),
     ("_step", "generation"),

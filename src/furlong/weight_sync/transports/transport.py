@@ -278,7 +278,7 @@ class Transport(ABC):
 def late_fields(
     version: int, seconds: float, missing: Sequence[str], *, bucket: int | None = None, transport: str
 ) -> dict[str, Any]:
-    """Make `SyncError.late` for servers that timed out: the fields of the event `publication_timeout`."""
+    """Make `SyncError.late` for servers that timed out: the fields of the event `weight_update_timeout`."""
     return {"version": version, "seconds": seconds, "bucket": bucket, "transport": transport, "missing": list(missing)}
 
 
