@@ -59,8 +59,7 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import Launch
 from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
 from furlong.loop.device_sharing import Colocated
-from furlong.training.host_memory import HostMemory
-from furlong.training.offload import device_memory
+from furlong.training.offload import HostMemory, device_memory
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports import ipc
 from furlong.weight_sync.transports.ipc import IpcTransport, _CudaPacker

@@ -1,4 +1,4 @@
-"""Metrics of one training round: of its batch and of its duration."""
+"""Metrics of one training round: of its batch, its duration and its routing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from furlong.algo.log_ratio import KlKind, kl_estimate
-from furlong.core.batch import FlopsModel, RolloutBatch
+from furlong.core.batch import FlopsModel, MicroBatch, RolloutBatch
 from furlong.core.metric import Metric, Metrics, maximum, mean, total
 from furlong.core.tracing import tracer
 
@@ -86,3 +87,13 @@ def batch_metrics(batch: RolloutBatch, kl_kind: KlKind) -> Metrics:
         if len(known):
             metrics[f"rollout/{name}"] = mean(float(np.mean(known, dtype=np.float64)), len(known))
     return metrics
+
+
+def agreement(micro: MicroBatch, rerouted_R: Tensor | None) -> Metrics:
+    """Return `routing_agreement`: the share of the engine's expert choices that the trainer's routers also make."""
+    if rerouted_R is None:
+        return {}
+    is_known_R = (micro.mask_R > 0) & ~torch.isnan(rerouted_R)
+    weight = is_known_R.sum()
+    shared, count = torch.stack([weight - rerouted_R.nan_to_num() @ is_known_R.to(rerouted_R.dtype), weight]).tolist()
+    return {"routing_agreement": Metric(shared, count)}

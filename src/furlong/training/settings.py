@@ -11,11 +11,14 @@ from typing import Literal
 import torch
 
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
-from furlong.errors import ConfigError
+from furlong.core.batch import MicroBatch
+from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
-from furlong.training.routing_replay import Replay
 
 Offload = Literal["nothing", "moments", "all"]
+Replay = Literal["none", "policy", "rollout"]
+
+REPLAYED: tuple[Role, ...] = ("actor", "old_actor")  # models that the engine serves or has served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,24 @@ class BackendSettings:
 
     @property
     def routing_replay(self) -> Replay:
-        """Source of the expert choices used in training (`training.routing_replay`)."""
+        """Source of the expert choices in the passes of the policy (not of the reference or a teacher).
+
+        "none": the routers. "policy" (R2): the routers in the log-prob pass before the first optimizer step. "rollout"
+        (R3): the engine during generation, for log-prob passes and training. Gating weights always come from the
+        routers, so routers are trained. Choices recorded by the engine are compared with the routers' in any case.
+        """
         if self.moe.use_rollout_routing_replay:
             return "rollout"
         return "policy" if self.moe.use_routing_replay else "none"
+
+    def replays(self, micro: MicroBatch) -> bool:
+        """Return whether a pass replays choices. Raises TrainerError if the engine's choices are missing."""
+        if self.routing_replay == "rollout" and micro.routed_experts_TLK is None:
+            raise TrainerError(
+                "--use-rollout-routing-replay: the batch has no routed experts; the engine must return them, and a "
+                "custom generate or rollout function, or a dump, must keep them in Sample.rollout_routed_experts"
+            )
+        return self.routing_replay == "rollout" or (self.routing_replay == "policy" and micro.policy_routes is not None)
 
     @property
     def compile_layers(self) -> bool | None:

@@ -45,7 +45,7 @@ from furlong.interfaces import (
     TokenStats,
 )
 from furlong.training.digests import Digests
-from furlong.training.hook_data import RolloutDataHook, apply_hook
+from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs
 from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.packing import Packing, RankPart, split_batch
@@ -76,7 +76,7 @@ class SelfTest(Protocol):
 class RoundHooks:
     """Functions called during a round.
 
-    advantages: user function that sets advantages in `hook_data.rollout_data`. postprocess: user function of
+    advantages: user function that sets advantages in `hook_adapters.rollout_data`. postprocess: user function of
     (rollout_id, rollout_data), after advantages. dump: gets the batch with all columns before the first step. digests:
     hashes every stage. keep_refused: stores the samples of a non-finite step and returns where.
     """

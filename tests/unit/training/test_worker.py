@@ -16,7 +16,7 @@ from furlong.core.batch import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf_model as hf
-from furlong.training.hook_data import rollout_data
+from furlong.training.hook_adapters import rollout_data
 from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, perf_metrics

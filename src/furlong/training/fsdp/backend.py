@@ -47,8 +47,8 @@ from furlong.training.offload import HostOffload
 from furlong.training.optimizer import MasterOptimizer, Schedule
 from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
-from furlong.training.routing_replay import REPLAYED, agreement, is_replayed
-from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, BackendSettings, matching_names
+from furlong.training.round_metrics import agreement
+from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, REPLAYED, BackendSettings, matching_names
 from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class FsdpBackend(Backend):
         """Return what to record and replay of the routers; None if the model has none, or nothing uses it."""
         if not self.actor.hooks or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
             return None
-        return RoutingState(replay=is_replayed(self.settings.routing_replay, micro))
+        return RoutingState(replay=self.settings.replays(micro))
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch.

@@ -58,8 +58,7 @@ from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule
 from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
-from furlong.training.routing_replay import REPLAYED, is_replayed
-from furlong.training.settings import BackendSettings, Offload
+from furlong.training.settings import REPLAYED, BackendSettings, Offload
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +256,7 @@ class MegatronBackend(PipelinedBackend):
     def _pass(self, micro: MicroBatch, part: PackedMicroBatch, replay: RouterReplay | None) -> RouterPass:
         if replay is None:
             return RouterPass()
-        is_replaying = is_replayed(self.settings.routing_replay, micro)
+        is_replaying = self.settings.replays(micro)
         split = self.layout.sequence_parallel
         return build_pass(micro, part, replay.layers, is_replaying=is_replaying, split=split, balancing=self.balancing)
 

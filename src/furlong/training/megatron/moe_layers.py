@@ -43,7 +43,7 @@ from furlong.training.megatron.moe_routing import (
     z_loss,
 )
 from furlong.training.megatron.packed_layer import PackedMicroBatch
-from furlong.training.routing_replay import agreement
+from furlong.training.round_metrics import agreement
 
 
 @dataclass
@@ -231,7 +231,7 @@ def build_pass(
     if micro.policy_routes is not None:
         replayed_ltK = micro.policy_routes
     else:
-        assert micro.routed_experts_TLK is not None  # checked by `training.routing_replay`
+        assert micro.routed_experts_TLK is not None  # checked by `BackendSettings.replays`
         replayed_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
         check_routes(replayed_ltK, layers)
         if split:

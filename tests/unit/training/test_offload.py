@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from furlong.errors import TrainerError
-from furlong.training import host_memory
-from furlong.training.host_memory import HostMemory, packed
-from furlong.training.offload import HostOffload
+from furlong.training import offload
+from furlong.training.offload import HostMemory, HostOffload, packed
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -25,7 +24,7 @@ def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, ot
     taken: dict[int, list[tuple[int, int]]] = {}
     for size, (block, start) in zip(sizes, places, strict=True):
         taken.setdefault(block, []).append((start, start + size))
-        assert start % host_memory.ALIGN_BYTES == 0
+        assert start % offload.ALIGN_BYTES == 0
         assert start + size <= blocks[block]
     for spans in taken.values():
         assert all(end <= start for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
@@ -35,7 +34,7 @@ def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, ot
 
 
 def test_blocks_have_a_size_that_threads_can_share_and_waste_little(monkeypatch):
-    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 100 * KIB)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 100 * KIB)
     sizes = [70 * KIB, 130 * KIB, *([9 * KIB] * 40)]
     _, blocks = packed(sizes, [])
     assert max(blocks) == 130 * KIB
@@ -88,9 +87,9 @@ def test_blocks_are_registered_with_cuda_once_and_unregistered_with_their_owner(
         def cudaHostUnregister(self, address):  # noqa: N802
             del known[address]
 
-    monkeypatch.setattr(host_memory, "_cudart", Cuda)
+    monkeypatch.setattr(offload, "_cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 1 << 20)
     memory = HostMemory(torch.device("cuda"), left=lambda: None)
     found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])
     assert sum(known.values()) == memory.num_bytes
