@@ -1,4 +1,4 @@
-"""Access to the policy for custom generate functions.
+"""Custom generate functions: the policy that they call, and the checks of the samples that they return.
 
     from furlong.rollout.agent import policy
 
@@ -17,17 +17,29 @@ The policy is passed in a context variable, so the same function works with the 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
+import functools
+import inspect
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Integral, Real
+from time import perf_counter
+from typing import Any, TypeVar
 
-from furlong.core.routing import Routes
-from furlong.errors import RolloutError
+from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.core.routing import Routes, extend_routes
+from furlong.core.sample import Sample, Status
+from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
+from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
+
+T = TypeVar("T")
+
+MIN_BLOCK_S = 0.05  # between two awaits; shorter blocks are normal
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
 _PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
@@ -120,11 +132,207 @@ def policy() -> Policy:
         raise RolloutError("furlong.rollout.agent.policy() was called outside a custom generate function") from None
 
 
-@contextlib.contextmanager
-def serving(current: Policy) -> Generator[None]:
-    """Make `policy()` return `current` in this task and the tasks it starts."""
-    token = _policy.set(current)
+@functools.cache
+def load_generate_function(path: str) -> Function:
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
+    function = load_function(path)
+    if problem := check_signature(HOOKS["custom_generate_function"], function):
+        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
+    return function
+
+
+class GenerateFunctionError(Exception):
+    """Wraps an exception raised by user code, to tell it from errors of the engine."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+async def call_generate_function(
+    function: Function,
+    sample: Sample,
+    params: SamplingParams,
+    policy: Policy,
+    *,
+    args: Any,
+    evaluation: bool,
+    timer: BlockingTimer,
+) -> list[Sample]:
+    """Call a generate function, which gets `policy` from `policy()`, and return the samples that it made of `sample`.
+
+    Raises GenerateFunctionError for an exception in the function, RolloutError for a result of another type.
+    """
+    sampling_params = dict_from_params(params)
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    token = _policy.set(policy)
     try:
-        yield
+        result = await timer.timed(lambda: function(args, sample, sampling_params, **extra))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise GenerateFunctionError(error) from error  # raised by the function, not a cancellation
+    except (Exception, SystemExit) as error:
+        raise GenerateFunctionError(error) from error
     finally:
         _policy.reset(token)
+    produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
+    if not produced or not all(isinstance(each, Sample) for each in produced):
+        raise RolloutError(
+            f"--custom-generate-function-path returned {type(result).__name__} for sample {sample.index}; "
+            "it must return a Sample or a non-empty list of Sample"
+        )
+    return produced
+
+
+def check_produced(
+    produced: Sample, origin: Sample, policy: Policy, *, vocab_size: int | None, max_tokens: int | None
+) -> None:
+    """Check a sample of a generate function, and set its identity, its routes, and the position of unsampled tokens.
+
+    Raises GenerateFunctionError for a sample of more than `max_tokens`, and RolloutError like `check_sample`.
+    """
+    copy_identity(produced, origin)
+    check_sample(produced, "custom generate function", vocab_size)
+    if max_tokens is not None and (count := len(produced.tokens)) > max_tokens:
+        raise GenerateFunctionError(
+            RolloutError(
+                f"the function returned a sample of {count} tokens (prompt {produced.prompt_length}, response "
+                f"{produced.response_length}), but the model's context has {max_tokens}: end its last turn earlier, "
+                "truncate tool output, or raise --rollout-max-context-len if the model supports it"
+            )
+        )
+    for tokens, routes in policy.routed:  # completions whose prompt and tokens are a prefix of the sample
+        if produced.tokens[: len(tokens)] == tokens:
+            produced.rollout_routed_experts = extend_routes(produced.rollout_routed_experts, routes)
+    unsampled = produced.effective_response_length - sum(map(len, policy.sampled))
+    if policy.sampled and unsampled > 0:  # the origin of tokens not sampled through policy() is unknown
+        produced.metadata[UNSAMPLED] = unsampled
+    elif (position := _first_unsampled(produced, policy.sampled)) is not None:
+        produced.metadata[RETOKENISED] = position
+
+
+def copy_identity(produced: Sample, origin: Sample) -> None:
+    """Fill in missing ids and label of a sample built by user code from its origin."""
+    for name in ("group_index", "index", "rollout_id", "label"):
+        if getattr(produced, name) is None:
+            setattr(produced, name, getattr(origin, name))
+
+
+def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
+    """Check tokens and per-token lists of a sample from user code; a PENDING one becomes COMPLETED.
+
+    `source` names the function in messages. Tokens must be below `vocab_size` if it is known. Raises RolloutError.
+    """
+    n = sample.response_length
+    if sample.status is Status.PENDING and not n:
+        raise RolloutError(
+            f"{source}: sample {sample.index} came back without a response; add one with "
+            "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
+        )
+    if sample.status is Status.PENDING:
+        sample.status = Status.COMPLETED
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
+        column = getattr(sample, name)
+        if column is not None and len(column) not in (0, n):
+            raise RolloutError(
+                f"{source}: sample {sample.index} has response_length {n} but {name} has {len(column)} entries; use "
+                "Sample.append_response_tokens, which keeps them consistent"
+            )
+    log_probs = [] if sample.rollout_log_probs is None else sample.rollout_log_probs
+    if not all(issubclass(kind, Real) for kind in set(map(type, log_probs))) or not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            f"{source}: sample {sample.index} has rollout_log_probs that are not finite numbers; "
+            "set them to None if they are unknown, and to 0.0 for tokens that the policy did not generate"
+        )
+    if len(sample.tokens) <= n:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has {len(sample.tokens)} tokens and response_length {n}; "
+            "`tokens` must contain prompt + response"
+        )
+    _check_token_ids(sample, source, vocab_size)
+
+
+def _check_token_ids(sample: Sample, source: str, vocab_size: int | None) -> None:
+    """Raise RolloutError for token ids outside the model's vocabulary, which no engine has checked."""
+    if wrong := [kind.__name__ for kind in set(map(type, sample.tokens)) if not issubclass(kind, Integral)]:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has {', '.join(wrong)} among its tokens; give token ids, for example "
+            "from policy().encode in a generate function"
+        )
+    if vocab_size is not None and (min(sample.tokens) < 0 or max(sample.tokens) >= vocab_size):
+        raise RolloutError(
+            f"{source}: sample {sample.index} has token ids from {min(sample.tokens)} to {max(sample.tokens)}, but the "
+            f"model has ids 0 to {vocab_size - 1}; encode text with its tokenizer"
+        )
+
+
+def _first_unsampled(sample: Sample, sampled: list[list[int]]) -> int | None:
+    """Return the response position of the first trained token that the engine did not sample, None if there is none.
+
+    Each run of trained tokens must be a prefix of one completion, or of all completions concatenated.
+    """
+    if not sampled:
+        return None
+    response = sample.tokens[sample.prompt_length :]
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(response)
+    concatenated = [token for completion in sampled for token in completion]
+    position = 0
+    for is_trained, run in itertools.groupby(mask):
+        size = len(list(run))
+        tokens = response[position : position + size]
+        if is_trained and not any(completion[:size] == tokens for completion in (*sampled, concatenated)):
+            return position
+        position += size
+    return None
+
+
+class BlockingTimer:
+    """Adds up the seconds in which user functions block the event loop for `MIN_BLOCK_S` or longer."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    async def timed(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Await `function()`, timing each step between two awaits."""
+
+        async def call() -> T:
+            return await function()
+
+        return await _Steps(call(), self)
+
+    def count(self, seconds: float) -> None:
+        """Add the duration of one step."""
+        if seconds >= MIN_BLOCK_S:
+            self._seconds += seconds
+
+
+class _Steps(Generator[Any, Any, T]):
+    """Runs a coroutine step by step. It is exposed as `cr_await`, so that tools can follow what a task waits for."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], timer: BlockingTimer) -> None:
+        self.cr_await, self._timer = coroutine, timer
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self
+
+    def send(self, value: Any, /) -> Any:
+        """Run to the next await."""
+        return self._timed(self.cr_await.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an exception at the current await."""
+        return self._timed(self.cr_await.throw, *error)
+
+    def _timed(self, step: Callable[..., Any], *values: Any) -> Any:
+        started = perf_counter()
+        try:
+            return step(*values)
+        finally:
+            self._timer.count(perf_counter() - started)

@@ -1,45 +1,46 @@
-"""Generation of one sample: the default single turn, and custom generate functions with checks of their results."""
+"""Generation and scoring of samples: one sample, a prompt group, and evaluation sets."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import inspect
-import itertools
 import logging
 import math
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any
+from time import monotonic, perf_counter
+from typing import Any, TypeVar
 
-from furlong.config.hooks import HOOKS, Function, Hooks, check_signature, load_function
-from furlong.core.outcome import Outcome
+from furlong.config.hooks import Function, Hooks
+from furlong.core.metric import Metrics, merge, total
+from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import tracer
 from furlong.core.user_code import describe_exception
-from furlong.errors import ConfigError, RolloutError
-from furlong.interfaces import Completion, Engine, SamplingParams
-from furlong.rollout.agent import Policy, dict_from_params, seed_of_part, serving
-from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
-from furlong.rollout.timers import BlockingTimer
+from furlong.errors import RolloutError
+from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.rollout.agent import (
+    BlockingTimer,
+    GenerateFunctionError,
+    Policy,
+    call_generate_function,
+    check_produced,
+    check_sample,
+    copy_identity,
+    load_generate_function,
+    seed_of_part,
+)
+from furlong.rollout.sample_metrics import SampleReport, eval_metrics, evaluation_data
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
-
-
-@functools.cache
-def load_generate_function(path: str) -> Function:
-    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
-    function = load_function(path)
-    if problem := check_signature(HOOKS["custom_generate_function"], function):
-        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
-    return function
 
 
 @dataclass(frozen=True)
@@ -179,21 +180,37 @@ async def generate_sample(
     """
     if sample.status not in (Status.PENDING, Status.ABORTED):
         return [sample]
-    prompt, started = sample.tokens[: sample.prompt_length], time.monotonic()
+    prompt, started = sample.tokens[: sample.prompt_length], monotonic()
     try:
         async with asyncio.timeout(generation.timeout_s):
-            if (custom := generation.function_of(sample)) is None:
+            if (function := generation.function_of(sample)) is None:
                 produced = [await generate_turn(engine, sample, generation, continues, cut_at)]
             else:
-                produced = await _call_custom(custom, engine, tokenizer, sample, generation)
+                policy = Policy(engine, tokenizer, session_of(sample), generation.params.return_routed_experts)
+                produced = await _generate_custom(function, sample, policy, generation)
     except TimeoutError:
-        seconds = min(time.monotonic() - started, generation.timeout_s or math.inf)
+        seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
-    except _CustomGenerateError as error:
+    except GenerateFunctionError as error:
         reason = describe_exception(error.cause)
         generation.log_failure("custom generate function", sample, reason)
         return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
     return [await _run_hooks(each, generation, rollout_id) for each in produced]
+
+
+async def _generate_custom(function: Function, sample: Sample, policy: Policy, generation: Generation) -> list[Sample]:
+    produced = await call_generate_function(
+        function,
+        sample,
+        continuation(sample, generation),
+        policy,
+        args=generation.args,
+        evaluation=generation.evaluation,
+        timer=generation.blocking,
+    )
+    for each in produced:
+        check_produced(each, sample, policy, vocab_size=generation.vocab_size, max_tokens=generation.max_tokens)
+    return produced
 
 
 async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:
@@ -210,80 +227,10 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
                 "return None to keep the sample, or the Sample to use instead"
             )
         if result is not None and result is not sample:
-            _copy_identity(result, sample)
+            copy_identity(result, sample)
             check_sample(result, "--rollout-sample-hook-path", generation.vocab_size)
             sample = result
     return sample
-
-
-async def _call_custom(
-    custom: Function, engine: Engine, tokenizer: Any, sample: Sample, generation: Generation
-) -> list[Sample]:
-    params = dict_from_params(continuation(sample, generation))
-    extra = {"evaluation": generation.evaluation} if "evaluation" in inspect.signature(custom).parameters else {}
-    policy = Policy(engine, tokenizer, session_of(sample), generation.params.return_routed_experts)
-    with serving(policy):
-        try:
-            result = await generation.blocking.timed(lambda: custom(generation.args, sample, params, **extra))
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise _CustomGenerateError(error) from error  # raised by the function, not a cancellation
-        except (Exception, SystemExit) as error:
-            raise _CustomGenerateError(error) from error
-    produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
-    if not produced or not all(isinstance(each, Sample) for each in produced):
-        raise RolloutError(
-            f"--custom-generate-function-path returned {type(result).__name__} for sample {sample.index}; "
-            "it must return a Sample or a non-empty list of Sample"
-        )
-    for each in produced:
-        _copy_identity(each, sample)
-        check_sample(each, "custom generate function", generation.vocab_size)
-        _check_length(each, generation.max_tokens)
-        _set_routes(each, policy)
-        unsampled = each.effective_response_length - sum(map(len, policy.sampled))
-        if policy.sampled and unsampled > 0:  # the origin of tokens not sampled through policy() is unknown
-            each.metadata[UNSAMPLED] = unsampled
-        elif (position := _first_unsampled(each, policy.sampled)) is not None:
-            each.metadata[RETOKENISED] = position
-    return produced
-
-
-def _set_routes(sample: Sample, policy: Policy) -> None:
-    """Set the routed experts from the completions whose prompt and tokens are a prefix of the sample."""
-    for tokens, routes in policy.routed:
-        if sample.tokens[: len(tokens)] == tokens:
-            sample.rollout_routed_experts = extend_routes(sample.rollout_routed_experts, routes)
-
-
-def _first_unsampled(sample: Sample, sampled: list[list[int]]) -> int | None:
-    """Return the response position of the first trained token that the engine did not sample, None if there is none.
-
-    Each run of trained tokens must be a prefix of one completion, or of all completions concatenated.
-    """
-    if not sampled:
-        return None
-    response = sample.tokens[sample.prompt_length :]
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(response)
-    concatenated = [token for completion in sampled for token in completion]
-    position = 0
-    for is_trained, run in itertools.groupby(mask):
-        size = len(list(run))
-        tokens = response[position : position + size]
-        if is_trained and not any(completion[:size] == tokens for completion in (*sampled, concatenated)):
-            return position
-        position += size
-    return None
-
-
-class _CustomGenerateError(Exception):
-    """Wraps an exception raised by user code, to tell it from errors of the engine."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def _failed(sample: Sample, prompt: list[int], outcome: Outcome) -> Sample:
@@ -302,68 +249,177 @@ def reset_response(sample: Sample, prompt: list[int]) -> None:
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 
 
-def _check_length(produced: Sample, max_tokens: int | None) -> None:
-    """Raise _CustomGenerateError for a sample that exceeds the model's context and cannot be trained."""
-    if max_tokens is not None and (count := len(produced.tokens)) > max_tokens:
-        raise _CustomGenerateError(
-            RolloutError(
-                f"the function returned a sample of {count} tokens (prompt {produced.prompt_length}, response "
-                f"{produced.response_length}), but the model's context has {max_tokens}: end its last turn earlier, "
-                "truncate tool output, or raise --rollout-max-context-len if the model supports it"
-            )
-        )
+async def run_group(
+    group: Group,
+    *,
+    engine: Engine,
+    tokenizer: Any,
+    generation: Generation,
+    reward: Reward,
+    rollout_id: int,
+    continues: Callable[[], bool],
+    wait: RewardWait,
+    cuts: Mapping[int, int] | None = None,
+) -> Group:
+    """Generate and score all samples of a group; fanned-out samples replace their origin.
 
-
-def _copy_identity(produced: Sample, origin: Sample) -> None:
-    """Fill in missing ids and label of a sample built by user code from its origin."""
-    for name in ("group_index", "index", "rollout_id", "label"):
-        if getattr(produced, name) is None:
-            setattr(produced, name, getattr(origin, name))
-
-
-def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
-    """Check tokens and per-token lists of a sample from user code; a PENDING one becomes COMPLETED.
-
-    `source` names the function in messages. Tokens must be below `vocab_size` if it is known. Raises RolloutError.
+    An aborted group is returned unscored with ABORTED samples (`is_finished`). continues: whether requests aborted by a
+    weight update are continued. cuts: sample index -> response length at which the sample is left aborted.
     """
-    n = sample.response_length
-    if sample.status is Status.PENDING and not n:
-        raise RolloutError(
-            f"{source}: sample {sample.index} came back without a response; add one with "
-            "Sample.append_response_tokens, or set its status to ABORTED or FAILED"
-        )
-    if sample.status is Status.PENDING:
-        sample.status = Status.COMPLETED
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
-        column = getattr(sample, name)
-        if column is not None and len(column) not in (0, n):
-            raise RolloutError(
-                f"{source}: sample {sample.index} has response_length {n} but {name} has {len(column)} entries; use "
-                "Sample.append_response_tokens, which keeps them consistent"
+    with wait.phase(generating=1):
+        produced = await gather_or_cancel(
+            generate_sample(
+                engine,
+                tokenizer,
+                sample,
+                generation,
+                rollout_id=rollout_id,
+                continues=continues,
+                cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
             )
-    log_probs = [] if sample.rollout_log_probs is None else sample.rollout_log_probs
-    if not all(issubclass(kind, Real) for kind in set(map(type, log_probs))) or not all(map(math.isfinite, log_probs)):
-        raise RolloutError(
-            f"{source}: sample {sample.index} has rollout_log_probs that are not finite numbers; "
-            "set them to None if they are unknown, and to 0.0 for tokens that the policy did not generate"
+            for sample in group.samples
         )
-    if len(sample.tokens) <= n:
-        raise RolloutError(
-            f"{source}: sample {sample.index} has {len(sample.tokens)} tokens and response_length {n}; "
-            "`tokens` must contain prompt + response"
-        )
-    _check_token_ids(sample, source, vocab_size)
+    group.samples = [sample for samples in produced for sample in samples]
+    if is_finished(group):
+        with wait.phase(scoring=1):
+            await score(group.samples, reward, generation)
+    return group
 
 
-def _check_token_ids(sample: Sample, source: str, vocab_size: int | None) -> None:
-    """Raise RolloutError for token ids outside the model's vocabulary, which no engine has checked."""
-    if wrong := [kind.__name__ for kind in set(map(type, sample.tokens)) if not issubclass(kind, Integral)]:
-        raise RolloutError(
-            f"{source}: sample {sample.index} has {', '.join(wrong)} among its tokens; give token ids, for example "
-            "from policy().encode in a generate function"
+async def score(samples: Sequence[Sample], reward: Reward, generation: Generation) -> None:
+    """Compute the rewards that user code has not set, and check those that it has.
+
+    A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged.
+    """
+    unscored: list[Sample] = []
+    for sample in samples:
+        if sample.status is Status.FAILED:
+            continue
+        if sample.reward is None:
+            unscored.append(sample)
+        elif (outcome := outcome_from_value(sample.reward)).kind == "scored":
+            sample.reward = outcome.reward
+        else:
+            sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
+            generation.log_failure("the reward", sample, outcome.reason)
+    if not unscored:
+        return
+    with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
+        outcomes = await reward(unscored)
+    for sample, outcome in zip(unscored, outcomes, strict=True):
+        sample.outcome = outcome
+        if outcome.kind == "scored":
+            sample.reward = outcome.reward
+        else:
+            sample.status = Status.FAILED
+            generation.log_failure("the reward", sample, outcome.reason)
+
+
+def is_finished(group: Group) -> bool:
+    """Return whether no sample of the group was aborted."""
+    return all(sample.status is not Status.ABORTED for sample in group.samples)
+
+
+def has_failed(group: Group) -> bool:
+    """Return whether every sample of the group failed."""
+    return all(sample.status is Status.FAILED for sample in group.samples)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One evaluation set. `groups` builds its groups, so that every evaluation starts from clean samples."""
+
+    name: str
+    groups: Callable[[], list[Group]]
+    generation: Generation
+    reward: Reward
+    reward_key: str | None = None
+    pass_k: bool | tuple[int, ...] = True
+    on_samples: Callable[[int, str, list[Sample]], None] | None = None
+
+
+async def evaluate(
+    engine: Engine, tokenizer: Any, sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport
+) -> Metrics:
+    """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
+    started, wait = monotonic(), RewardWait()
+    groups_of_sets = await gather_or_cancel(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
+    parts: list[Metrics] = []
+    data: dict[str, dict[str, Any]] = {}
+    for each, groups in zip(sets, groups_of_sets, strict=True):
+        parts.append(eval_metrics(each.name, groups, reward_key=each.reward_key, pass_k=each.pass_k))
+        data[each.name] = evaluation_data([s for g in groups for s in g.samples], each.reward_key)
+    extra = {
+        "perf/eval_time": total(monotonic() - started),
+        "perf/eval_reward_wait_time": total(wait.seconds),
+    }
+    return report.of_evaluation(rollout_id, data, merge(parts), extra)
+
+
+async def _evaluate_set(
+    engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int, wait: RewardWait
+) -> list[Group]:
+    groups = await gather_or_cancel(
+        run_group(
+            group,
+            engine=engine,
+            tokenizer=tokenizer,
+            generation=each.generation,
+            reward=each.reward,
+            rollout_id=rollout_id,
+            continues=lambda: True,
+            wait=wait,
         )
-    if vocab_size is not None and (min(sample.tokens) < 0 or max(sample.tokens) >= vocab_size):
-        raise RolloutError(
-            f"{source}: sample {sample.index} has token ids from {min(sample.tokens)} to {max(sample.tokens)}, but the "
-            f"model has ids 0 to {vocab_size - 1}; encode text with its tokenizer"
-        )
+        for group in each.groups()
+    )
+    if each.on_samples is not None:
+        each.on_samples(rollout_id, each.name, [s for g in groups for s in g.samples])
+    return groups
+
+
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results in order.
+
+    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates.
+
+    >>> async def plus_one(number: int) -> int:
+    ...     return number + 1
+    >>> asyncio.run(gather_or_cancel(map(plus_one, [1, 2])))
+    [2, 3]
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            if not task.cancelling():  # a second cancel would interrupt its cleanup
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RewardWait:
+    """Adds up the seconds in which samples of a rollout or evaluation are scored while none is generated.
+
+    A group is scored after its last sample is generated, so this is the time after the last generation, and between
+    two rounds of groups if a filter drops the first. `seconds` is final when all groups are done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._generating = self._scoring = 0
+        self._last = 0.0
+
+    @contextmanager
+    def phase(self, *, generating: int = 0, scoring: int = 0) -> Generator[None]:
+        """Wrap the generation of a group (custom generate functions included), or its reward call."""
+        self._change(generating, scoring)
+        try:
+            yield
+        finally:
+            self._change(-generating, -scoring)
+
+    def _change(self, generating: int, scoring: int) -> None:
+        now = perf_counter()
+        if self._scoring and not self._generating:
+            self.seconds += now - self._last
+        self._generating, self._scoring, self._last = self._generating + generating, self._scoring + scoring, now

@@ -15,8 +15,8 @@ from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
+from furlong.rollout.agent import check_sample
 from furlong.rollout.function_source import RolloutFunctionSource
-from furlong.rollout.generate import check_sample
 from furlong.rollout.sample_metrics import SampleReport, eval_shape
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 

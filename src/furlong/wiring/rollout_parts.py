@@ -27,8 +27,7 @@ from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.evaluate import EvalSet
-from furlong.rollout.generate import Generation
+from furlong.rollout.generate import EvalSet, Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport

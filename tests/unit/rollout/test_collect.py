@@ -20,10 +20,9 @@ from furlong.errors import DataError, RolloutError
 from furlong.inference.server.generate_api import sampling_params as server_params
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
-from furlong.rollout.engine_rollout import EngineRollout
+from furlong.rollout.engine_rollout import EngineRollout, all_failed
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
-from furlong.rollout.generate import Generation, generate_sample
-from furlong.rollout.group import all_failed, score
+from furlong.rollout.generate import Generation, generate_sample, score
 from furlong.rollout.train_batch import Conversion
 
 

@@ -1,8 +1,9 @@
-"""`RewardWait` counts the seconds in which samples are scored and none is generated."""
+"""Concurrency of generation and scoring, and its timers."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,12 +14,11 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
-from furlong.rollout import timers
+from furlong.rollout import generate
+from furlong.rollout.agent import BlockingTimer
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.evaluate import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generate import Generation
-from furlong.rollout.timers import RewardWait
+from furlong.rollout.generate import EvalSet, Generation, RewardWait, gather_or_cancel
 from furlong.rollout.train_batch import Conversion
 
 
@@ -38,33 +38,33 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(timers, "perf_counter", clock)
+    monkeypatch.setattr(generate, "perf_counter", clock)
     return clock
 
 
 def test_seconds_count_while_scoring_without_generation(clock: Clock) -> None:
     wait = RewardWait()
-    with wait.generating():
+    with wait.phase(generating=1):
         clock.goes_on(1)  # generated
     clock.goes_on(2)  # neither
-    with wait.scoring():
-        with wait.generating():
+    with wait.phase(scoring=1):
+        with wait.phase(generating=1):
             clock.goes_on(4)  # both
         clock.goes_on(8)  # only scored
-        with wait.scoring():
+        with wait.phase(scoring=1):
             clock.goes_on(16)  # two of them are one wait
     assert wait.seconds == 24
 
 
 def test_an_exception_ends_the_timed_block(clock: Clock) -> None:
     wait = RewardWait()
-    for phase in (wait.generating, wait.scoring):
-        with pytest.raises(ValueError, match="mine"), phase():
+    for phase in ("generating", "scoring"):
+        with pytest.raises(ValueError, match="mine"), wait.phase(**{phase: 1}):
             raise ValueError("mine")
-    with wait.scoring():
+    with wait.phase(scoring=1):
         clock.goes_on(1)
     clock.goes_on(2)
-    with wait.generating():
+    with wait.phase(generating=1):
         clock.goes_on(4)
     assert wait.seconds == 1
 
@@ -118,3 +118,101 @@ def test_rewards_between_two_rounds_of_groups_count(clock: Clock) -> None:
 def test_an_evaluation_is_timed_separately(clock: Clock) -> None:
     seen = values(asyncio.run(timed(clock, generate_s=1, reward_s=10).evaluate(0)))
     assert seen["perf/eval_reward_wait_time"] == 30
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_failure_or_cancellation_leaves_nothing_running(is_cancelled):
+    ended: list[int] = []
+
+    async def work(number: int) -> None:
+        try:
+            if number == 1 and not is_cancelled:
+                raise ValueError("one of three")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)  # what it does about its end is not interrupted
+            ended.append(number)
+
+    async def body() -> None:
+        task = asyncio.create_task(gather_or_cancel(map(work, range(3))))
+        if is_cancelled:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else ValueError):
+            await task
+        assert sorted(ended) == [0, 1, 2]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(body())
+
+
+def timed_call(function):
+    """What a function answers, and the seconds that it held."""
+    held = BlockingTimer()
+
+    async def body():
+        return await held.timed(function)
+
+    return asyncio.run(body()), held.take()
+
+
+async def blocks():
+    time.sleep(0.06)
+    await asyncio.sleep(0)
+    time.sleep(0.06)
+    return "made"
+
+
+async def waits():
+    await asyncio.sleep(0.2)
+    return "made"
+
+
+def test_blocking_sleep_is_counted_and_awaited_sleep_is_not():
+    answer, seconds = timed_call(blocks)
+    assert answer == "made"
+    assert seconds >= 0.12
+    assert timed_call(waits)[0] == "made"
+
+    async def both():
+        held = BlockingTimer()
+        await asyncio.gather(*(held.timed(waits) for _ in range(8)))
+        return held.take()
+
+    assert asyncio.run(both()) < 8 * 0.2  # for so long they waited
+
+
+def test_take_resets_the_seconds():
+    held = BlockingTimer()
+    held.count(0.04)
+    assert held.take() == 0
+    held.count(1.0)
+    held.count(2.0)
+    assert (held.take(), held.take()) == (3.0, 0.0)
+
+
+def test_errors_and_cancellation_reach_the_function_and_its_caller():
+    seen = []
+
+    async def raises():
+        await asyncio.sleep(0)
+        raise ValueError("mine")
+
+    async def is_cancelled():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    with pytest.raises(ValueError, match="mine"):
+        timed_call(raises)
+
+    async def body():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await BlockingTimer().timed(is_cancelled)
+
+    asyncio.run(body())
+    assert seen == ["cancelled"]
