@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from furlong.config.checks.moe_checks import moe_problems, returns_routes
+from furlong.config.checks.model_checks import model_problems, returns_routes
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_values
 from furlong.core.routing import RoutingShape
@@ -44,7 +44,7 @@ MEGATRON = {"train_backend": "megatron"}
 )
 def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, said):
     config = configured(family, **values)
-    (problem,) = [*declared_problems(config), *moe_problems(config)]
+    (problem,) = [*declared_problems(config), *model_problems(config)]
     assert said in problem
     assert "--" in problem
 
@@ -60,7 +60,7 @@ def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, sai
     ],
 )
 def test_flags_that_fit_are_no_problem(configured, family, values):
-    assert list(moe_problems(configured(family, **values))) == []
+    assert list(model_problems(configured(family, **values))) == []
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from furlong.config.checks.algorithm_checks import algorithm_problems
-from furlong.config.checks.architecture_checks import architecture_problems
 from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
-from furlong.config.checks.moe_checks import moe_problems
+from furlong.config.checks.model_checks import model_problems
 from furlong.config.checks.value_checks import (
     BOXED,
     model_problem,
@@ -421,8 +420,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     algorithm_problems,
     engine_problems,
     cluster_problems,
-    moe_problems,
-    architecture_problems,
+    model_problems,
     _rewards,
     _stops,
     _evaluation,
