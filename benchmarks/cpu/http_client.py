@@ -32,8 +32,8 @@ from typing import Any
 import orjson
 import psutil
 
+from furlong.inference.sglang.generate_requests import sampling_json
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.host import LocalHost
 from furlong.inference.supervisor.router import SglangRouter

@@ -40,8 +40,8 @@ from train_mfu import SHAPES
 from transformers import GenerationConfig
 
 from furlong.config.passthrough import find, value_of
+from furlong.inference.sglang.generate_requests import sampling_json
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.messages import sampling_json
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import ServerProcess, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost

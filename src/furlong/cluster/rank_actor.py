@@ -28,7 +28,7 @@ from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
 from furlong.core.weights import EngineAddress
 from furlong.errors import CheckpointError
-from furlong.inference.supervisor.log_tail import STARTED_AGAIN
+from furlong.inference.supervisor.host import STARTED_AGAIN
 from furlong.interfaces import DeviceMemory, MemoryTransfer
 from furlong.machine import (
     LOG_FORMAT,

@@ -30,7 +30,7 @@ from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import ClusterError, FurlongError, SyncError, TrainerError
-from furlong.inference.supervisor.log_tail import tail
+from furlong.inference.supervisor.host import tail
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
 from furlong.training.packing import RankPart
 from furlong.training.ranks import Ranks

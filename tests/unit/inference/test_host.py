@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.host import LocalHost, port_owner, port_range
-from furlong.inference.supervisor.log_tail import tail
+from furlong.inference.supervisor.host import LocalHost, port_owner, port_range, tail
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms
 WAITING = "import signal; print('up', flush=True); signal.pause()"

@@ -294,7 +294,7 @@ def test_success_false_in_a_200_reply_is_an_error():
 
 @pytest.mark.slow
 def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr("furlong.inference.sglang.in_flight.ABORT_S", 0.02)
+    monkeypatch.setattr("furlong.inference.sglang.generate_requests.ABORT_S", 0.02)
 
     async def hang():
         await asyncio.sleep(3)

@@ -17,8 +17,7 @@ from furlong.config.passthrough import OptionList
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.log_tail import tail
+from furlong.inference.supervisor.host import HostGpus, LocalHost, tail
 from furlong.inference.supervisor.server_launch import (
     Ports,
     ServeLaunch,

@@ -15,7 +15,7 @@ from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, ch
 from furlong.errors import EngineError, EngineTimeoutError, SyncError, UnreachableError
 from furlong.inference.sglang.server import ServerInfo, SglangServer, connected
 from furlong.interfaces import DeviceSharing, SamplingParams
-from furlong.loop.weight_update import WeightUpdater
+from furlong.loop.train import WeightUpdater
 from furlong.weight_sync.remote_sync import LocalSync, RankSync, RemoteSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from furlong.weight_sync.transports.transport import buckets_of

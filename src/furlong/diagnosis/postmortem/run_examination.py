@@ -23,7 +23,7 @@ from furlong.diagnosis.postmortem.signatures import (
     user_error_exclusions,
 )
 from furlong.errors import EngineError, HookError
-from furlong.inference.supervisor.log_tail import end_of_log, last_text, tail
+from furlong.inference.supervisor.host import end_of_log, last_text, tail
 from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, EventLog, read_intact_rows, read_sections, read_steps
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]

@@ -1,7 +1,7 @@
 """`HttpEngine`: the Engine interface over servers that speak SGLang's HTTP protocol.
 
 A request waits while generation is paused; a server is chosen (`server_pool`); the request waits for one of the
-server's slots; it is sent; the answer is checked (`messages`). If no answer comes, the server's health is checked: a
+server's slots; it is sent; its answer is checked. If no answer comes, the server's health is checked: a
 server that fails the check is not used again, and the request is sent to another one. That is safe because nothing of
 an answer was used, and with a `sampling_seed` the second answer equals the one that was lost.
 """
@@ -21,10 +21,13 @@ from furlong.core.metric import Metrics
 from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError, UnreachableError
-from furlong.inference.sglang.in_flight import GENERATE, InFlightRequest, InFlightRequests, all_done
-from furlong.inference.sglang.messages import (
+from furlong.inference.sglang.generate_requests import (
+    GENERATE,
     AnswerReader,
+    InFlightRequest,
+    InFlightRequests,
     abort_reason,
+    all_done,
     cached_tokens,
     prefix_body,
     request_body,

@@ -20,8 +20,7 @@ from furlong.config.sections import ClusterFlags
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Connections, headers_for
 from furlong.inference.sglang.server import ServerInfo, SglangServer
-from furlong.inference.supervisor.host import STOP_S, Host, HostGpus, HostProcess
-from furlong.inference.supervisor.log_tail import LOG_GAP
+from furlong.inference.supervisor.host import LOG_GAP, STOP_S, Host, HostGpus, HostProcess
 from furlong.inference.supervisor.server_launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Machines that start server processes: the `Host` protocol, and `LocalHost` for this machine.
+"""Machines that start server processes (the `Host` protocol, and `LocalHost` for this machine), and their logs.
 
 All methods are coroutines because the machine may be remote (`cluster.ray_host`). A started process has its own
 process group and log, it does not outlive the program that started it, and `stop` returns when the whole group is gone.
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 import signal
 import socket
@@ -30,13 +31,23 @@ from typing import Protocol
 import psutil
 
 from furlong.errors import ConfigError, EngineError
-from furlong.inference.supervisor.log_tail import STARTED_AGAIN, end_of_log
 
 FIRST_PORT = 15_000
 LAST_PORT = 65_000
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.02
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+TAIL_BYTES = 1 << 18
+MAX_CHAINED = 4  # exceptions of one traceback that are quoted
+MAX_LINE_LEN = 1000  # characters of a quoted line
+SUCCESSFUL = re.compile(r'"[A-Z]+ /\S* HTTP/[\d.]+" 2\d\d|"GET /health HTTP/[\d.]+" 503')  # and early health checks
+STARTED_AGAIN = "--- furlong starts this again; what is above is of an earlier process\n"
+LOG_GAP = "(lines omitted; the log ends with:)"
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FATAL = re.compile(r"Fatal Python error: |terminate called ")
 
 # Runs in the process before the program: the kernel kills it when its parent thread exits (PR_SET_PDEATHSIG, 1).
 _GUARD = (
@@ -283,3 +294,60 @@ def _other_listener(port: int, pid: int) -> str:
         return ""
     pids = {c.pid for c in listening if c.laddr and c.laddr.port == port}
     return port_owner(port)[0] if pids and pids.isdisjoint(process.pid for process in family) else ""
+
+
+# Logs. The process that serves HTTP often only reports that another one is gone; the reason is further up, as the first
+# exception of the log.
+
+
+def last_text(path: Path) -> str:
+    """The end of a log, from the start of its last process; "" if there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode(errors="replace").rpartition(STARTED_AGAIN)[2]
+    except FileNotFoundError:
+        return ""
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a log, without colors and successful requests; [] if there is no log."""
+    return _lines(path)[-lines:]
+
+
+def end_of_log(path: Path, lines: int) -> list[str]:
+    """The last lines of the last process, preceded by its first exception if that is further up."""
+    all_lines = _lines(path)
+    last = all_lines[-lines:]
+    first = first_exception(all_lines)
+    if not first or first[-1] in last:
+        return last
+    return [*first, LOG_GAP, *last]
+
+
+def first_exception(lines: Sequence[str]) -> list[str]:
+    """The first exception of a log: the line that announces it, its innermost call, and the messages of its chain.
+
+    [] if there is none. The chain are the exceptions raised while it was handled.
+    """
+    start = next((i for i, line in enumerate(lines) if _TRACEBACK in line or _FATAL.search(line)), None)
+    if start is None:
+        return []
+    quoted = [lines[start][:MAX_LINE_LEN]]
+    calls: list[str] = []
+    is_open = _TRACEBACK in lines[start]
+    for line in lines[start + 1 :]:
+        if is_open and line.startswith(" "):
+            calls = [line] if line.startswith("  File ") else calls
+        elif is_open and line:
+            quoted += [*calls, line[:MAX_LINE_LEN]]
+            is_open, calls = False, []
+        elif line.startswith(_TRACEBACK) and len(quoted) < 2 * MAX_CHAINED:
+            is_open = True
+        elif line and not line.startswith(_CHAINED):
+            break
+    return quoted
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in _COLOR.sub("", last_text(path)).splitlines() if not SUCCESSFUL.search(line)]

@@ -17,8 +17,8 @@ from furlong.config.engine_groups import engine_groups, engine_parts, is_split, 
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
+from furlong.inference.sglang.generate_requests import GENERATE
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.in_flight import GENERATE
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
 from furlong.inference.supervisor.engine_process import local_placements
