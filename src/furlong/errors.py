@@ -23,11 +23,23 @@ All exceptions can be pickled, because they cross process boundaries.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+# Codes of failures: a row of the catalogue of diagnoses, and a case of it.
+ENGINE_EXITED, ENGINE_KILLED = "ENG03.exited", "ENG03.killed"  # killed: by SIGKILL or SIGTERM
+ENGINE_HANGS, ENGINE_UNANSWERED = "ENG03.hangs", "ENG03.unanswered"  # unanswered: it refused or closed a connection
+WORKER_DIED = "ENG03.worker"
+MACHINE_MEMORY = "MEM02.machine"
+PLACEMENT_TIMEOUT = "GPU02.timeout"
 
 
 class FurlongError(Exception):
-    """Base class of furlong's exceptions."""
+    """Base class of furlong's exceptions. Post-mortems recognize a failure by its `code`; "" for other errors."""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
 
 class ConfigError(FurlongError, ValueError):
@@ -47,6 +59,24 @@ class DataError(FurlongError, ValueError):
 
 class EngineError(FurlongError):
     """Generation failed, or an engine is not in a state to generate."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why an engine or the router is lost, with the `code` of the failure; `log_end`: the end of its log."""
+
+    reason: str
+    code: str
+    name: str = ""
+    log_end: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.name}: " if self.name else ""
+        return f"{name}{self.reason}{'; ' if self.log_end else ''}{self.log_end}"
+
+    def error(self, prefix: str = "", suffix: str = "") -> EngineError:
+        """Return an error with this text and code."""
+        return EngineError(f"{prefix}{self}{suffix}", code=self.code)
 
 
 class NoAnswerError(EngineError):
@@ -106,3 +136,14 @@ class CheckpointError(FurlongError):
 
 class DiagnosisError(FurlongError):
     """A diagnosis ended the run in good order, because of --on-diagnosis; the message is its text."""
+
+
+def failure_record(error: BaseException) -> dict[str, str]:
+    """Return type, message and code of an error that ends a run; without a code of its own, that of its cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, FurlongError) and cause.code:
+            break
+        cause = cause.__cause__ or cause.__context__
+    code = "" if cause is None else cause.code
+    return {"error": type(error).__name__, "message": str(error), "code": code}

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from furlong.config.topology import Topology
-from furlong.errors import ClusterError, ConfigError
+from furlong.errors import PLACEMENT_TIMEOUT, ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
         )
         if waited >= timeout_s:
             raise ClusterError(
-                f"{what}; others hold them. End those, or wait longer than --placement-timeout {timeout_s:g}"
+                f"{what}; others hold them. End those, or wait longer than --placement-timeout {timeout_s:g}",
+                code=PLACEMENT_TIMEOUT,
             )
         logger.warning("%s; giving up after --placement-timeout %g", what, timeout_s)
         on_event(

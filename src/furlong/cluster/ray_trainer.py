@@ -29,7 +29,7 @@ from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
-from furlong.errors import ClusterError, FurlongError, SyncError, TrainerError
+from furlong.errors import MACHINE_MEMORY, WORKER_DIED, ClusterError, FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.host import tail
 from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
 from furlong.training.packing import RankPart
@@ -329,9 +329,9 @@ async def call_all(
         try:
             answer = await getattr(rank.actor, method).remote(*arguments(rank))
         except RayActorError as error:
-            raise _CrashedError(rank, _reason(error)) from None
+            raise _CrashedError(rank, _reason(error), WORKER_DIED) from None
         except OutOfMemoryError as error:
-            raise _CrashedError(rank, low_memory(str(error))) from None
+            raise _CrashedError(rank, low_memory(str(error)), MACHINE_MEMORY) from None
         except RayError as error:
             raise TrainerError(f"{rank}: {type(error).__name__}: {error}") from None
         if isinstance(answer, Failure):
@@ -374,9 +374,9 @@ async def _until_failed(
 class _CrashedError(Exception):
     """A rank's process died."""
 
-    def __init__(self, rank: Rank, reason: str) -> None:
-        super().__init__(rank, reason)
-        self.rank, self.reason = rank, reason
+    def __init__(self, rank: Rank, reason: str, code: str) -> None:
+        super().__init__(rank, reason, code)
+        self.rank, self.reason, self.code = rank, reason, code
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
@@ -388,7 +388,8 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     shown = "".join(f"\n    {line}" for line in lines)
     logger.error("WorkerCrashed: %s: %s", crashed.rank, crashed.reason)
     return TrainerError(
-        f"WorkerCrashed: {crashed.rank} died: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}"
+        f"WorkerCrashed: {crashed.rank} died: {crashed.reason}; the last lines of {crashed.rank.where.log}:{shown}",
+        code=crashed.code,
     )
 
 

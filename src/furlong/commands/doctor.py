@@ -83,7 +83,7 @@ def _examine_run(folder: Path, *, as_json: bool) -> int:
         show(json.dumps(result.record(), indent=1))
     else:
         show(result.headline())
-        show_findings(result.found, well="no problems found")
+        show_findings(result.diagnoses, well="no problems found")
         if result.last_words:
             show("\n".join(["", *result.last_words]))
     return 0 if result.is_healthy else 1

@@ -37,7 +37,7 @@ from furlong.run.run_records import (
     record_thread_errors,
     trace_processes,
 )
-from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG
+from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
     from furlong.diagnosis.hang_watchdog import HangWatchdog
@@ -111,7 +111,7 @@ def run_in_folder(
 
             memory.record_baseline()
             count = f"{threads.count} thread{'s' * (threads.count != 1)}"
-            logger.info("run folder %s; %s: %s", folder, count, threads.reason)
+            logger.info("%s %s; %s: %s", RUN_STARTS, folder, count, threads.reason)
             if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
                 logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
             for finding in findings:

@@ -17,7 +17,7 @@ from furlong import __version__
 from furlong.config.command_line import Resolved
 from furlong.core import tracing
 from furlong.core.catalogue import Diagnosis
-from furlong.errors import DiagnosisError
+from furlong.errors import DiagnosisError, failure_record
 from furlong.machine import LOG_FORMAT
 from furlong.run.run_folder import lock_file
 from furlong.tracking.console import terminal
@@ -131,7 +131,7 @@ def record_outcome(observer: Observer, findings: Sequence[Diagnosis], **facts: o
         observer.notify("stopped", message=f"by {error}")
         raise
     except BaseException as error:
-        observer.notify("failed", error=type(error).__name__, message=str(error))
+        observer.notify("failed", **failure_record(error))
         raise
     else:
         observer.notify("end")

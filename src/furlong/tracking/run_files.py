@@ -21,6 +21,7 @@ from furlong.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, EVENTS, RUN_LOG = "config.json", "metrics.jsonl", "events.jsonl", "run.log"
+RUN_STARTS = "run folder"  # begins the first line that each start of a run logs
 
 JsonRow = dict[str, Any]
 

@@ -21,7 +21,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from typing import Any, Protocol
 
 from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
-from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
+from furlong.errors import (
+    ENGINE_HANGS,
+    ENGINE_UNANSWERED,
+    EngineError,
+    EngineTimeoutError,
+    Loss,
+    NoAnswerError,
+    SyncError,
+)
 from furlong.interfaces import Trainer, WeightSync
 from furlong.weight_sync.transports.transport import Connect, Transport, WeightServer, in_thread, late_fields
 from furlong.weight_sync.verification import WeightVerifier, record_for
@@ -30,10 +38,9 @@ from furlong.weight_sync.weight_record import WeightRecord
 logger = logging.getLogger(__name__)
 
 Servers = Callable[[], Awaitable[Sequence[WeightServer]]]
-WasLost = Callable[[Sequence[Any], Mapping[str, str]], Awaitable[bool]]  # (servers, reason by URL of silent ones)
+WasLost = Callable[[Sequence[Any], Mapping[str, Loss]], Awaitable[bool]]  # (servers, losses of silent ones by URL)
 
-HANGS = "hangs: it did not answer in time during a weight update"
-NO_ANSWER = "gave no answer during a weight update"
+HANG = Loss("it hangs: no answer in time during a weight update", ENGINE_HANGS)
 TIMEOUT_S = 1800.0  # for a whole update; transports have their own limit for each bucket
 
 
@@ -206,16 +213,20 @@ class RemoteSync(WeightSync):
         return report, sent
 
 
-def _unanswered(error: SyncError | EngineError) -> dict[str, str]:
+def _unanswered(error: SyncError | EngineError) -> dict[str, Loss]:
     """Return why engines that did not answer count as lost, by URL; {} if a trainer rank may be the cause."""
     if isinstance(error, EngineTimeoutError):
-        return {error.url: HANGS}
+        return {error.url: HANG}
     if isinstance(error, NoAnswerError):
-        return {error.url: f"{NO_ANSWER}: {error}"}
+        return {error.url: _no_answer(str(error))}
     if not isinstance(error, SyncError):
         return {}
-    broken = {url: f"{NO_ANSWER}: {text}" for url, text in error.broken.items()}
-    return dict.fromkeys(error.late["missing"] if error.late else (), HANGS) | broken
+    broken = {url: _no_answer(text) for url, text in error.broken.items()}
+    return dict.fromkeys(error.late["missing"] if error.late else (), HANG) | broken
+
+
+def _no_answer(text: str) -> Loss:
+    return Loss(f"it gave no answer during a weight update: {text}", ENGINE_UNANSWERED)
 
 
 class RankSync:

@@ -18,6 +18,7 @@ from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, StepMonitor
 from furlong.diagnosis.monitors.run_facts import RunFacts
 from furlong.diagnosis.monitors.run_monitor import RunMonitor
+from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 from furlong.tracking.run_files import EventLog, read_steps
 
 GAP = "train/train_rollout_logprob_abs_diff"
@@ -381,6 +382,10 @@ def test_recorded_events_of_other_parts_are_reported() -> None:
     assert first.finding.endswith("its process ended with code -9")
     assert "--use-fault-tolerance" in first.remedy
     assert again.evidence["lost"] == 2
+    for code in (ENGINE_HANGS, ENGINE_UNANSWERED):
+        [coded] = diagnose_events(died | {"reason": "no answer", "code": code})
+        assert coded.finding.endswith(": no answer")
+        assert coded.cause not in (first.cause, CATALOGUE["ENG03"].cause)
     [restarted] = diagnose_events(died, use_fault_tolerance=True)
     assert (restarted.severity, "--use-fault-tolerance" in restarted.remedy) == ("warning", False)
     waiting = {"event": "placement_waiting", "seconds": 30, "asked": "8 GPUs", "free": 4, "lacking": "b: 4 of 8 free"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -20,7 +21,22 @@ from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 from furlong.diagnosis.postmortem.run_examination import examine, explain
 from furlong.diagnosis.postmortem.signatures import SIGNATURES, LogText, match_signatures, parse_diagnosis, phase_of
-from furlong.errors import ConfigError, DataError, EngineError, HookError, RolloutError
+from furlong.errors import (
+    ENGINE_KILLED,
+    MACHINE_MEMORY,
+    PLACEMENT_TIMEOUT,
+    WORKER_DIED,
+    ClusterError,
+    ConfigError,
+    DataError,
+    EngineError,
+    FurlongError,
+    HookError,
+    Loss,
+    RolloutError,
+    TrainerError,
+    failure_record,
+)
 from furlong.inference.supervisor.engine_process import ServerProcess
 from furlong.inference.supervisor.host import LocalHost
 from furlong.tools.run_summary import summarize
@@ -161,6 +177,33 @@ def test_a_signature_is_found_with_its_line_and_remedy(id: str, content: str, wo
     assert found.evidence["line"] > 1
 
 
+@pytest.mark.parametrize(
+    ("id", "error"),
+    [
+        ("ENG03", Loss("anything", ENGINE_KILLED, "engine 0", "an empty log").error(suffix="\nand a fix")),
+        ("ENG03", TrainerError("a rank is no more", code=WORKER_DIED)),
+        ("MEM02", TrainerError("Ray took a rank", code=MACHINE_MEMORY)),
+        ("GPU02", ClusterError("too few slots", code=PLACEMENT_TIMEOUT)),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_error_with_a_code_is_recognized_whatever_it_says(
+    tmp_path: Path, id: str, error: FurlongError, is_wrapped: bool
+) -> None:
+    raised: Exception = error
+    if is_wrapped:
+        raised = RolloutError("rollout 3 failed")
+        raised.__cause__ = error
+    [found], _ = explain(pickle.loads(pickle.dumps(error)) if not is_wrapped else raised, tmp_path, {})
+    assert (found.id, str(raised).partition("\n")[0] in found.finding) == (id, True)
+    failed = {"event": "failed", **failure_record(raised)}
+    folder = run_folder(tmp_path, START, failed, log=f"{type(raised).__name__}: {raised}")
+    [found] = examine(folder).diagnoses
+    assert (found.id, failed["code"]) == (id, error.code)
+    if error.code == ENGINE_KILLED:
+        assert "dmesg" in found.remedy
+
+
 def test_every_signature_has_a_row_for_ended_runs() -> None:
     assert {signature.id for signature in SIGNATURES} == {id for id, row in CATALOGUE.items() if "X" in row.moments} - {
         "KILL01",  # leaves no text
@@ -283,7 +326,7 @@ def test_errors_of_custom_functions_are_not_blamed_on_engines(tmp_path: Path, er
     failed = {"event": "failed", "error": type(error).__name__, "message": str(error)}
     diagnosed = [{"event": "diagnosis", **d.record()} for d in found]
     folder = run_folder(tmp_path, {"event": "start"}, failed, *diagnosed, log=f"{type(error).__name__}: {error}")
-    assert [d.id for d in examine(folder).found] == [id]
+    assert [d.id for d in examine(folder).diagnoses] == [id]
 
 
 def test_an_engine_that_exited_by_itself_was_not_ended_from_outside() -> None:
@@ -346,7 +389,7 @@ def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     assert (said in last) == (id != "MEM02")
     failed = {"event": "failed", "error": "EngineError", "message": message}
     folder = run_folder(tmp_path, {"event": "start"}, failed, log=f"EngineError: {message}")
-    assert [d.id for d in examine(folder).found][:1] == [id]
+    assert [d.id for d in examine(folder).diagnoses][:1] == [id]
 
 
 def test_an_interrupted_run_without_a_message_is_examined(tmp_path: Path) -> None:
@@ -375,7 +418,7 @@ START, END = {"event": "start"}, {"event": "end"}
 
 def test_a_run_that_ended_well_is_healthy(tmp_path: Path) -> None:
     result = examine(run_folder(tmp_path / "run", START, END, log="Connection refused once, and tried again\n"))
-    assert (result.status, result.step, result.is_healthy, result.found) == ("finished", 2, True, [])
+    assert (result.status, result.step, result.is_healthy, result.diagnoses) == ("finished", 2, True, [])
     assert result.headline().endswith("run: finished after 2 of 9 steps")
 
 
@@ -383,17 +426,17 @@ def test_a_run_that_ended_well_is_healthy(tmp_path: Path) -> None:
 def test_a_start_without_an_end_is_a_kill_unless_the_run_is_running(tmp_path: Path, last: str) -> None:
     folder = run_folder(tmp_path / "run", END, START, {"event": last, "version": 2}, log="x\n")
     result = examine(folder)
-    assert (result.status, [d.id for d in result.found], result.is_healthy) == ("killed", ["KILL01"], False)
-    assert "step 2" in result.found[0].finding
-    assert "during a weight update" in result.found[0].finding
-    assert result.found[0].evidence["last_event"]["event"] == last
-    assert "--save" in result.found[0].remedy
-    assert "--load" not in result.found[0].remedy
+    assert (result.status, [d.id for d in result.diagnoses], result.is_healthy) == ("killed", ["KILL01"], False)
+    assert "step 2" in result.diagnoses[0].finding
+    assert "during a weight update" in result.diagnoses[0].finding
+    assert result.diagnoses[0].evidence["last_event"]["event"] == last
+    assert "--save" in result.diagnoses[0].remedy
+    assert "--load" not in result.diagnoses[0].remedy
     assert result.last_words[1:] == ["x"]
     with (folder / "run.log").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         result = examine(folder)
-    assert (result.status, result.is_healthy, result.found) == ("running", True, [])
+    assert (result.status, result.is_healthy, result.diagnoses) == ("running", True, [])
 
 
 def test_a_run_that_never_started(tmp_path: Path) -> None:
@@ -415,14 +458,14 @@ def test_a_folder_with_missing_files_is_not_healthy(tmp_path: Path) -> None:
     assert examine(folder).is_healthy
     (folder / "metrics.jsonl").unlink()
     result = examine(folder)
-    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
-    assert "metrics.jsonl" in result.found[0].finding
-    assert "2 of 2 steps" in result.found[0].finding
+    assert (result.status, result.step, [d.id for d in result.diagnoses]) == ("finished", 2, ["CHECK01"])
+    assert "metrics.jsonl" in result.diagnoses[0].finding
+    assert "2 of 2 steps" in result.diagnoses[0].finding
     (run_folder(folder) / "events.jsonl").write_text('12\n[1]\n{"a": 1}\n{"torn')
     result = examine(folder)
     assert (result.status, result.step, result.is_healthy) == ("unknown", 2, False)
-    assert "lines 1, 2, 3 of events.jsonl" in result.found[0].finding
-    assert len(result.found[0].evidence["missing"]) == 2
+    assert "lines 1, 2, 3 of events.jsonl" in result.diagnoses[0].finding
+    assert len(result.diagnoses[0].evidence["missing"]) == 2
 
 
 @pytest.mark.parametrize("line", ['{"step":null,"x":1}', '{"step":"3"}', '{"step":true}', '{"x":1}'])
@@ -431,8 +474,8 @@ def test_a_line_without_a_step_is_named_and_the_others_are_read(tmp_path: Path, 
     whole = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(f'{line}\n{whole}{{"step":3,"torn')  # the end is what a kill leaves
     result = examine(folder)
-    assert (result.status, result.step, [d.id for d in result.found]) == ("finished", 2, ["CHECK01"])
-    assert "line 1 of metrics.jsonl" in result.found[0].finding
+    assert (result.status, result.step, [d.id for d in result.diagnoses]) == ("finished", 2, ["CHECK01"])
+    assert "line 1 of metrics.jsonl" in result.diagnoses[0].finding
     assert [step for step, _ in read_steps(folder)] == [1, 2]
     assert summarize(folder).num_steps == 2
     with pytest.raises(DataError, match=r"metrics\.jsonl.*line 1"):
@@ -442,7 +485,7 @@ def test_a_line_without_a_step_is_named_and_the_others_are_read(tmp_path: Path, 
 def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", START, {"event": "step", "step": None}, END)
     (folder / "metrics.jsonl").write_text("x\n" * 12)
-    assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).found[0].finding
+    assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).diagnoses[0].finding
 
 
 def test_a_failed_run_has_its_stated_diagnosis_its_signatures_and_its_monitors(tmp_path: Path) -> None:
@@ -454,6 +497,11 @@ def test_a_failed_run_has_its_stated_diagnosis_its_signatures_and_its_monitors(t
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step":3,"rollout/staleness/max":5,"rollout/staleness/mean":5}\n{"step":4,"torn')
     result = examine(folder)
-    assert [d.id for d in result.found] == ["ASYNC02", "NUM04", "MEM02", "ASYNC01"]  # errors first; no DISK01: before
+    assert [d.id for d in result.diagnoses] == [
+        "ASYNC02",
+        "NUM04",
+        "MEM02",
+        "ASYNC01",
+    ]  # errors first; no DISK01: before
     assert result.error == "TrainerError: [NUM04] rollout 3: loss nan"
     assert result.record()["ok"] is False

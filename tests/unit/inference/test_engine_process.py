@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from furlong.config.sections import ClusterFlags
+from furlong.errors import ENGINE_KILLED, ENGINE_UNANSWERED, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica
 from furlong.inference.supervisor.host import HostGpus, LocalHost
@@ -66,28 +67,31 @@ class ExitingProcess:
     polls: int
     where: str = "engine 0"
 
-    async def exit_reason(self):
+    async def exit_loss(self):
         self.polls -= 1
-        return "engine 0 was ended by signal 9" if self.polls < 0 else ""
+        return Loss("signal 9", ENGINE_KILLED) if self.polls < 0 else None
 
     async def log_end(self):
         return "its log ends here"
 
 
+SILENT = Loss("it does not answer", ENGINE_UNANSWERED)
+
+
 @pytest.mark.parametrize(
-    ("polls", "lost", "why"),
+    ("polls", "lost", "loss"),
     [
-        (3, "does not answer", "engine 0 was ended by signal 9"),
-        (1 << 30, "does not answer", "engine 0 does not answer; its log ends here"),
-        (1, "", ""),
+        (3, SILENT, Loss("signal 9", ENGINE_KILLED)),
+        (1 << 30, SILENT, replace(SILENT, name="engine 0", log_end="its log ends here")),
+        (1, None, None),
     ],
 )
-def test_the_exit_of_a_process_explains_its_broken_connections(polls, lost, why, monkeypatch):
+def test_the_exit_of_a_process_explains_its_broken_connections(polls, lost, loss, monkeypatch):
     monkeypatch.setattr("furlong.inference.supervisor.engine_process.EXIT_WAIT_S", 0.2)
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.lost = lost
     replica = EngineReplica(0, [], process=ExitingProcess(polls), server=server)
-    assert asyncio.run(replica.exit_reason()) == why
+    assert asyncio.run(replica.exit_loss()) == loss
 
 
 def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
-from furlong.errors import ConfigError, EngineError, EngineTimeoutError
+from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, ConfigError, EngineError, EngineTimeoutError, Loss
 from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.request_queue import MAX_SENDING
@@ -163,7 +163,7 @@ def test_a_server_that_passes_health_checks_but_generates_nothing_is_lost(monkey
     finally:
         for server in servers:
             server.stop()
-    assert "generates nothing: GET " in clients[0].lost
+    assert clients[0].lost.code == ENGINE_HANGS
     assert not clients[1].lost
     assert sum(path == "/health_generate" for path, _ in servers[0].asked) == 1  # all of them share the check
     assert sum("retrying requests (1 since" in message for message in caplog.messages) == 1
@@ -249,7 +249,7 @@ def test_a_dead_server_is_lost_once_and_its_requests_go_to_the_other():
         done = run(engine, lambda: asyncio.gather(*(engine.generate([i], PARAMS) for i in range(20))))
         assert all(c.tokens == [4] for c in done)
         assert len(generated(servers[1])) == 20
-        assert "does not answer" in engine.servers[0].lost
+        assert engine.servers[0].lost.code == ENGINE_UNANSWERED
         assert (engine.servers[0].placed, engine.servers[1].placed) == (0, 0)
 
 
@@ -672,7 +672,7 @@ def test_a_weight_update_waits_until_a_lost_server_is_stopped():
         lost, other = (SglangServer(f"http://127.0.0.1:{port}", SGLANG) for port in (1, 2))
         other.seen_alive_s = math.inf
         pool = ServerPool([lost, other], None, needs_router=False, is_supervised=True)
-        pool.mark_lost(lost, "hangs")
+        pool.mark_lost(lost, Loss("it hangs", ENGINE_HANGS))
         looking = asyncio.create_task(pool.reachable())
         await asyncio.sleep(0.01)
         assert not looking.done()  # the router may still send it requests, which it answers with old weights
@@ -722,7 +722,7 @@ def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, mo
 
             async def body():
                 await engine.pause(mode)
-                assert "did not answer within 0.5 s" in engine.servers[1].lost
+                assert "did not answer within 0.5 s" in engine.servers[1].lost.reason
                 await engine.resume()
                 return await engine.generate([1], PARAMS)
 
@@ -751,12 +751,12 @@ def test_a_server_that_ignores_a_command_is_lost_if_it_is_supervised(is_supervis
             if not is_supervised:
                 with pytest.raises(EngineTimeoutError, match=r"/flush_cache was not answered within 0\.05 s") as caught:
                     await engine.release_memory(["kv_cache"])
-                assert (server.lost, caught.value.url) == ("", hanging.url)
+                assert (server.lost, caught.value.url) == (None, hanging.url)
                 return
             releasing = asyncio.create_task(engine.release_memory(["kv_cache"]))
             while not server.lost:
                 await asyncio.sleep(1e-3)
-            assert "hangs" in server.lost
+            assert server.lost.code == ENGINE_HANGS
             await engine.pool.remove(server)
             await releasing
 

@@ -15,7 +15,7 @@ import pytest
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
 from furlong.core.process_environment import API_KEY_VARIABLE
-from furlong.errors import ConfigError, EngineError
+from furlong.errors import ENGINE_KILLED, ConfigError, EngineError
 from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost, tail
 from furlong.inference.supervisor.server_launch import (
@@ -215,7 +215,7 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
 
     async def case() -> list[str]:
         engine = await start_server(launch, 0, [HostGpus(LocalHost())], log_dir=tmp_path)
-        while not await engine.exit_reason():
+        while await engine.exit_loss() is None:
             await asyncio.sleep(0.01)
         return tail(tmp_path / "engine-0.log", 100)
 
@@ -249,10 +249,12 @@ def test_a_server_that_answers_is_ready(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
         await engine.wait_until_ready(20)
-        assert await engine.exit_reason() == ""
+        assert await engine.exit_loss() is None
         assert "engine 0 at http://127.0.0.1:" in engine.where
         await engine.stop()
-        assert "was ended by signal 15" in await engine.exit_reason()
+        loss = await engine.exit_loss()
+        assert loss is not None
+        assert (loss.code, "signal 15" in loss.reason) == (ENGINE_KILLED, True)
         assert tail(tmp_path / "engine-0.log", 1) == ["ready"]
 
     asyncio.run(case())
@@ -283,7 +285,7 @@ def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
         with pytest.raises(EngineError, match=r"(?s)did not answer within 0\.1 s.*--sglang-server-start-timeout"):
             await engine.wait_until_ready(0.1)
-        assert await engine.exit_reason() == ""
+        assert await engine.exit_loss() is None
         await engine.stop()
 
     asyncio.run(case())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from furlong.config.sections import FaultFlags
-from furlong.errors import EngineError
+from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, EngineError, Loss
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica
@@ -43,11 +43,11 @@ class FakeRouter:
     async def add(self, server: SglangServer) -> None:
         raise AssertionError
 
-    async def exit_reason(self) -> str:
-        return "the router was ended by signal 9" if self.ended.is_set() else ""
+    async def exit_loss(self) -> Loss | None:
+        return Loss("signal 9", ENGINE_KILLED, "the router") if self.ended.is_set() else None
 
-    async def hang_reason(self, timeout_s: float) -> str:
-        return "the router hangs" if self.is_stuck else ""
+    async def hang_loss(self, timeout_s: float) -> Loss | None:
+        return Loss("it hangs", ENGINE_HANGS, "the router") if self.is_stuck else None
 
 
 def replica_set_of(router: FakeRouter, folder: Path, events: list[str], *, max_restarts: int) -> ReplicaSet:
@@ -104,7 +104,7 @@ def test_a_router_is_restarted_up_to_the_limit(max_restarts, comes_back, tmp_pat
 
 def test_an_error_in_the_supervisor_fails_the_requests(tmp_path):
     class OnFullDisk(FakeRouter):
-        async def hang_reason(self, timeout_s: float) -> str:
+        async def hang_loss(self, timeout_s: float) -> Loss | None:
             raise OSError(28, "No space left on device")
 
     replicas = replica_set_of(OnFullDisk(), tmp_path, [], max_restarts=1)
@@ -148,15 +148,16 @@ def test_an_engine_that_dies_while_the_router_adds_it_is_restarted(tmp_path, mon
 
         async def stop(grace_s: float) -> None: ...
 
-        async def exit_reason() -> str:
-            return "engine 0 was ended by signal 9" if router.dies.is_set() else ""
+        async def exit_loss() -> Loss | None:
+            return Loss("signal 9", ENGINE_KILLED, "engine 0") if router.dies.is_set() else None
 
-        process: Any = SimpleNamespace(exit_reason=exit_reason, stop=stop)
+        process: Any = SimpleNamespace(exit_loss=exit_loss, stop=stop)
         replica.process = process
         assert replica.server is not None
         replicas.engine.pool.add(replica.server)
-        with pytest.raises(EngineError, match=r"engine 0 was ended by signal 9\n.* 1 times"):
-            await asyncio.wait_for(replicas._replace(replica, "it hangs", 0.0), 5)
+        with pytest.raises(EngineError, match=r"engine 0: signal 9\n.* 1 times") as caught:
+            await asyncio.wait_for(replicas._replace(replica, Loss("it hangs", ENGINE_HANGS), 0.0), 5)
+        assert caught.value.code == ENGINE_KILLED
         assert router.removed == [url, url]  # when it was lost, and when the restart failed
         assert replicas.engine.servers == []
 

@@ -4,7 +4,7 @@ To add a diagnosis:
 
 1. add a row to the table of its subject;
 2. write a function that detects it, and add it to the table of its moment: `preflight.CHECKS` before the start,
-   `monitors.table.MONITORS` during the run, `postmortem.signatures.SIGNATURES` after a failure;
+   `monitors.MONITORS` during the run, `postmortem.signatures.SIGNATURES` after a failure;
 3. write a test marked `@fault(ID)` that injects the fault as a user would cause it; scripts/make_troubleshooting.py
    records its output for docs/troubleshooting.md.
 
@@ -12,8 +12,8 @@ The function refers to the row by id and adds the values it saw:
 
     diagnosis("CKPT02", "--ckpt-step 7: runs/a has no iter_0000007", remedy="use --ckpt-step 8")
 
-Severity and cause default to those of the row. docs/troubleshooting.md and `furlong doctor --list` are generated from
-the rows.
+Severity, cause and remedy default to those of the row. docs/troubleshooting.md and `furlong doctor --list` are
+generated from the rows.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def diagnosis(
     id: str,
     finding: str,
     *,
-    remedy: str,
+    remedy: str | None = None,
     cause: str | None = None,
     severity: Severity | None = None,
     evidence: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Make a diagnosis from a row, the finding with its values, and the remedy.
+    """Make a diagnosis from a row and the finding with its values.
 
-    `cause` and `severity` default to the row's. Raises KeyError for an unknown id, ValueError for a severity above the
-    row's.
+    `remedy`, `cause` and `severity` default to the row's. Raises KeyError for an unknown id, ValueError for a severity
+    above the row's.
     """
     row = CATALOGUE[id]
     if severity is not None and SEVERITIES.index(severity) < SEVERITIES.index(row.severity):
@@ -64,7 +64,7 @@ def diagnosis(
         id,
         finding,
         row.cause if cause is None else cause,
-        remedy,
+        row.remedy if remedy is None else remedy,
         row.severity if severity is None else severity,
         dict(evidence or {}),
     )

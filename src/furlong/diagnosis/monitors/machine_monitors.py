@@ -12,6 +12,7 @@ from furlong.core.text import abbreviate
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.monitor import Alert, Event, StepContext
 from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over this many steps
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, in seconds, over this many steps
@@ -25,8 +26,6 @@ HOST_ROWS, HOST_GROWTH, HOST_WINDOWS = 32, 0.1, 3  # steps, growth over them, an
 KEPT_GROWTH = 1.5  # times what was kept at first
 SLOW_ROLLOUTS = 8  # a rank must be slow in all of these but one
 SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; share of the time lost; seconds in total
-UNANSWERED = re.compile(r"\bgave no answer\b")  # the engine runs, but closed the connection or refused the request
-HUNG = re.compile(r"\bhangs\b|generates nothing")  # the engine runs, but does not answer
 # Vectors change by less than bfloat16 can represent for many steps: half a unit in the last place of 1.0 is 0.004.
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
 OOM_KILLER = "if a signal ended it, check for the out-of-memory killer (`dmesg | grep -i oom`)"
@@ -269,17 +268,16 @@ def _against_peers(values: Sequence[float], stages: int) -> list[float]:
 
 
 def engine_lost(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """ENG03: the event `engine_lost` {engine, url, why}."""
+    """ENG03: the event `engine_lost` {engine, url, reason, why, code}; older runs lack `reason` and `code`."""
     count, restarts = len(before) + 1, facts.config.fault.use_fault_tolerance
     times = f" (loss {count} of an engine so far)" if count > 1 else ""
     name = f"engine {event.get('engine')} at {event.get('url')}"
-    reason = str(event.get("why")).partition(";")[0]  # without the end of its log
-    reason = re.sub(rf"^{re.escape(name)}( \([^)]*\))?:? ", "", reason)
+    reason = event.get("reason") or str(event.get("why")).partition(";")[0].removeprefix(f"{name}: ")
     cause, remedies = None, ["read the end of its log under logs/"]
-    if HUNG.search(reason):
+    if event.get("code") == ENGINE_HANGS:
         cause = "One of its processes is stuck: stopped, waiting for another process, or in a kernel that does not end."
         remedies.append("if it was only busy, raise the limit named above or --rollout-health-check-timeout")
-    elif UNANSWERED.search(reason):
+    elif event.get("code") == ENGINE_UNANSWERED:
         cause = "It is running but did not answer; whether it did what was requested is unknown."
     elif facts.config.cluster.engine == "sglang":
         remedies.append("lower --sglang-mem-fraction-static or --rollout-batch-size")

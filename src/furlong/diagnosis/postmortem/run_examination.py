@@ -22,15 +22,25 @@ from furlong.diagnosis.postmortem.signatures import (
     parse_diagnosis,
     user_error_exclusions,
 )
-from furlong.errors import EngineError, HookError
+from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.inference.supervisor.host import end_of_log, last_text, tail
-from furlong.tracking.run_files import EVENTS, METRICS, RUN_LOG, EventLog, read_intact_rows, read_sections, read_steps
+from furlong.tracking.run_files import (
+    EVENTS,
+    METRICS,
+    RUN_LOG,
+    RUN_STARTS,
+    EventLog,
+    read_intact_rows,
+    read_sections,
+    read_steps,
+)
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_LINES = 12  # of a log, to show
 DAMAGED_LINES = 8  # whose numbers are listed
 RECORDED = tuple(field.name for field in fields(Diagnosis))
+ENGINE_ERRORS = frozenset(error.__name__ for error in (EngineError, EngineTimeoutError, UnreachableError))
 ENGINE_LOG_ROWS = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
 
 
@@ -43,13 +53,13 @@ class Examination:
     step: int
     num_steps: int | None
     error: str
-    found: Sequence[Diagnosis]
+    diagnoses: Sequence[Diagnosis]
     last_words: Sequence[str] = ()
 
     @property
     def is_healthy(self) -> bool:
         """Whether the run is running or finished, without diagnoses other than infos."""
-        return self.status in ("finished", "running") and all(d.severity == "info" for d in self.found)
+        return self.status in ("finished", "running") and all(d.severity == "info" for d in self.diagnoses)
 
     def headline(self) -> str:
         """Return the folder, status and number of steps in one line."""
@@ -65,7 +75,7 @@ class Examination:
             "step": self.step,
             "num_steps": self.num_steps,
             "error": self.error,
-            "findings": [found.record() for found in self.found],
+            "findings": [each.record() for each in self.diagnoses],
             "last_words": list(self.last_words),
         }
 
@@ -80,19 +90,17 @@ def examine(folder: Path) -> Examination:
     rows = read_steps(folder)
     status, failure = status_of(folder, events)
     step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
-    found = [*_monitor_again(config, rows, events), *_damage(folder, rows, events, is_running=status == "running")]
-    error = _first_line(failure) if failure else ""
+    diagnoses = [*_monitor_again(config, rows, events), *_damage(folder, rows, events, is_running=status == "running")]
+    error, words = _first_line(failure) if failure else "", list[str]()
     if status in ("failed", "killed"):
-        found += _failure_diagnoses(
-            folder, config, failure, events, status=status, step=step, known=[d.id for d in found]
+        diagnoses += _failure_diagnoses(
+            folder, config, failure, events, status=status, step=step, known=[d.id for d in diagnoses]
         )
-    logs = logs_of(folder)
-    words: list[str] = []
-    if status in ("failed", "killed"):
-        is_engine = any(d.id in ENGINE_LOG_ROWS for d in found)
-        engine_logs = [log for log in logs if log.parent != folder]
-        words = last_words(engine_logs[-1] if is_engine and engine_logs else folder / RUN_LOG)
-    return Examination(str(folder), status, step, config["data"]["num_rollout"], error, most_severe_first(found), words)
+        logs = logs_of(folder)
+        is_engine = any(d.id in ENGINE_LOG_ROWS for d in diagnoses)
+        words = last_words(logs[-1] if is_engine and logs else folder / RUN_LOG)
+    num_steps = config["data"]["num_rollout"]
+    return Examination(str(folder), status, step, num_steps, error, most_severe_first(diagnoses), words)
 
 
 def _first_line(failure: Mapping[str, Any]) -> str:
@@ -101,13 +109,13 @@ def _first_line(failure: Mapping[str, Any]) -> str:
     return ": ".join([*([str(failure["error"])] if failure.get("error") else []), *message])
 
 
-def record_failure(folder: Path, error: BaseException, found: Sequence[Diagnosis]) -> None:
+def record_failure(folder: Path, error: BaseException, diagnoses: Sequence[Diagnosis]) -> None:
     """Write the failure of a run to its events, unless it is there already, and its diagnoses."""
     last = _last_transition(events_of(folder))
     log = EventLog(folder / EVENTS)
     if last is None or last["event"] == "start":
-        log.write("failed", error=type(error).__name__, message=str(error))
-    for each in found:
+        log.write("failed", **failure_record(error))
+    for each in diagnoses:
         log.write("diagnosis", **each.record())
     log.close()
 
@@ -159,9 +167,9 @@ def _monitor_again(
 ) -> list[Diagnosis]:
     """Apply the monitors to the recorded steps and events; keep the last diagnosis of each id."""
     suite = MonitorSuite(MONITORS, RunFacts.from_recorded(config))
-    found = [d for step, row in rows for d in suite.step(step, row)]
-    found += [d for event in events for d in suite.event(event)]
-    return list({d.id: d for d in found}.values())
+    diagnoses = [d for step, row in rows for d in suite.step(step, row)]
+    diagnoses += [d for event in events for d in suite.event(event)]
+    return list({d.id: d for d in diagnoses}.values())
 
 
 def _damage(
@@ -214,31 +222,46 @@ def _failure_diagnoses(
     step: int,
     known: list[str],
 ) -> list[Diagnosis]:
-    found, excluded = list[Diagnosis](), frozenset[str]()
+    diagnoses = list[Diagnosis]()
     if failure is not None:
         explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
-        found += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
+        diagnoses += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
         stated = parse_diagnosis(str(failure["message"]))
-        if stated is not None and stated.id not in [each.id for each in found]:
-            found.insert(0, stated)
-        excluded = user_error_exclusions(str(failure.get("error")), str(failure["message"]))
-    found = [each for each in found if each.id not in known]
-    facts = {"steps": step}
-    is_engine = failure is not None and failure.get("error") == EngineError.__name__  # the engine's log has the details
-    paths = [folder / RUN_LOG, *logs_of(folder)]
-    for path in reversed(paths) if is_engine else paths:
-        if path.exists():
-            text = LogText(str(path.relative_to(folder)), _since_start(last_text(path)), by_field(config), facts)
-            skipped = excluded if path is paths[0] else ()  # engine logs contain engine errors only
-            found += match_signatures(text, known=(*known, *skipped, *(d.id for d in found)))
+        if stated is not None and stated.id not in [each.id for each in diagnoses]:
+            diagnoses.insert(0, stated)
+    diagnoses = [each for each in diagnoses if each.id not in known]
+    flags, facts, failure = by_field(config), {"steps": step}, failure or {}
+    run_log = folder / RUN_LOG
+    texts = [LogText(RUN_LOG, _since_start(last_text(run_log)), flags, facts, failure)] if run_log.exists() else []
+    diagnoses += _match_all(
+        [*texts, *_log_texts(folder, flags, facts)], failure, known=[*known, *(d.id for d in diagnoses)]
+    )
     if status == "killed":
-        found.append(_killed(folder, config, events, step))
-    return found
+        diagnoses.append(_killed(folder, config, events, step))
+    return diagnoses
+
+
+def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:
+    """Read the ends of the logs of engines and workers."""
+    return [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs_of(folder)]
+
+
+def _match_all(texts: Sequence[LogText], failure: Mapping[str, Any], *, known: Sequence[str]) -> list[Diagnosis]:
+    """Diagnose texts, once per id; those of engines first if an engine failed, because they have the details.
+
+    Errors of custom functions do not count as those of engines, except in the engines' own logs.
+    """
+    diagnoses: list[Diagnosis] = []
+    excluded = user_error_exclusions(str(failure.get("error")), str(failure.get("message", "")))
+    for text in reversed(texts) if failure.get("error") in ENGINE_ERRORS else texts:
+        skipped = excluded if text.failure is not None else ()
+        diagnoses += match_signatures(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
+    return diagnoses
 
 
 def _since_start(log: str) -> str:
     """Return the part of a log since the last start; all of it if it has no start."""
-    return log[max(log.rfind("furlong: run folder"), 0) :]
+    return log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :]
 
 
 def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
@@ -274,25 +297,12 @@ def explain(
     facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
     if after_memory is not None and is_out_of_memory(error):
         facts |= after_memory(error)
-    stated = parse_diagnosis(str(error))
+    failure, stated, logs = failure_record(error), parse_diagnosis(str(error)), logs_of(folder)
+    text = LogText("traceback", "".join(traceback.format_exception(error)), flags, facts, failure)
     known = [stated.id] if stated is not None else []
-    logs = logs_of(folder)
-    texts = [LogText("traceback", "".join(traceback.format_exception(error)), flags, facts)]
-    texts += [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs]
-    found: list[Diagnosis] = []
-    excluded = user_error_exclusions(type(error).__name__, str(error))
-    for text in reversed(texts) if isinstance(error, EngineError) else texts:  # the engine's log has the details
-        skipped = excluded if text is texts[0] else ()  # engine logs contain engine errors only
-        found += match_signatures(text, known=(*known, *skipped, *(d.id for d in found)))
-    if isinstance(error, HookError) and not found:
+    diagnoses = _match_all([text, *_log_texts(folder, flags, facts)], failure, known=known)
+    if isinstance(error, HookError) and not diagnoses:
         cause = "The custom function raised it, or something that it calls."
-        found.append(
-            diagnosis(
-                "HOOK01",
-                str(error).partition("\n")[0],
-                cause=cause,
-                remedy="fix the function at the line above",
-            )
-        )
-    is_engine = any(d.id in ENGINE_LOG_ROWS for d in found)
-    return found, last_words(logs[-1]) if is_engine and logs else []
+        diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))
+    is_engine = any(d.id in ENGINE_LOG_ROWS for d in diagnoses)
+    return diagnoses, last_words(logs[-1]) if is_engine and logs else []

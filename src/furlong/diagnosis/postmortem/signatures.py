@@ -9,7 +9,12 @@ from typing import Any
 
 from furlong.core.catalogue import CATALOGUE, Diagnosis, diagnosis
 from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
-from furlong.errors import HookError
+from furlong.errors import (
+    ENGINE_KILLED,
+    MACHINE_MEMORY,
+    PLACEMENT_TIMEOUT,
+    HookError,
+)
 
 TRACEBACK = 8192  # characters before a match that may belong to its traceback
 NEAR = 24  # lines around a match to search for more: seven frames of a traceback
@@ -56,27 +61,47 @@ FREE_PORT = (
 
 @dataclass(frozen=True)
 class LogText:
-    """A part of a log, or a traceback: its source, and flags (by field) and facts of its run."""
+    """A part of a log, or a traceback: its source, and flags (by field) and facts of its run.
+
+    failure: `errors.failure_record` of the error that ended the run, if this text contains it.
+    """
 
     source: str
     content: str
     flags: Mapping[str, Any]
     facts: Mapping[str, Any]
+    failure: Mapping[str, Any] | None = None
+
+    @property
+    def code(self) -> str:
+        """The code of the failure, "" without one."""
+        return str((self.failure or {}).get("code", ""))
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A pattern, and the diagnosis of a match.
+    """How a failure is recognized, and its diagnosis.
 
-    `also` must match in the lines around it. The signature is skipped if one of `causes`, which are more specific, was
-    found.
+    codes: the start of the codes of errors of furlong. pattern: matches texts of other programs, and those of runs
+    whose errors had no codes yet. also: must match in the lines around it. The signature is skipped if one of `causes`,
+    which are more specific, was found.
     """
 
     id: str
     pattern: re.Pattern[str]
-    diagnose: Callable[[LogText, re.Match[str]], Diagnosis | None]
+    diagnose: Callable[[LogText, re.Match[str]], Diagnosis]
+    codes: str = ""
     also: re.Pattern[str] | None = None
     causes: frozenset[str] = frozenset()
+
+    def match(self, text: LogText) -> re.Match[str] | None:
+        """Return the line of the coded error, or else the first match of the pattern."""
+        if self.codes and text.failure is not None and text.code.startswith(self.codes):
+            line = str(text.failure["message"]).partition("\n")[0]
+            if (match := re.search(re.escape(line), text.content)) is not None:
+                return match
+        matches = self.pattern.finditer(text.content)
+        return next((m for m in matches if self.also is None or self.also.search(_around(text.content, m))), None)
 
 
 def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
@@ -86,13 +111,9 @@ def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagno
     for signature in SIGNATURES:
         if signature.id in seen or signature.causes & seen:
             continue
-        for match in signature.pattern.finditer(text.content):
-            if signature.also is not None and not signature.also.search(_around(text.content, match)):
-                continue
-            if (result := signature.diagnose(text, match)) is not None:
-                diagnoses.append(result)
-                seen.add(signature.id)
-                break
+        if (match := signature.match(text)) is not None:
+            diagnoses.append(signature.diagnose(text, match))
+            seen.add(signature.id)
     return diagnoses
 
 
@@ -267,7 +288,7 @@ def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _fixed(
-    id: str, problem: str, remedy: str, cause: str | None = None
+    id: str, problem: str, remedy: str | None = None, cause: str | None = None
 ) -> Callable[[LogText, re.Match[str]], Diagnosis]:
     """Make a diagnosis with a fixed text, followed by the matching line."""
 
@@ -282,8 +303,7 @@ def _fixed(
 def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
     """DISK01, with the flag of the file that did not fit: weights for engines, or a checkpoint."""
     evidence = _evidence(text, match)
-    folder = text.flags.get("update_weight_disk_dir")
-    remedy = "use --save on another disk, --keep-checkpoints, or a larger --save-interval"
+    folder, remedy = text.flags.get("update_weight_disk_dir"), None
     if folder and str(folder) in evidence["text"]:
         remedy = "use --update-weight-disk-dir on another disk, without --update-weight-disk-keep-files"
     finding = f"the disk is full ({evidence['source']}, line {evidence['line']}): {evidence['text']}"
@@ -309,7 +329,8 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     If one of its processes fails, SGLang ends all of them, including the first one, with signal 9.
     """
     ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
-    is_killed = re.search(r"was ended by signal (9|15)\b", match[0]) is not None and not ended_itself
+    is_killed = text.code == ENGINE_KILLED or re.search(r"was ended by signal (9|15)\b", match[0]) is not None
+    is_killed = is_killed and not ended_itself
     oom_killer = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
     remedies = [oom_killer if is_killed else "read the end of its log"]
     if not is_killed and not ended_itself:
@@ -327,114 +348,98 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     return _fixed("ENG03", "a worker or an engine died", "; ".join(remedies), cause)(text, match)
 
 
-def _row(
+def _signature(
     id: str,
     pattern: str,
-    diagnose: Callable[[LogText, re.Match[str]], Diagnosis | None],
+    diagnose: Callable[[LogText, re.Match[str]], Diagnosis] | tuple[str, ...],
+    *,
+    codes: str = "",
     also: str = "",
     causes: tuple[str, ...] = (),
 ) -> Signature:
-    return Signature(id, re.compile(pattern), diagnose, re.compile(also) if also else None, frozenset(causes))
+    """Make a row of `SIGNATURES`. A tuple is a diagnosis with fixed texts: problem, and remedy and cause if any."""
+    diagnose = _fixed(id, *diagnose) if isinstance(diagnose, tuple) else diagnose
+    return Signature(id, re.compile(pattern), diagnose, codes, re.compile(also) if also else None, frozenset(causes))
 
 
 SIGNATURES: tuple[Signature, ...] = (
-    _row(
+    _signature(
         "MEM02",
         r"Ray ended it, as its machine ran low on memory[^\n]*",
-        _fixed(
-            "MEM02",
+        (
             "the memory of a machine is used up",
             "end other processes there, or use fewer --num-reward-workers or a smaller --rollout-batch-size; "
             "RAY_memory_usage_threshold=0.98 in Ray's environment raises Ray's limit of 0.95",
-            cause="Ray ends processes of a machine before the kernel has to, whichever process filled its memory.",
+            "Ray ends processes of a machine before the kernel has to, whichever process filled its memory.",
         ),
+        codes=MACHINE_MEMORY,
     ),
-    _row("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
-    _row("MEM03", r"\[torch_memory_saver[^\n]*out of memory[^\n]*\bfunc=resume\b[^\n]*", _no_room_to_resume),
-    _row("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
-    _row(
+    _signature("MEM02", r"(torch\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", _out_of_memory),
+    _signature("MEM03", r"\[torch_memory_saver[^\n]*out of memory[^\n]*\bfunc=resume\b[^\n]*", _no_room_to_resume),
+    _signature("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
+    _signature(
         "GPU04",
         r"memory capacity is unbalanced[^\n]*",
-        _fixed(
-            "GPU04",
+        (
             "another process uses memory of an engine's GPUs",
             "end it (`nvidia-smi`, or `furlong doctor` with the same flags, lists it), or select free GPUs with "
             "CUDA_VISIBLE_DEVICES",
         ),
     ),
-    _row("MEM02", r"can't allocate memory[^\n]*|Cannot allocate memory|\bMemoryError\b", _host_memory),
-    _row(
-        "ENG01",
-        r"an illegal memory access was encountered",
-        _fixed("ENG01", "illegal memory access", CATALOGUE["ENG01"].remedy),
-    ),
-    _row(
+    _signature("MEM02", r"can't allocate memory[^\n]*|Cannot allocate memory|\bMemoryError\b", _host_memory),
+    _signature("ENG01", r"an illegal memory access was encountered", ("illegal memory access",)),
+    _signature(
         "ENG02",
         r"JSONDecodeError",
-        _fixed(
-            "ENG02",
-            "torch's compiler could not read its cache",
-            "set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment, or delete the cache folder in the traceback",
-        ),
+        ("torch's compiler could not read its cache",),
         also=r"inductor|torch[/.]_dynamo|triton",
     ),
-    _row("ENG05", r"Max retries exceeded with url: /\w+|Connection refused", _unreachable),
-    _row(
+    _signature("ENG05", r"Max retries exceeded with url: /\w+|Connection refused", _unreachable),
+    _signature(
         "ENG03",
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|engine \S+ (died|is gone|exited)[^\n]*|"
         r"engine \d+ at \S+: [^\n]* (was ended by|ended with) [^\n]*",
         _died,
+        codes="ENG03",
         causes=("ENG01", "ENG02", "GPU04", "MEM02", "MEM03"),
     ),
-    _row(
+    _signature(
         "GPU02",
         r"waiting for [^\n]* are missing [^\n]*",
-        _fixed(
-            "GPU02",
+        (
             "the placement group did not get its GPUs",
             "end the job that uses them, request fewer, share them with --colocate, or wait longer with "
             "--placement-timeout",
         ),
+        codes=PLACEMENT_TIMEOUT,
     ),
-    _row(
+    _signature(
         "SYNC01",
         r"Watchdog caught collective operation timeout|NCCL[^\n]*[Tt]ime(d )?out|collective operation timeout",
-        _fixed(
-            "SYNC01",
-            "a collective timed out",
-            NCCL_REMEDY,
-            NETWORK_CAUSE,
-        ),
+        ("a collective timed out", NCCL_REMEDY, NETWORK_CAUSE),
     ),
-    _row(
+    _signature(
         "SYNC01",
         r"gloo/transport/\S+ Timed out waiting \d+ms for \w+ operation",
-        _fixed("SYNC01", "a gloo collective timed out", GLOO_REMEDY, NETWORK_CAUSE),
+        ("a gloo collective timed out", GLOO_REMEDY, NETWORK_CAUSE),
     ),
-    _row(
+    _signature(
         "NUM04",
-        r"logits of request \S+ are not finite[^\n]*",
-        _fixed("NUM04", "the engine got non-finite weights", "lower --lr or --clip-grad; "
-                "resume from a checkpoint before the last step"),
-    ),
-    _row(
-        "DISK01",
-        r"No space left on device|Disk quota exceeded",
-        _full_disk,
-    ),
-    _row(
-        "DISK01",
-        r"File too large",
-        _fixed("DISK01", "a file exceeds the size limit", "raise `ulimit -f`, or use --save on another file system",
-                "The shell, the scheduler or the file system limits file sizes."),
-    ),
-    _row(
-        "GPU03",
-        r"[Aa]ddress already in use[^\n]*",
-        _fixed(
-            "GPU03",
-            "a port is taken",
-            FREE_PORT,
+        r"\[NUM04\] [^\n]*|logits of request \S+ are not finite[^\n]*",
+        (
+            "the engine got non-finite weights",
+            "lower --lr or --clip-grad; resume from a checkpoint before the last step",
         ),
     ),
-)  # fmt: skip
+    _signature("DISK01", r"No space left on device|Disk quota exceeded", _full_disk),
+    _signature(
+        "DISK01",
+        r"File too large",
+        (
+            "a file exceeds the size limit",
+            "raise `ulimit -f`, or use --save on another file system",
+            "The shell, the scheduler or the file system limits file sizes.",
+        ),
+    ),
+    _signature("GPU03", r"[Aa]ddress already in use[^\n]*", ("a port is taken", FREE_PORT)),
+)

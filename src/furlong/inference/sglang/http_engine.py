@@ -20,7 +20,16 @@ from typing import Any
 from furlong.core.metric import Metrics
 from furlong.core.routing import RoutingShape
 from furlong.core.weights import WeightSource
-from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError, UnreachableError
+from furlong.errors import (
+    ENGINE_HANGS,
+    ENGINE_UNANSWERED,
+    EngineError,
+    EngineTimeoutError,
+    Loss,
+    NoAnswerError,
+    SyncError,
+    UnreachableError,
+)
 from furlong.inference.sglang.generate_requests import (
     GENERATE,
     AnswerReader,
@@ -221,7 +230,7 @@ class HttpEngine(Engine):
         """Whether a weight update waits for a server because none is left."""
         return self.pool.is_awaited
 
-    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, str] | None = None) -> bool:
+    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, Loss] | None = None) -> bool:
         """Whether one of these servers is lost (`ServerPool.any_lost`)."""
         return await self.pool.any_lost(servers, unanswered)
 
@@ -253,8 +262,9 @@ class HttpEngine(Engine):
                 await command(server)
             except NoAnswerError as error:
                 if self.pool.is_supervised:
-                    what = "hangs" if isinstance(error, EngineTimeoutError) else "gave no answer"
-                    self.pool.mark_lost(server, f"{what}: {error}")
+                    is_late = isinstance(error, EngineTimeoutError)
+                    reason = f"it {'hangs' if is_late else 'gave no answer'}: {error}"
+                    self.pool.mark_lost(server, Loss(reason, ENGINE_HANGS if is_late else ENGINE_UNANSWERED))
                 await self.pool.check_health(server, str(error))
                 if not server.lost:
                     raise
@@ -359,7 +369,7 @@ class HttpEngine(Engine):
         await self._gate.wait()
         self.pool.check_open()
         if server.lost:
-            raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost}")
+            raise UnreachableError(f"{server.url} was lost before the request was sent: {server.lost.reason}")
 
     async def _is_explained(
         self, request: InFlightRequest, error: UnreachableError, num_lost: int, *, is_last: bool

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
-from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, UnreachableError
+from furlong.errors import EngineError, EngineTimeoutError, Loss, NoAnswerError, UnreachableError
 from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, SglangClient, headers_for, reason_in
 from furlong.inference.sglang.request_queue import RequestQueue
 from furlong.sglang_layout.layout_facts import (
@@ -155,7 +155,8 @@ class SglangServer(SglangClient):
         self.keeps_together = keeps_together
         self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
         self.version: int | None = None
-        self.lost = self.stale = ""
+        self.lost: Loss | None = None
+        self.stale = ""
         self.is_paused = self.awaits_weights = False
         self.released: set[str] = set()
         self.num_interruptions = 0
@@ -186,7 +187,7 @@ class SglangServer(SglangClient):
     @property
     def is_usable(self) -> bool:
         """Whether requests may be sent to it."""
-        return not self.lost and not self.stale
+        return self.lost is None and not self.stale
 
     async def is_alive(self, since_s: float = math.inf) -> bool:
         """Whether it passes a health check within `probe_s`; a check begun after `since_s` is not repeated."""

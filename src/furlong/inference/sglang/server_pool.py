@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from furlong.core.metric import Metrics, maximum, mean
-from furlong.errors import EngineError
+from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, Loss
 from furlong.inference.sglang.server import SglangServer
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class ServerPool:
         self.router = router
         self._changed.set()
 
-    async def leave_router(self, why: str) -> None:
+    async def leave_router(self, loss: Loss) -> None:
         """Send requests to the servers directly, including those that the lost router had.
 
         If servers need a router, requests wait for the next one.
         """
         router, self.router = self.router, None
         if router is not None:
-            router.lost = why
+            router.lost = loss
             await router.close()
 
     def add(self, server: SglangServer) -> None:
@@ -114,15 +114,15 @@ class ServerPool:
             self.check_open()
             await asyncio.sleep(POLL_S)
 
-    def mark_lost(self, server: SglangServer, why: str) -> None:
+    def mark_lost(self, server: SglangServer, loss: Loss) -> None:
         """Stop using a server; its requests go to other servers."""
-        if server.lost:
+        if server.lost is not None:
             return
-        server.lost = why
+        server.lost = loss
         self.num_lost += 1
         logger.error(
             "engine %s is lost (%s); its requests go to the remaining %d of %d",
-            server.url, why, len(self.alive()), len(self.servers),
+            server.url, loss.reason, len(self.alive()), len(self.servers),
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class ServerPool:
         """Whether a weight update waits for a server because none is left."""
         return self._num_awaiting > 0
 
-    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, str] | None = None) -> bool:
+    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, Loss] | None = None) -> bool:
         """Check the health of these servers; returns whether one of them is lost.
 
         `unanswered` gives, by URL, why a server did not load weights. With `gives_up_unanswered` such a server is lost
@@ -201,7 +201,7 @@ class ServerPool:
         now_s = time.monotonic()  # requests that fail together share one check
         async with server.health_lock:
             if not server.lost and not await server.is_alive(since_s=now_s):
-                self.mark_lost(server, f"does not answer: {why}")
+                self.mark_lost(server, Loss(f"it does not answer: {why}", ENGINE_UNANSWERED))
 
     async def check_generation(self, server: SglangServer) -> bool:
         """Mark servers behind `server` as lost that generate no token; returns whether there were any.
@@ -223,7 +223,7 @@ class ServerPool:
         errors = await asyncio.gather(*(server.generation_error(TOKEN_TIMEOUT_S) for server in usable))
         for server, error in zip(usable, errors, strict=True):
             if error:
-                self.mark_lost(server, f"generates nothing: {error}")
+                self.mark_lost(server, Loss(f"it generates nothing: {error}", ENGINE_HANGS))
         return self.num_lost > before
 
     async def _wait_for(self, find: Callable[[], list[SglangServer]]) -> list[SglangServer]:
@@ -231,7 +231,8 @@ class ServerPool:
         while not (servers := find()):
             self.check_open()  # also before the first wait: earlier notifications are not repeated
             if not self.is_supervised:
-                reasons = "; ".join(f"{server.url} ({server.lost or server.stale})" for server in self.servers)
+                why = {each.url: each.lost.reason if each.lost else each.stale for each in self.servers}
+                reasons = "; ".join(f"{url} ({reason})" for url, reason in why.items())
                 raise EngineError(f"no engine is left: {reasons}. Restart them and resume the run with --load")
             self._changed.clear()
             await self._changed.wait()

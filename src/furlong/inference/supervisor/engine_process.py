@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import logging
 import shlex
+import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from furlong.config.sections import ClusterFlags
-from furlong.errors import ConfigError, EngineError
+from furlong.errors import ENGINE_EXITED, ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError, Loss
 from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Connections, headers_for
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.host import LOG_GAP, STOP_S, Host, HostGpus, HostProcess
@@ -60,14 +61,16 @@ class ServerProcess:
         """Name, address and process ids, for messages."""
         return f"{self.name} at {self.url} ({', '.join(process.where for process in self.processes)})"
 
-    async def exit_reason(self) -> str:
-        """Describe how the first ended process ended, with the end of its log; "" while all of them run."""
+    async def exit_loss(self) -> Loss | None:
+        """How the first ended process ended, with the end of its log; None while all of them run."""
         for process in self.processes:
             code = await process.poll()
             if code is not None:
                 end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                return f"{self.name} at {self.url}: {process.where} {end}; {await self._log_of(process)}"
-        return ""
+                failure = ENGINE_KILLED if -code in (signal.SIGKILL, signal.SIGTERM) else ENGINE_EXITED
+                reason, name = f"{process.where} {end}", f"{self.name} at {self.url}"
+                return Loss(reason, failure, name, await self._log_of(process))
+        return None
 
     async def log_end(self) -> str:
         """The last lines of the log of the process that serves HTTP."""
@@ -97,8 +100,8 @@ class ServerProcess:
         """Return when the server answers. Raises EngineError with its log if it exits or exceeds `timeout_s`."""
         ask_at = 0.0
         while True:
-            if why := await self.exit_reason():
-                raise EngineError(f"{why}\nThe engine failed to start; its log shows why")
+            if (loss := await self.exit_loss()) is not None:
+                raise loss.error(suffix="\nThe engine failed to start; its log shows why")
             if time.monotonic() >= ask_at:
                 if await self.is_ready():
                     return await self.check_port()
@@ -247,26 +250,26 @@ class EngineReplica:
             await server.freeze_objects()
         self.server = server
 
-    async def exit_reason(self) -> str:
-        """Why it is lost: its process ended, or requests could not reach it; "" if neither is known."""
+    async def exit_loss(self) -> Loss | None:
+        """Why it is lost: its process ended, or requests could not reach it; None if neither is known."""
         assert self.process is not None
         assert self.server is not None
-        why = await self.process.exit_reason()
-        if why or not self.server.lost:
-            return why
+        loss = await self.process.exit_loss()
+        if loss is not None or self.server.lost is None:
+            return loss
         deadline = time.monotonic() + EXIT_WAIT_S
-        while not why and time.monotonic() < deadline:
+        while loss is None and time.monotonic() < deadline:
             await asyncio.sleep(EXIT_POLL_S)
-            why = await self.process.exit_reason()
-        return why or f"{self.name} {self.server.lost}; {await self.process.log_end()}"
+            loss = await self.process.exit_loss()
+        return loss or replace(self.server.lost, name=self.name, log_end=await self.process.log_end())
 
-    async def hang_reason(self, timeout_s: float) -> str:
-        """Why it generates no token although it should; "" if it does, or should not at the moment."""
+    async def hang_loss(self, timeout_s: float) -> Loss | None:
+        """Why it generates no token although it should; None if it does, or should not at the moment."""
         assert self.process is not None
         assert self.server is not None
         if why := await self.server.generation_error(timeout_s):
-            return f"{self.name} hangs: {why}; {await self.process.log_end()}"
-        return ""
+            return Loss(f"it hangs: {why}", ENGINE_HANGS, self.name, await self.process.log_end())
+        return None
 
     async def stop(self) -> None:
         """Kill its processes, which may have ended already."""

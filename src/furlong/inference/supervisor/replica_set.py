@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from furlong.config.sections import ClusterFlags, EnginesFlags, FaultFlags
-from furlong.errors import ConfigError, EngineError, FurlongError, SyncError
+from furlong.errors import (
+    ENGINE_EXITED,
+    ENGINE_HANGS,
+    ENGINE_UNANSWERED,
+    ConfigError,
+    EngineError,
+    FurlongError,
+    Loss,
+    SyncError,
+)
 from furlong.inference.sglang.client import PROBE_S
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
@@ -72,8 +81,9 @@ class ReplicaSet:
         devices: Gives them to a colocated engine that is restarted.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
         weights: Loads the current weights into a restarted engine; None if its folder has them.
-        on_event: Called with `engines_started` (num, seconds), `engine_lost` (engine, url, why), `engine_restarted`
-            (engine, url, version, seconds), `router_lost` (why) and `router_restarted` (url, seconds).
+        on_event: Called with `engines_started` (num, seconds), `engine_lost` (engine, url, reason, why, code),
+            `engine_restarted` (engine, url, version, seconds), `router_lost` (why, code) and `router_restarted` (url,
+            seconds).
     """
 
     launches: Sequence[Launch]
@@ -156,20 +166,20 @@ class ReplicaSet:
     # -- health ------------------------------------------------------------------------------------------------
 
     async def _watch(
-        self, target: EngineReplica | SglangRouter, replace: Callable[[str, float], Awaitable[None]], fix: str
+        self, target: EngineReplica | SglangRouter, replace: Callable[[Loss, float], Awaitable[None]], fix: str
     ) -> None:
         """Watch an engine or the router and `replace` it whenever it is lost; any other error ends the run's requests.
 
-        `replace` gets the reason and the `time.perf_counter` of the loss. `fix` is the advice without fault tolerance.
+        `replace` gets the loss and the `time.perf_counter` of the loss. `fix` is the advice without fault tolerance.
         """
         try:
             while True:
-                why = await self._loss(target)
+                loss = await self._loss(target)
                 if not self.fault.use_fault_tolerance:
-                    raise EngineError(f"{why}\n{fix}")
-                await replace(why, time.perf_counter())
+                    raise loss.error(suffix=f"\n{fix}")
+                await replace(loss, time.perf_counter())
         except FurlongError as error:
-            self._fail_requests(error if isinstance(error, EngineError) else EngineError(str(error)))
+            self._fail_requests(error if isinstance(error, EngineError) else EngineError(str(error), code=error.code))
         except Exception as error:  # this task is never awaited: without an error, requests would wait forever
             logger.exception("the supervisor of the engines failed")
             what = f"{type(error).__name__} while watching or replacing an engine or the router: {error}"
@@ -180,26 +190,26 @@ class ReplicaSet:
         fail = self.fail or self.engine.fail
         fail(error)
 
-    async def _loss(self, target: EngineReplica | SglangRouter) -> str:
-        """Wait until `target` is lost; returns why: its process ended, it hangs, or requests could not reach it."""
+    async def _loss(self, target: EngineReplica | SglangRouter) -> Loss:
+        """Wait until `target` is lost; return why: its process ended, it hangs, or requests could not reach it."""
         fault = self.fault
         check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
-        while not (why := await target.exit_reason()):
+        while (loss := await target.exit_loss()) is None:
             if fault.use_fault_tolerance and time.monotonic() >= check_s:
-                if why := await target.hang_reason(fault.rollout_health_check_timeout):
+                if (hang := await target.hang_loss(fault.rollout_health_check_timeout)) is not None:
                     await asyncio.sleep(POLL_S)  # the exit of a process that just died is a better reason
-                    return await target.exit_reason() or why
+                    return await target.exit_loss() or hang
                 check_s = time.monotonic() + fault.rollout_health_check_interval
             await asyncio.sleep(POLL_S)
-        return why
+        return loss
 
-    def _count_restart(self, why: str) -> str:
+    def _count_restart(self, loss: Loss) -> str:
         """Count one more restart; returns `3 of 10`. Raises EngineError if the limit is exceeded."""
         limit = self.fault.rollout_max_engine_restarts
         if self.num_restarts >= limit:
-            raise EngineError(
-                f"{why}\nEngines were restarted {self.num_restarts} times, the limit of --rollout-max-engine-restarts "
-                f"{limit}; the logs of the engines are in {self.log_dir}"
+            raise loss.error(
+                suffix=f"\nEngines were restarted {self.num_restarts} times, the limit of "
+                f"--rollout-max-engine-restarts {limit}; the logs of the engines are in {self.log_dir}"
             )
         self.num_restarts += 1
         return f"{self.num_restarts} of {limit}"
@@ -212,17 +222,17 @@ class ReplicaSet:
             try:
                 await command
             except EngineError:
-                if not self.fault.use_fault_tolerance or not await router.exit_reason():
+                if not self.fault.use_fault_tolerance or await router.exit_loss() is None:
                     raise
 
-    async def _restart_router(self, router: SglangRouter, why: str, lost_s: float) -> None:
+    async def _restart_router(self, router: SglangRouter, loss: Loss, lost_s: float) -> None:
         """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
         pool = self.engine.pool
-        logger.error("router_lost: %s", why)
-        self.on_event("router_lost", why=why)
-        await pool.leave_router(why.partition(";")[0])
+        logger.error("router_lost: %s", loss)
+        self.on_event("router_lost", why=str(loss), code=loss.code)
+        await pool.leave_router(loss)
         while True:
-            logger.info("restarting the router (%s)", self._count_restart(why))
+            logger.info("restarting the router (%s)", self._count_restart(loss))
             await router.close()  # fails the command that holds the lock
             try:
                 async with self._router_lock:
@@ -233,8 +243,8 @@ class ReplicaSet:
                     pool.use_router(client)
                 break
             except EngineError as error:
-                why = str(error)
-                logger.error("the router failed to restart: %s", why)
+                loss = Loss(str(error), error.code)
+                logger.error("the router failed to restart: %s", error)
         seconds = time.perf_counter() - lost_s
         logger.info("router_restarted: at %s, %.1f s after it was lost", client.url, seconds)
         self.on_event("router_restarted", url=client.url, seconds=seconds)
@@ -260,11 +270,11 @@ class ReplicaSet:
             await self._update_router(self.router, _add_to_router(self.router, server))
         pool.notify_change()
 
-    async def _replace(self, replica: EngineReplica, why: str, lost_s: float) -> None:
+    async def _replace(self, replica: EngineReplica, loss: Loss, lost_s: float) -> None:
         """Replace a lost engine. Raises EngineError above the limit of restarts."""
-        await self._retire(replica, why)
+        await self._retire(replica, loss)
         while True:
-            logger.info("restarting engine %d (%s)", replica.index, self._count_restart(why))
+            logger.info("restarting engine %d (%s)", replica.index, self._count_restart(loss))
             try:
                 async with self.devices.starting() as settle:
                     server = await self._restart(replica, settle)
@@ -273,8 +283,8 @@ class ReplicaSet:
             except FurlongError as error:
                 if isinstance(error, ConfigError):
                     raise
-                why = str(error)
-                logger.error("engine %d failed to restart: %s", replica.index, why)
+                loss = Loss(str(error), error.code)
+                logger.error("engine %d failed to restart: %s", replica.index, error)
                 await self._discard(replica)
                 continue
             seconds = time.perf_counter() - lost_s
@@ -287,13 +297,15 @@ class ReplicaSet:
             )
             return
 
-    async def _retire(self, replica: EngineReplica, why: str) -> None:
+    async def _retire(self, replica: EngineReplica, loss: Loss) -> None:
         """Take a lost engine out of use and kill it, so that its requests go to other engines."""
         server = replica.server
         assert server is not None
-        self.engine.pool.mark_lost(server, why.partition(";")[0])
-        logger.error("engine_lost: %s", why)
-        self.on_event("engine_lost", engine=replica.index, url=server.url, why=why)
+        self.engine.pool.mark_lost(server, loss)
+        logger.error("engine_lost: %s", loss)
+        self.on_event(
+            "engine_lost", engine=replica.index, url=server.url, reason=loss.reason, why=str(loss), code=loss.code
+        )
         if self.router is not None:
             await self._update_router(self.router, self.router.remove(server.url))
         await replica.stop()
@@ -317,7 +329,7 @@ class ReplicaSet:
         try:
             await asyncio.wait({working, loss}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise EngineError(f"{when}: {loss.result()}")
+                raise loss.result().error(prefix=f"{when}: ")
             working.result()
         finally:
             for task in (working, loss):
@@ -344,9 +356,9 @@ class ReplicaSet:
                 except SyncError as error:
                     why = str(error)
                     if server.url in error.broken:
-                        raise EngineError(f"{server.url} gave no answer: {why}") from error
+                        raise EngineError(f"{server.url} gave no answer: {why}", code=ENGINE_UNANSWERED) from error
                     if error.late is not None and server.url in error.late["missing"]:
-                        raise EngineError(f"{server.url} hangs: {why}") from error
+                        raise EngineError(f"{server.url} hangs: {why}", code=ENGINE_HANGS) from error
                     logger.info("%s waits for the next weight update: %s", server.url, why)
                     server.awaits_weights = not self.devices.is_colocated  # a colocated trainer updates it in its turn
                     self.engine.pool.notify_change()
@@ -364,7 +376,7 @@ class ReplicaSet:
         """Kill an engine that failed to restart."""
         server, pool = replica.server, self.engine.pool
         if server is not None and server in pool.servers:
-            pool.mark_lost(server, "it failed to restart")
+            pool.mark_lost(server, Loss("it failed to restart", ENGINE_EXITED))
             if self.router is not None:
                 await self._update_router(self.router, self.router.remove(server.url))
             await pool.remove(server)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.process_environment import api_key_environment
-from furlong.errors import EngineError
+from furlong.errors import ENGINE_HANGS, EngineError, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.engine_process import POLL_S, ServerProcess
 from furlong.inference.supervisor.host import Host
@@ -92,8 +92,8 @@ class SglangRouter:
         )
         deadline = time.monotonic() + START_S
         while True:
-            if why := await self.exit_reason():
-                raise EngineError(why)
+            if (loss := await self.exit_loss()) is not None:
+                raise loss.error()
             try:
                 await self._client.ask("/workers", timeout_s=POLL_S * 10)
             except EngineError as error:
@@ -104,18 +104,18 @@ class SglangRouter:
             await self._process.check_port()
             return self._client
 
-    async def exit_reason(self) -> str:
-        """Describe how its process ended, with the end of its log; "" while it runs."""
+    async def exit_loss(self) -> Loss | None:
+        """How its process ended, with the end of its log; None while it runs."""
         assert self._process is not None
-        return await self._process.exit_reason()
+        return await self._process.exit_loss()
 
-    async def hang_reason(self, timeout_s: float) -> str:
-        """Why it does not answer within `timeout_s`; "" if it does."""
+    async def hang_loss(self, timeout_s: float) -> Loss | None:
+        """Why it does not answer within `timeout_s`; None if it does."""
         try:
             await self._connection.ask("/workers", timeout_s=timeout_s)
         except EngineError as error:
-            return f"the router hangs: {error}"
-        return ""
+            return Loss(f"it hangs: {error}", ENGINE_HANGS, "the router")
+        return None
 
     async def add(self, server: SglangServer) -> None:
         """Add an engine; returns when the router sends requests to it."""
