@@ -57,7 +57,7 @@ def test_a_checkpoint_that_lost_bytes_names_another(world):
     (write_checkpoint(save, 4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")
     found = only(world.look(load=save, num_rollout=9), "CKPT01")
     assert names(found.finding, "trainer_weights.safetensors", "1 bytes", "8")
-    assert found.remedy == "--ckpt-step 2"
+    assert found.remedy == "use --ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 
@@ -69,7 +69,7 @@ def test_a_step_that_was_not_saved_gets_the_nearest(world):
     found = only(world.look(load=save, ckpt_step=7, num_rollout=9), "CKPT02")
     assert names(found.finding, "--ckpt-step 7", "2, 4, 8")
     assert (found.evidence["steps"], found.evidence["nearest"]) == ([2, 4, 8], 8)
-    assert found.remedy == "--ckpt-step 8"
+    assert found.remedy == "use --ckpt-step 8"
     only(world.look(load=save, ckpt_step=8, num_rollout=9), "CKPT06", "info")
 
 
@@ -82,13 +82,13 @@ def test_the_folder_of_a_run_and_one_checkpoint_name_what_to_load(world):
     (run / "config.json").write_text(json.dumps(config))
     found = only(world.look(load=run), "CKPT01")
     assert f"--load {run}" in found.finding
-    assert found.remedy == f"--load {save}"
+    assert found.remedy == f"use --load {save}"
     found = of_row("CKPT07", world.look(hf_checkpoint=run))[0]
     assert "--save-hf" in found.remedy
     one = write_checkpoint(save, 2)
     found = only(world.look(load=one, num_rollout=9), "CKPT01")
     assert f"--load {one}" in found.finding
-    assert found.remedy == f"--load {save} --ckpt-step 2"
+    assert found.remedy == f"use --load {save} --ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 
@@ -257,7 +257,7 @@ def test_checkpoints_whose_newest_is_not_named(world):
     (save / TRACKER).unlink()
     found = only(world.look(**own), "CKPT01")
     assert names(found.finding, TRACKER, "2, 4")
-    assert found.remedy.startswith("--ckpt-step 4 ")
+    assert "--ckpt-step 4" in found.remedy
     only(world.look(**own, ckpt_step=4), "CKPT06", "info")
 
 
@@ -267,7 +267,7 @@ def test_one_checkpoint_in_place_of_their_folder(world):
     write_checkpoint(save, 2)
     write_checkpoint(save, 4)
     found = only(world.look(load=save / folder_name(2), num_rollout=9), "CKPT01")
-    assert found.remedy == f"--load {save} --ckpt-step 2"
+    assert found.remedy == f"use --load {save} --ckpt-step 2"
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 

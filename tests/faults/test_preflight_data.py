@@ -80,7 +80,7 @@ def test_an_end_of_turn_that_does_not_end_generation(world):
     path.write_text(json.dumps(settings | {"eos_token": "<|im_start|>"}))
     found = only(world.look(apply_chat_template=True), "STOP01")
     assert "<|im_end|> (1)" in found.finding
-    assert found.remedy.startswith("--rollout-stop-token-ids 1")
+    assert "--rollout-stop-token-ids 1" in found.remedy
     assert world.look(apply_chat_template=True, rollout_stop_token_ids=1) == []
 
 
@@ -239,7 +239,7 @@ def test_an_end_of_turn_of_prompts_that_were_rendered_before(world):
         *({"input": f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n", "label": "1"} for i in range(8))
     )
     found = only(world.look(), "STOP01")
-    assert found.remedy.startswith("--rollout-stop-token-ids 1")
+    assert "--rollout-stop-token-ids 1" in found.remedy
     assert world.look(rollout_stop_token_ids=1) == []
 
 

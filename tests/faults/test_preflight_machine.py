@@ -47,7 +47,7 @@ def test_a_version_outside_the_tested_range(world, monkeypatch):
     monkeypatch.syspath_prepend(folder.parent)
     found = only(world.look(), "ENV01")
     assert "transformers 4.51.0 (tested >=5.0,<6)" in found.finding
-    assert found.remedy == "pip install 'transformers>=5.0,<6'"
+    assert "`pip install 'transformers>=5.0,<6'`" in found.remedy
     shutil.rmtree(folder)
     assert world.look() == []
 
@@ -57,7 +57,7 @@ def test_more_threads_than_processors(world):
     found = only(world.look(num_threads=999), "ENV02")
     assert "--num-threads 999" in found.finding
     assert found.evidence["threads"] == 999
-    count = found.remedy.split()[1].rstrip(",")
+    count = found.remedy.split()[2].rstrip(",")
     assert world.look(num_threads=count) == []
 
 
@@ -183,7 +183,6 @@ def test_training_that_does_not_fit_the_gpu_is_reported_with_a_change_that_does(
     found = [each for each in world.look(bf16=True) if each.id == "MEM01"]
     assert len(found) == 1
     assert "Tiny GPU" in found[0].finding
-    assert found[0].remedy.startswith("--")
     assert found[0].evidence["fits"] is False
     words = found[0].remedy.split()
     mended = {word[2:].replace("-", "_"): True for word in words if word.startswith("--")}

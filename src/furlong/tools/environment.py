@@ -107,7 +107,7 @@ def environment_findings(environment: Environment, kernels: Sequence[CompiledPac
             diagnosis(
                 "ENV01",
                 f"untested versions: {shown}",
-                remedy=f"pip install {requirements}",
+                remedy=f"run `pip install {requirements}`",
                 evidence={"installed": {p.name: p.installed for p in untested}},
             )
         )
@@ -117,7 +117,7 @@ def environment_findings(environment: Environment, kernels: Sequence[CompiledPac
                 "ENV01",
                 f"not installed: {', '.join(p.name for p in missing)}",
                 cause="furlong was installed without its dependencies.",
-                remedy="pip install " + " ".join(f"'{p.name}{p.tested}'" for p in missing),
+                remedy=f"run `pip install {' '.join(repr(p.name + p.tested) for p in missing)}`",
                 evidence={"missing": [p.name for p in missing]},
             )
         )
@@ -130,7 +130,7 @@ def environment_findings(environment: Environment, kernels: Sequence[CompiledPac
                     "ENV01",
                     f"{package.name} {package.installed} does not load: {package.problem}",
                     cause=f"It was compiled for another version of PyTorch or CUDA (torch {torch} is installed).",
-                    remedy=f"pip install --force-reinstall --no-deps {install[package.name]}",
+                    remedy=f"run `pip install --force-reinstall --no-deps {install[package.name]}`",
                     evidence={"package": package.name, "problem": package.problem},
                 )
             )

@@ -255,7 +255,7 @@ def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
             "MEM01",
             f"{who} needs {peak.total / GIB:.1f} GiB in `{peak.name}` on a GPU with {plan.limit / GIB:.1f} GiB "
             f"usable ({device}); the largest part is {largest}, {peak.parts[largest] / GIB:.1f} GiB",
-            remedy=plan.change,
+            remedy=remedy_of(plan.change),
             evidence=plan.record(),
         )
     ]
@@ -296,14 +296,13 @@ def cpu_findings(config: Config, model_config: Mapping[str, Any], machine: Memor
     needed = peak.total + 4 * model.parameters  # the engine's copy
     if needed <= room:
         return []
-    longest = longest_sample(config)
+    change = smallest_change(model, setup, room - 4 * model.parameters, longest=longest_sample(config))
     return [
         diagnosis(
             "MEM01",
             f"training and engine need about {size_text(needed)} in `{peak.name}`, but {machine.whose} has "
             f"{size_text(room)} free of {size_text(machine.limit)}",
-            remedy=_as_flags(smallest_change(model, setup, room - 4 * model.parameters, longest=longest), config)
-            or "end other programs",
+            remedy=remedy_of(_as_flags(change, config)) or "end other programs",
             severity="warning",
             evidence={"needed": needed, "free": room, "parts": dict(peak.parts)},
         )
@@ -336,6 +335,11 @@ def change_after(
         return predicted, change
     half = f"--max-tokens-per-gpu {max(setup.tokens // 2, longest or 1)}"
     return f"{predicted}, so memory is used elsewhere or fragmented", _as_flags(half, config)
+
+
+def remedy_of(change: str) -> str:
+    """Make a sentence of flags, or of the advice where no flags help."""
+    return f"use {change}" if change.startswith("--") else change
 
 
 def size_text(num_bytes: int) -> str:

@@ -110,12 +110,13 @@ def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> 
     if unnamed is None:
         return
     keys = sorted(unnamed)
+    choices = " or ".join(f"--reward-key {key}" for key in keys[:3])
     problem = "--reward-key is not set" if reward_key is None else f"--reward-key {reward_key} is not among them"
     yield diagnosis(
         "REW01",
         f"{name} returns an object with {keys}, but {problem}",
         cause="--reward-key must name the entry to train on.",
-        remedy=" or ".join(f"--reward-key {key}" for key in keys[:3]) or "return an object with entries",
+        remedy=f"use {choices}" if choices else "return an object with entries",
     )
 
 

@@ -140,7 +140,7 @@ def rewriting_findings(trials: Sequence[ConversationCheck], *, name: str, sugges
     first, rewriting = broken[0]
     remedy = "use a template that only appends with --chat-template-path FILE"
     if suggested is not None:
-        remedy = f"--chat-template-path {suggested} (shipped with furlong, with the same format)"
+        remedy = f"use --chat-template-path {suggested} (shipped with furlong, with the same format)"
     return [
         diagnosis(
             "TPL02",
@@ -195,7 +195,7 @@ def stop_findings(
             diagnosis(
                 "STOP01",
                 f"the chat template ends an assistant's turn with {_token_names(tokenizer, missing)}, but {stops_at}",
-                remedy=f"--rollout-stop-token-ids {ids}, or add it to eos_token_id in {folder}/generation_config.json",
+                remedy=f"set --rollout-stop-token-ids {ids}, or extend eos_token_id in {folder}/generation_config.json",
                 evidence=evidence,
             )
         ]
@@ -205,7 +205,7 @@ def stop_findings(
                 "STOP01",
                 f"the chat template ends an assistant's turn without a special token (it writes {tail!r}); {stops_at}",
                 cause="The model may not end its turn by itself.",
-                remedy=f"--rollout-stop {tail.strip() or 'TEXT'!r} ends responses at that text",
+                remedy=f"set --rollout-stop {tail.strip() or 'TEXT'!r} to end responses at that text",
                 severity="warning",
                 evidence=evidence,
             )
@@ -215,7 +215,7 @@ def stop_findings(
 
 def _dropped_turn(stops_at: str, stops: Sequence[int], *, is_known: bool) -> Diagnosis:
     """STOP01 for a template that drops assistant turns, so that their end is unknown."""
-    remedy = "check that responses end there" if is_known else "--rollout-stop-token-ids N, or --rollout-stop TEXT"
+    remedy = "check that responses end there" if is_known else "set --rollout-stop-token-ids N, or --rollout-stop TEXT"
     return diagnosis(
         "STOP01",
         f"the chat template drops the assistant's turn, so it does not show what ends one; {stops_at}",

@@ -73,9 +73,9 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_remedy() -> None:
     assert "longest sample 9000 tokens" in found.finding
     assert re.search(r"--max-tokens-per-gpu 8192 \(\D*16384\).*--recompute-activations", found.remedy)
     [found] = diagnose(CUDA_OOM, {"smallest_change": "--max-tokens-per-gpu 4096"})
-    assert found.remedy == "--max-tokens-per-gpu 4096"
+    assert found.remedy.endswith(" --max-tokens-per-gpu 4096")
     [found] = diagnose(CUDA_OOM, micro_batch_size=4, recompute_activations=True)
-    assert found.remedy.startswith("--micro-batch-size 2;")
+    assert "--micro-batch-size 2;" in found.remedy
 
 
 def test_a_full_disk_names_the_flag_of_checkpoints_or_of_weights_for_engines() -> None:
@@ -265,7 +265,7 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
     [found], words = explain(caught.value, tmp_path, flags, after_memory=after_memory)
     assert "(tried 1.00 GiB; longest sample 25 tokens; predicted 9 GiB)" in found.finding
     assert "forward and backward" in found.evidence["phase"]
-    assert (found.remedy, words) == ("--max-tokens-per-gpu 16", [])
+    assert (found.remedy.endswith(" --max-tokens-per-gpu 16"), words) == (True, [])
     assert (asked[0]["micro_batch_tokens"], asked[0]["micro_batch_samples"]) == (32, 2)
 
 

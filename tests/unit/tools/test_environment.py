@@ -44,7 +44,7 @@ def test_an_untested_version_is_found_with_the_pip_command(installed):
     (finding,) = environment_findings(read_environment(()))
     assert finding.id == "ENV01"
     assert "transformers 4.40.0 (tested >=5.0,<6)" in finding.finding
-    assert finding.remedy == "pip install 'transformers>=5.0,<6'"
+    assert "`pip install 'transformers>=5.0,<6'`" in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_kernel_that_does_not_load_is_detected_in_a_separate_process(code, words
     (installed / "torch.py").write_text("")
     (finding,) = environment_findings(read_environment([BROKEN]), [BROKEN])
     assert words in finding.finding
-    assert finding.remedy == "pip install --force-reinstall --no-deps furlong-broken-kernel"
+    assert "`pip install --force-reinstall --no-deps furlong-broken-kernel`" in finding.remedy
     assert BROKEN.module not in sys.modules
     (installed / f"{BROKEN.module}.py").write_text("")
     assert environment_findings(read_environment([BROKEN]), [BROKEN]) == []

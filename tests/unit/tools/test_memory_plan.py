@@ -214,9 +214,8 @@ def test_colocated_trainer_and_engine_include_what_the_other_keeps(command):
     assert not stays.fits
     [found] = findings(stays, "h200")
     assert "`generate`" in found.finding
-    words = found.remedy.split()
-    assert words[0] == "--sglang-mem-fraction-static"
-    mended = SHARED | {"sglang_mem_fraction_static": words[1]}
+    [fraction] = re.findall(r"--sglang-mem-fraction-static (\S+)", found.remedy)
+    mended = SHARED | {"sglang_mem_fraction_static": fraction}
     assert plan_of(command, "h200", **mended, no_offload_train=True).fits
     beside = plan_of(command, "h200", **SHARED, no_offload_rollout=True)
     assert beside.trainer[0].parts["engine"] == int(0.8 * device_bytes("h200"))
@@ -319,6 +318,6 @@ def test_a_machine_without_gpus_that_is_too_small_is_reported_with_what_fits(com
     assert found.severity == "warning"
     assert all(value in found.finding for value in ("140.0 GiB", "130.0 GiB", "the machine"))
     assert found.evidence["free"] == 130 * GIB
-    flags = {name[2:].replace("-", "_"): int(value) for name, value in [found.remedy.split()]}
+    flags = {name[2:].replace("-", "_"): int(value) for _, name, value in [found.remedy.split()]}
     mended = load(command(**words | flags)).config
     assert cpu_findings(mended, QWEN3_4B, MemoryUse(10 * GIB, 140 * GIB, "the machine")) == []

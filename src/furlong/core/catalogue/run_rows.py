@@ -27,7 +27,8 @@ ROWS = (
         symptom="`JSONDecodeError` from torch inductor.",
         cause="Several processes wrote the compile cache at the same time, or one was killed while writing.",
         checked="The traceback.",
-        remedy="Set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run.",
+        remedy="Set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment of the run, or delete the cache folder in "
+        "the traceback.",
         guides=(MQ, MD, SQ),
     ),
     Row(
@@ -38,8 +39,9 @@ ROWS = (
         symptom="Connection errors during generation; an engine process is gone.",
         cause="It ran out of memory or a kernel failed; the end of its log shows which.",
         checked="Process exits and failed health checks.",
-        remedy="--use-fault-tolerance restarts it. Lower --sglang-mem-fraction-static (or raise it, if its log says "
-        "that the KV cache is too small) or --rollout-batch-size; use --sglang-disable-cuda-graph to find the cause.",
+        remedy="Restart engines with --use-fault-tolerance. Lower --sglang-mem-fraction-static (or raise it, if the "
+        "engine's log says that the KV cache is too small) or --rollout-batch-size; use "
+        "--sglang-disable-cuda-graph to find the cause.",
         guides=(ST,),
     ),
     Row(
@@ -50,7 +52,8 @@ ROWS = (
         symptom="Some engines are busy while others are idle.",
         cause="The router sends requests with the same prefix to the same engine.",
         checked="Running requests per engine over a window: the maximum against the mean.",
-        remedy="--sglang-router-strategy round_robin, or more engines with a smaller --rollout-num-gpus-per-engine.",
+        remedy="Use --sglang-router-strategy round_robin, or more engines with a smaller "
+        "--rollout-num-gpus-per-engine.",
         guides=(ST,),
     ),
     Row(
@@ -114,8 +117,8 @@ ROWS = (
         cause="SGLang 0.5.16 copies the routers of GLM-4-MoE models to float32 at the first forward pass and does not "
         "refresh the copy when weights are updated.",
         checked="config.json of --hf-checkpoint, --engine sglang, and the set of trained parameters.",
-        remedy="--freeze-params-name-list 'mlp\\.gate\\.weight', or an SGLang that resets `_weight_fp32` when it loads "
-        "weights.",
+        remedy="Freeze them with --freeze-params-name-list 'mlp\\.gate\\.weight', or use an SGLang that resets "
+        "`_weight_fp32` when it loads weights.",
     ),
     Row(
         "SYNC04",
@@ -127,8 +130,8 @@ ROWS = (
         "Qwen2-MoE and Qwen3-MoE it always allocates an LM head, which stays uninitialized if the files have none.",
         checked="config.json of --hf-checkpoint and --engine sglang; for external servers their model family, at the "
         "first weight update.",
-        remedy="In the model folder set tie_word_embeddings to false and store the embedding a second time as "
-        "lm_head.weight; or use --engine embedded.",
+        remedy="In the model's config.json set tie_word_embeddings to false and copy the embedding, "
+        "model.embed_tokens.weight, to lm_head.weight; or use --engine embedded.",
     ),
     Row(
         "ASYNC01",

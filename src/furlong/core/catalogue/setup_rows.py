@@ -186,7 +186,8 @@ ROWS = (
         cause="The module cannot be imported, it does not define the function, or the function raises.",
         checked="Every --*-path flag is imported and its signature compared with the arguments that it gets; at each "
         "step, how many samples a generate function left without a response.",
-        remedy="Write package.module.function or file.py:function; the message shows what was raised and where.",
+        remedy="Write package.module.function or file.py:function. If the function raises, fix it at the line that the "
+        "message shows.",
     ),
     Row(
         "HOOK02",
@@ -198,8 +199,8 @@ ROWS = (
         "computation. All samples share one thread.",
         checked="Each rollout: the seconds that --custom-generate-function-path ran without awaiting, as a fraction of "
         "the rollout.",
-        remedy="Use an asynchronous library (httpx.AsyncClient instead of requests), or "
-        "`await asyncio.to_thread(function, ...)`.",
+        remedy="Use an asynchronous client for servers (httpx.AsyncClient instead of requests), "
+        "`await asyncio.sleep` instead of time.sleep, and `await asyncio.to_thread(function, ...)` for the rest.",
     ),
     Row(
         "GPU01",
@@ -310,7 +311,8 @@ ROWS = (
         "never fetched.",
         checked="The fraction of the machine's or container's memory in use (perf/host_memory_frac) over 32 steps: "
         "growth of a tenth that would fill it within three times as many steps.",
-        remedy="Find the process that grows and limit what it retains; until then save often with --save-interval.",
+        remedy="Find the process that grows (`ps aux --sort=-rss | head`) and limit what custom functions keep; save "
+        "often (--save-interval), so that the run can resume with --load.",
     ),
     Row(
         "RANK01",
@@ -322,7 +324,9 @@ ROWS = (
         "less CPU time. Ranks wait for each other in every layer, so the slowest one sets the speed.",
         checked="The forward time of each rank's own layers, against ranks of the same pipeline stage and for the same "
         "work: 1.5 times in 7 of 8 rollouts, and 5 % of the step time.",
-        remedy="Check the process and the machine that the message names; exclude the machine if it stays slow.",
+        remedy="Check that process and machine: `top` for other load, `nvidia-smi -q -d PERFORMANCE` for GPU "
+        "throttling, its CPU limit, and the number of threads in its log (--num-threads); exclude a machine that stays "
+        "slow.",
     ),
     Row(
         "ENV01",

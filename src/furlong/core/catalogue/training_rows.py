@@ -75,8 +75,8 @@ ROWS = (
         cause="A custom generate function appends the environment's tokens with a loss mask of ones.",
         checked="Whether a custom generate function masks such tokens; samples with tokens of the environment whose "
         "loss mask is all ones.",
-        remedy="Use sample.append_response_tokens(tokens, trainable=False) for environment text, or set zeros for it "
-        "in sample.loss_mask.",
+        remedy="Append the environment's tokens with sample.append_response_tokens(tokens, trainable=False), or set "
+        "zeros for them in sample.loss_mask.",
         guides=(ST,),
     ),
     Row(
@@ -87,8 +87,8 @@ ROWS = (
         symptom="Out of memory or truncated answers in multi-turn runs.",
         cause="History grows with each turn.",
         checked="The fraction of samples ended by the context length, by turn.",
-        remedy="Keep fewer turns in the generate function, or raise --rollout-max-context-len "
-        "(--sglang-context-length).",
+        remedy="Keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
+        "--sglang-context-length, if set).",
         guides=(SQ, ST),
     ),
     Row(
@@ -246,7 +246,8 @@ ROWS = (
         cause="Small numerical differences select other experts, so the trained model differs from the one that "
         "generates.",
         checked="The fraction of the engine's expert choices that the trainer shares, if the engine reports them.",
-        remedy="Use --use-rollout-routing-replay.",
+        remedy="Add --use-rollout-routing-replay; if many tokens differ from the first step on, first compare the "
+        "routers' weights on both sides.",
         guides=(MD,),
     ),
 )

@@ -44,8 +44,6 @@ def uneven_load(now: StepContext) -> Alert | None:
             "ENG04",
             f"step {now.step}: the busiest engine runs {ratio:.1f} times as many requests as the average engine, over "
             f"{LOAD_ROWS} steps",
-            remedy="use --sglang-router-strategy round_robin, or more engines with a smaller "
-            "--rollout-num-gpus-per-engine",
             evidence={"step": now.step, "ratio": ratio, "max": most[-1], "mean": mean[-1]},
         ),
         ratio,
@@ -213,8 +211,6 @@ def host_memory(now: StepContext) -> Alert | None:
             "MEM04",
             f"step {now.step}: {used[-1]:.0%} of the machine's memory is in use, up from {used[0]:.0%} "
             f"{HOST_ROWS - 1} steps earlier; at this rate it is full in {left} steps",
-            remedy="find the process that grows (`ps aux --sort=-rss | head`); limit what custom functions keep; save "
-            "often (--save-interval), so that the run can resume with --load",
             evidence={"step": now.step, "used": used[-1], "before": used[0], "steps_left": left},
         ),
         used[-1],
@@ -250,9 +246,6 @@ def slow_rank(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert |
             f"rollout {event['rollout']}: the layers of {names} take {ratio:.1f} times as long as those of the other "
             f"ranks for the same work, over {SLOW_ROLLOUTS} rollouts ({rank_s:.3g} s of {wall_s / len(events):.3g} s "
             f"per rollout, forward passes only); all {count} ranks wait for it in every layer",
-            remedy="check that process and machine: `top` for other load, `nvidia-smi -q -d PERFORMANCE` for GPU "
-            "throttling, its CPU limit, and the number of threads in its log (--num-threads); exclude a machine that "
-            "stays slow",
             evidence={"rollout": event["rollout"], "ranks": slow, "ratio": ratio, "seconds": rank_s},
         ),
         ratio,

@@ -281,8 +281,6 @@ def expert_routing(now: StepContext) -> Alert | None:
             "NUM05",
             f"step {now.step}: the trainer agrees with {agreement:.1%} of the engine's expert choices for the trained "
             "tokens",
-            remedy="add --use-rollout-routing-replay; if many tokens differ from the first step on, first compare the "
-            "routers' weights on both sides",
             evidence={"step": now.step, "agreement": agreement},
         ),
         1 - agreement,

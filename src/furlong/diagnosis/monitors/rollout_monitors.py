@@ -46,9 +46,8 @@ def truncation(now: StepContext) -> Alert | None:
     )
     if missing:
         cause = "The chat template ends a turn with a token that does not stop generation."
-        remedy = (
-            f"--rollout-stop-token-ids {' '.join(map(str, missing))}; if responses are still cut off, raise {raised}"
-        )
+        ids = " ".join(map(str, missing))
+        remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
     if before < ENDED:  # with the same flags, responses ended before the weights changed
         note, cause, remedy = f" ({before:.0%} in the first step)", COLLAPSED_CAUSE, COLLAPSED_REMEDY
     return Alert(
@@ -255,8 +254,6 @@ def blocking_generation(now: StepContext) -> Alert | None:
             "HOOK02",
             f"step {now.step}: --custom-generate-function-path blocked the event loop for {blocked:.3g} s of the "
             f"rollout's {whole:.3g} s ({share:.0%}); other samples and requests waited",
-            remedy="use an asynchronous client for servers (httpx.AsyncClient instead of requests), "
-            "`await asyncio.sleep` instead of time.sleep, and `await asyncio.to_thread(function, ...)` for the rest",
             evidence={"step": now.step, "held_s": blocked, "rollout_s": whole},
         ),
         share,
@@ -371,8 +368,6 @@ def tool_output(now: StepContext) -> Alert | None:
         diagnosis(
             "TOOL01",
             f"step {now.step}: {samples:.0f} samples train on tokens that the policy did not sample",
-            remedy="append the environment's tokens with append_response_tokens(..., trainable=False), or set zeros "
-            "for them in sample.loss_mask",
             evidence={"step": now.step, "samples": samples},
         ),
         samples,
@@ -392,8 +387,6 @@ def full_context(now: StepContext) -> Alert | None:
         diagnosis(
             "TOOL02",
             f"step {now.step}: {share:.0%} of the samples end because {context} is full{after}",
-            remedy="keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
-            "--sglang-context-length, if set)",
             evidence={"step": now.step, "share": share, "context": length, "turns": turns},
         ),
         share,

@@ -15,6 +15,7 @@ from furlong.errors import (
     PLACEMENT_TIMEOUT,
     HookError,
 )
+from furlong.tools.memory_plan import remedy_of
 
 TRACEBACK = 8192  # characters before a match that may belong to its traceback
 NEAR = 24  # lines around a match to search for more: seven frames of a traceback
@@ -261,7 +262,7 @@ def _traceback_before(content: str, match: re.Match[str]) -> str:
 def _less_memory(text: LogText) -> str:
     """Suggest flags that need less memory, with values."""
     if change := text.facts.get("smallest_change"):
-        return str(change)
+        return remedy_of(str(change))
     flags, remedies = text.flags, list[str]()
     if tokens := flags.get("max_tokens_per_gpu"):
         remedies.append(f"--max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})")
@@ -269,7 +270,8 @@ def _less_memory(text: LogText) -> str:
         remedies.append(f"--micro-batch-size {int(flags['micro_batch_size']) // 2}")
     if not flags.get("recompute_activations"):
         remedies.append("--recompute-activations")
-    return "; ".join([*remedies, "a lower --rollout-max-response-len if the longest sample alone does not fit"])
+    remedies.append("a lower --rollout-max-response-len if the longest sample alone does not fit")
+    return f"use {'; '.join(remedies)}"
 
 
 def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:

@@ -78,7 +78,7 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
             "CKPT01",
             f"--load {flags.load} is the folder of a run, not of checkpoints",
             cause="A run's folder contains its records; checkpoints are in the folder of --save.",
-            remedy=f"--load {saved}" if saved else "remove it: that run had no --save",
+            remedy=f"use --load {saved}" if saved else "remove --load: that run had no --save",
             evidence={"folder": flags.load, "save": saved},
         )
     loads = ("--load", flags.load, "--ckpt-step", flags.ckpt_step)
@@ -114,7 +114,7 @@ def _no_checkpoint(source: _Source) -> Diagnosis | None:
             "CKPT01",
             f"{source.flag}: {error}".partition("; use ")[0],
             cause="The save was interrupted, or files were removed or copied in part.",
-            remedy=f"{source.step_flag} {others[-1]}" if others else f"use another folder with {source.flag}",
+            remedy=f"use {source.step_flag} {others[-1]}" if others else f"use another folder with {source.flag}",
             evidence=source.evidence,
         )
     return _no_tracker(source)
@@ -127,7 +127,7 @@ def _no_such_step(source: _Source, step: int) -> Diagnosis:
     return diagnosis(
         "CKPT02",
         f"{source.step_flag} {step}: {source.folder} has no {folder_name(step)}; complete: {saved}",
-        remedy=f"{source.step_flag} {nearest}"
+        remedy=f"use {source.step_flag} {nearest}"
         if nearest is not None
         else f"use a folder that --save wrote with {source.flag}",
         evidence=source.evidence | {"nearest": nearest},
@@ -144,7 +144,8 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
             f"{source.flag} {source.folder}: no {TRACKER} in that folder, but complete checkpoints of steps "
             f"{', '.join(map(str, source.steps))}: the run would start from the beginning and overwrite them",
             cause="The file was deleted, or not copied with the folders.",
-            remedy=f"{source.step_flag} {source.steps[-1]} resumes from the newest; to start over, use another folder",
+            remedy=f"use {source.step_flag} {source.steps[-1]} to resume from the newest, or another "
+            "folder to start over",
             evidence=source.evidence,
         )
     if source.folder.name in [folder.name for folder in find_complete_folders(source.folder.parent)]:
@@ -152,12 +153,12 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
             "CKPT01",
             f"{source.flag} {source.folder} is a single checkpoint, not the folder of all checkpoints",
             cause=f"{source.flag} names the folder of all checkpoints, {source.step_flag} the step.",
-            remedy=f"{source.flag} {source.folder.parent} {source.step_flag} {step_from_folder(source.folder)}",
+            remedy=f"use {source.flag} {source.folder.parent} {source.step_flag} {step_from_folder(source.folder)}",
             evidence=source.evidence,
         )
     names = sorted(path.name for path in source.folder.iterdir())
     content = abbreviate(names, SHOWN) or "nothing"
-    remedies = [f"{source.step_flag} {source.steps[-1]} is complete"] if source.steps else []
+    remedies = [f"use {source.step_flag} {source.steps[-1]}, which is complete"] if source.steps else []
     remedies.append(f"to resume, use the folder of --save; {source.step_flag} N selects a checkpoint")
     return diagnosis(
         "CKPT01",
@@ -196,7 +197,7 @@ def folder_to_save(context: PreflightContext) -> Iterator[Diagnosis]:
         yield diagnosis(
             "CKPT08",
             f"--save {save} contains checkpoints of {saved}; this run starts at {first} and would overwrite them",
-            remedy=f"--load {save}{' without --finetune' * flags.finetune} to resume, or another folder with --save",
+            remedy=f"use --load {save}{' without --finetune' * flags.finetune} to resume, or another --save folder",
             evidence={"folder": str(save), "steps": later, "first": first},
         )
 
@@ -270,7 +271,7 @@ def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
             "CKPT06",
             f"{finding}; no rollouts are left",
             cause="The run is complete.",
-            remedy=f"--num-rollout {step + total} continues it; another --load starts elsewhere",
+            remedy=f"use --num-rollout {step + total} to continue it, or another --load",
             evidence=evidence,
         )
     if missing:

@@ -125,8 +125,6 @@ def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
             "TOOL01",
             f"--custom-generate-function-path {path}: tokens are added to a sample in a loop (line {lines[0]}), "
             "and nothing in its module sets a loss mask",
-            remedy="append the environment's tokens with sample.append_response_tokens(tokens, trainable=False), or "
-            "set zeros for them in sample.loss_mask",
             severity="warning",
             evidence={"function": path, "lines": lines},
         )

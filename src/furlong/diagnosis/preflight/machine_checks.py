@@ -38,7 +38,7 @@ def tracker_package(context: PreflightContext) -> Iterator[Diagnosis]:
             "CFG05",
             "--use-wandb: the package wandb is not installed",
             cause="It is an optional dependency.",
-            remedy="pip install 'furlong[wandb]'",
+            remedy="run `pip install 'furlong[wandb]'`",
         )
 
 
@@ -56,7 +56,7 @@ def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator
         yield diagnosis(
             "ENV02",
             f"{flag} {num_threads}: this process may use {cpus} CPUs{limit}",
-            remedy=f"--num-threads {usable}, or remove it",
+            remedy=f"use --num-threads {usable}, or remove {flag}",
             evidence={"threads": num_threads, "processors": cpus, "quota": quota},
         )
     ranks = Topology.of(context.config).num_ranks
@@ -221,7 +221,7 @@ def disk(context: PreflightContext) -> Iterator[Diagnosis]:
     finding = (
         f"--save {flags.save}: {kept} checkpoints of {each} need {total}, but the disk of {folder} has {left} free"
     )
-    remedy = f"--keep-checkpoints {fits - 1}, or another folder" if fits > 1 else "use another folder with --save"
+    remedy = f"use {f'--keep-checkpoints {fits - 1}, or ' if fits > 1 else ''}another --save folder"
     if fits == 1 and not flags.no_save_optim:
         remedy += ", or --no-save-optim"
     evidence = {"checkpoint_bytes": one, "kept": kept, "free_bytes": free}

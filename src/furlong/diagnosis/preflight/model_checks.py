@@ -44,7 +44,7 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
             "CKPT07",
             f"{folder / 'config.json'} has {problem}",
             cause="The model is newer than the library, or needs custom code, which is not run.",
-            remedy="pip install -U transformers, or use a model of a family that it supports",
+            remedy="run `pip install -U transformers`, or use a model of a family that it supports",
             evidence={"folder": str(folder), "model_type": family},
         )
 

@@ -28,8 +28,6 @@ def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
         yield diagnosis(
             "GPU05",
             f"--ray-address {address}: cannot connect ({error})",
-            remedy="start it (`ray start`), use the address that it prints, or remove --ray-address to start a cluster "
-            "on this machine for this run",
             evidence={"address": address},
         )
 
@@ -89,8 +87,6 @@ def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
             "SYNC03",
             f"{len(trained)} routers of this {family} model are trained ({trained[0]} is the first), but {HASHED[0]} "
             "keeps using the weights that they had in its first forward pass",
-            remedy=f"freeze them with --freeze-params-name-list '{ROUTERS}', or use an SGLang that resets "
-            "`_weight_fp32` when it loads weights",
             evidence={"model_type": family, "routers": len(trained)},
         )
 
@@ -106,7 +102,5 @@ def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
             "SYNC04",
             f"the output layer of this {family} model is tied to its embedding (tie_word_embeddings in "
             f"{model.folder}/config.json), but {HASHED[0]} has a separate one, which gets no weights",
-            remedy="set tie_word_embeddings to false there and copy the embedding, model.embed_tokens.weight, to "
-            "lm_head.weight; or use --engine embedded",
             evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )
