@@ -66,7 +66,7 @@ def test_a_run_that_gets_too_little_memory_names_a_micro_batch_that_fits(tmp_pat
         assert re.search(value, message), message
     change = re.search(r"--max-tokens-per-gpu (\d+)", message)
     assert change
-    assert change[0] == result["findings"][0]["remedy"]
+    assert change[0] in result["findings"][0]["remedy"]
     assert 1024 <= int(change[1]) < 6000
     assert run_with("mended", int(change[1])) == 0
     assert "MEM02" not in told(tmp_path / "mended")
