@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metric
+from furlong.core.sealed_arrays import load_arrays, save_arrays
 from furlong.errors import CheckpointError
 
 FORMAT = "furlong-rollout-batch-1"
@@ -25,31 +24,32 @@ ARRAYS = tuple(
 
 def save_batch(path: Path, batch: RolloutBatch) -> None:
     """Write `batch` to `path`."""
-    arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in ARRAYS}
-    arrays |= {f"column.{name}": np.ascontiguousarray(column) for name, column in batch.columns.items()}
+    arrays = {name: np.asarray(getattr(batch, name)) for name in ARRAYS}
+    arrays |= {f"column.{name}": column for name, column in batch.columns.items()}
     if batch.routed_experts is not None:
-        arrays[ROUTES] = np.ascontiguousarray(batch.routed_experts)
+        arrays[ROUTES] = batch.routed_experts
     header = {
         "format": FORMAT,
         "rollout_id": str(batch.rollout_id),
         "metadata": json.dumps(batch.metadata),
         "metrics": json.dumps({name: (m.total, m.weight, m.rule) for name, m in batch.metrics.items()}),
     }
-    save_file(arrays, path, header)
+    save_arrays(path, arrays, header)
 
 
 def load_batch(path: Path) -> RolloutBatch:
-    """Read a file written by `save_batch`. Raises CheckpointError for another format."""
-    with safe_open(path, "np") as file:
-        header = file.metadata() or {}
+    """Read a file written by `save_batch`. Raises CheckpointError if it is damaged or has another format."""
+    try:
+        arrays, header = load_arrays(path)
         if header.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
-    return RolloutBatch(
-        rollout_id=int(header["rollout_id"]),
-        columns={name.removeprefix("column."): a for name, a in arrays.items() if name.startswith("column.")},
-        metadata=json.loads(header["metadata"]),
-        metrics={name: Metric(*parts) for name, parts in json.loads(header["metrics"]).items()},
-        routed_experts=arrays.get(ROUTES),
-        **{name: arrays[name] for name in ARRAYS},
-    )
+        return RolloutBatch(
+            rollout_id=int(header["rollout_id"]),
+            columns={name.removeprefix("column."): a for name, a in arrays.items() if name.startswith("column.")},
+            metadata=json.loads(header["metadata"]),
+            metrics={name: Metric(*parts) for name, parts in json.loads(header["metrics"]).items()},
+            routed_experts=arrays.get(ROUTES),
+            **{name: arrays[name] for name in ARRAYS},
+        )
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; use another --ckpt-step") from error

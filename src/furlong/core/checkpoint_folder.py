@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from furlong.core.files import PARTIAL
+import xxhash
+
+from furlong.core.checksums import SUFFIX, FileCheck, take_checksum
+from furlong.core.files import PARTIAL, write_atomically
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"  # position of the run: data, ledger, rollouts in flight
 DIST_INDEX = ".metadata"  # in folders written by torch.distributed.checkpoint, such as Megatron-LM's
-FORMAT = 1
+STATE_FORMAT = 1
+FORMAT = 2  # of the manifest
+WITHOUT_CHECKSUMS = 1  # an older format, which has the sizes of files only
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file in a manifest. checksum: xxh3-128 of its content; None if an older version saved it."""
+
+    num_bytes: int
+    checksum: str | None
 
 
 def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, flag: str = "--load") -> Path | None:
@@ -88,19 +108,30 @@ def newest_step(save_dir: Path) -> int | None:
     tracker = save_dir / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
+    text = tracker.read_bytes()
+    if not text.strip().isdigit():
         raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected a checkpoint number; use --ckpt-step")
     return int(text)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the position of the run in a checkpoint. Raises CheckpointError if it is damaged."""
+    path = folder / STATE
+    with files_checked(folder, [STATE]):
+        try:
+            state: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}; use another --ckpt-step") from error
+    return state
 
 
 def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
     """Return the thread count of the process that saved the checkpoint; None if there is none or it is unknown."""
     step = newest_step(load_dir) if step is None else step
-    path = load_dir / folder_name(step or 0) / STATE
-    if step is None or not path.is_file():
+    folder = load_dir / folder_name(step or 0)
+    if step is None or not (folder / STATE).is_file():
         return None
-    return json.loads(path.read_text()).get("num_threads")
+    return read_state(folder).get("num_threads")
 
 
 def find_complete_folders(save_dir: Path) -> list[Path]:
@@ -108,19 +139,111 @@ def find_complete_folders(save_dir: Path) -> list[Path]:
     return sorted(p.parent for p in save_dir.glob(f"iter_*/{MANIFEST}") if not p.parent.name.endswith(PARTIAL))
 
 
+def write_manifest(folder: Path, step: int) -> None:
+    """Write the manifest of all files in `folder`, with their checksums. It is the last file of a checkpoint."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != SUFFIX and p != folder / MANIFEST)
+    records = {str(p.relative_to(folder)): FileRecord(p.stat().st_size, take_checksum(p)) for p in files}
+    write_atomically(folder / MANIFEST, manifest_text(step, records))
+
+
+def manifest_text(step: int, files: Mapping[str, FileRecord]) -> str:
+    """Return the content of a manifest; its last entry is the checksum of the others."""
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: {"bytes": record.num_bytes, "xxh3_128": record.checksum} for name, record in files.items()},
+    }
+    return json.dumps(content | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1)
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Return the files of a checkpoint, by their path in it.
+
+    Raises CheckpointError if the manifest is damaged or has a format that this version does not read.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+        manifest = json.loads(text)
+        if manifest["format"] == WITHOUT_CHECKSUMS:
+            return {str(name): FileRecord(int(size), None) for name, size in manifest["files"].items()}
+        if manifest["format"] == FORMAT:
+            files = manifest["files"].items()
+            records = {name: FileRecord(file["bytes"], file["xxh3_128"]) for name, file in files}
+            is_intact = text == manifest_text(manifest["step"], records)
+        else:
+            raise CheckpointError(
+                f"{folder} has format {manifest['format']!r}, expected {FORMAT}; use the furlong version that wrote it"
+            )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is corrupt ({type(error).__name__}: {error}){_other(folder)}") from error
+    if not is_intact:
+        raise CheckpointError(f"{path} does not have the checksum in its last line: it was changed{_other(folder)}")
+    return records
+
+
 def check_manifest(folder: Path) -> None:
     """Check the format and that every file has its size. Raises CheckpointError."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{folder / MANIFEST} is corrupt ({error}); use another --ckpt-step") from error
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {manifest['format']}, expected {FORMAT}; use the furlong version that wrote it"
-        )
-    for name, size in manifest["files"].items():
+    records = read_manifest(folder)
+    for name, record in records.items():
         path = folder / name
-        actual = path.stat().st_size if path.exists() else None
-        if actual != size:
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != record.num_bytes:
             state = "is missing" if actual is None else f"has {actual} bytes"
-            raise CheckpointError(f"{path} {state}, expected {size} bytes; use another --ckpt-step")
+            raise CheckpointError(f"{path} {state}, expected {record.num_bytes} bytes{_other(folder)}")
+    if any(record.checksum is None for record in records.values()):
+        logger.warning(
+            "%s was saved without checksums by an older version: changes of its content cannot be detected", folder
+        )
+
+
+@contextmanager
+def files_checked(
+    folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1
+) -> Generator[None]:
+    """Compare files of the checkpoint `folder` with their checksums while the body loads them.
+
+    names: paths in the folder; by default those in `trainer/`. Of large files, every `parts`-th from number `part` is
+    compared, so that ranks share the work. Does nothing without a manifest. Raises CheckpointError with all damaged
+    files: before the body for small ones, after it for large ones, and in place of an exception that damage may cause.
+    """
+    records = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+    selected = [name for name in records if name.startswith("trainer/")] if names is None else list(names)
+    expected = [(folder / name, records[name].checksum) for name in selected if name in records]
+    known = [(path, checksum) for path, checksum in expected if checksum is not None]
+    check = FileCheck(known, part=part, parts=parts)
+    _refuse(folder, check.damaged)
+    try:
+        yield
+    except Exception as error:
+        _refuse(folder, check.wait(), cause=error)
+        raise
+    finally:
+        check.close()
+    _refuse(folder, check.wait())
+
+
+def _refuse(folder: Path, damaged: list[str], cause: Exception | None = None) -> None:
+    if damaged:
+        raise CheckpointError("; ".join(damaged) + _other(folder)) from cause
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """Return what is wrong with the files of a checkpoint whose manifest is intact; compares all content."""
+    records = read_manifest(folder)
+    expected = ((folder / name, record.checksum) for name, record in records.items() if record.checksum is not None)
+    return FileCheck(expected).wait()
+
+
+def _other(folder: Path) -> str:
+    """Return advice to use the newest intact checkpoint before `folder`, as the end of a sentence."""
+    if not folder.name.removeprefix("iter_").isdigit():
+        return "; use another checkpoint"
+    for other in reversed([each for each in find_complete_folders(folder.parent) if each.name < folder.name]):
+        try:
+            if not damaged_files(other):
+                step = step_from_folder(other)
+                return f"; the newest intact checkpoint before it is that of step {step}: use --ckpt-step {step}"
+        except CheckpointError:
+            continue
+    return "; there is no intact checkpoint before it"

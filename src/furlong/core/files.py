@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from furlong.core.checksums import leave_checksum
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -129,9 +131,7 @@ class PendingFiles:
 
     def add_tensors(self, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Queue a safetensors file. The tensors are not copied: pass copies made by `host_copy`."""
-        from safetensors.torch import save_file  # imports torch
-
-        self._writes.append(partial(save_file, dict(tensors), path, metadata))
+        self._writes.append(partial(save_tensors, path, dict(tensors), metadata))
 
     def add_text(self, path: Path, text: str) -> None:
         """Queue a text file."""
@@ -145,3 +145,11 @@ class PendingFiles:
         """Write all files, and release each one once it is written. Raises OSError or SafetensorError."""
         while self._writes:
             self._writes.popleft()()
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file and leave its checksum for the manifest. Raises OSError or SafetensorError."""
+    from safetensors.torch import save_file  # imports torch
+
+    save_file(tensors, path, metadata)
+    leave_checksum(path)

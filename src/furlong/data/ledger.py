@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import xxhash
 
 from furlong.core.sample import Group
 from furlong.errors import CheckpointError, DataError
@@ -80,7 +81,7 @@ class FileLedger:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._lines: list[str] = []
-        self._num_events, self._num_bytes, torn = _count(path)
+        self._num_events, self._num_bytes, self._digest, torn = _count(path)
         self._file = path.open("ab", buffering=0)
         if torn:
             log.warning("%s: the last line is incomplete after a crash; it is kept and ignored", path)
@@ -122,7 +123,8 @@ class FileLedger:
         """Sync all events to disk and return the position, for a checkpoint."""
         self._flush()
         os.fsync(self._file.fileno())
-        return {"events": self._num_events, "bytes": self._num_bytes, "id": self._id}
+        digest = self._digest.hexdigest()
+        return {"events": self._num_events, "bytes": self._num_bytes, "id": self._id, "xxh3_128": digest}
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -140,6 +142,7 @@ class FileLedger:
     def _flush(self) -> None:
         data = memoryview("".join(self._lines).encode("ascii"))
         self._lines.clear()
+        self._digest.update(data)
         while data:
             try:
                 data = data[self._file.write(data) :]
@@ -163,39 +166,51 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and "e" in event else None
 
 
-def _count(path: Path) -> tuple[int, int, bool]:
-    """Return the lines and bytes of the file, and whether the last line, which counts, is incomplete."""
+def _count(path: Path) -> tuple[int, int, xxhash.xxh3_128, bool]:
+    """Return lines, bytes and checksum of the file, and whether the last line, which counts, is incomplete."""
+    digest = xxhash.xxh3_128()
     if not path.exists():
-        return 0, 0, False
+        return 0, 0, digest, False
     lines = size = 0
     last = b"\n"
     with path.open("rb") as file:
         while chunk := file.read(COUNT_BYTES):
             lines += chunk.count(b"\n")
             size += len(chunk)
+            digest.update(chunk)
             last = chunk[-1:]
     torn = last != b"\n"
-    return lines + torn, size, torn
+    return lines + torn, size, digest, torn
 
 
 def check_mark(path: Path, mark: dict[str, Any]) -> None:
-    """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues."""
+    """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues.
+
+    Marks of older versions have no checksum.
+    """
     if not path.is_file():
         raise CheckpointError(
             f"the checkpoint continues the ledger {path}, which is missing; copy the run's ledger.jsonl there, "
             "resume in the original run folder, or start a partial ledger"
         )
     ledger_id, lines, rest = None, 0, int(mark["bytes"])
-    last = b"\n"
+    last, digest = b"\n", xxhash.xxh3_128()
     with path.open("rb") as file:
         while rest and (line := file.readline(rest)):
             rest -= len(line)
             lines += 1
             last = line[-1:]
+            digest.update(line)
             if line.startswith(b'{"e":"start"') and (event := parse_event(line)) is not None:
-                ledger_id = event["id"]
+                ledger_id = event.get("id")
     if rest or last != b"\n" or lines != mark["events"] or ledger_id != mark["id"]:
         raise CheckpointError(
             f"{path} is not the ledger that the checkpoint continues: the mark is {mark}, the file has {lines} events "
             f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint"
+        )
+    if mark.get("xxh3_128", digest.hexdigest()) != digest.hexdigest():
+        raise CheckpointError(
+            f"{path}: the first {mark['bytes']} bytes were changed after the checkpoint was saved (checksum "
+            f"{digest.hexdigest()}, expected {mark['xxh3_128']}); use the ledger.jsonl of the checkpoint, or resume "
+            "in a new folder, which begins a partial ledger"
         )

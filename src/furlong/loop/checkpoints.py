@@ -1,7 +1,7 @@
 """Checkpoints in slime's folder layout, written so that a kill at any time leaves the last complete one.
 
     SAVE/latest_checkpointed_iteration.txt     the number of rollouts trained, e.g. 10
-    SAVE/iter_0000010/manifest.json            every file with its size; written last, incomplete without it
+    SAVE/iter_0000010/manifest.json            every file with size and checksum; written last, incomplete without it
     SAVE/iter_0000010/state.json               data source, ledger position
     SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts generated ahead
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
@@ -31,14 +31,16 @@ from safetensors import SafetensorError
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import load_batch, save_batch
 from furlong.core.checkpoint_folder import (
-    FORMAT,
-    MANIFEST,
     STATE,
+    STATE_FORMAT,
     TRACKER,
+    files_checked,
     find_checkpoint,
     find_complete_folders,
     folder_name,
+    read_state,
     step_from_folder,
+    write_manifest,
 )
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.errors import CheckpointError, FurlongError
@@ -97,9 +99,7 @@ class Checkpoints:
     def peek(self) -> tuple[int, dict[str, Any]] | None:
         """Return the step that `restore` will continue from and the ledger's mark; None if there is no checkpoint."""
         folder = self.find()
-        return (
-            None if folder is None else (step_from_folder(folder), json.loads((folder / STATE).read_text())["ledger"])
-        )
+        return None if folder is None else (step_from_folder(folder), read_state(folder)["ledger"])
 
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
         """Restore everything from the selected checkpoint; return the step and the rollouts generated ahead.
@@ -118,11 +118,12 @@ class Checkpoints:
             raise CheckpointError(
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
             )
-        state = json.loads((folder / STATE).read_text())
+        state = read_state(folder)
         async with parts.device_sharing.updating_weights():
             await parts.trainer.load(folder / "trainer")
         parts.source.restore(state["source"])
-        loaded = [load_batch(folder / name) for name in state["ahead"]]
+        with files_checked(folder, state["ahead"]):
+            loaded = [load_batch(folder / name) for name in state["ahead"]]
         # Renumber from this step: of rollouts that shared the last data, an earlier one may be missing.
         ahead = [dataclasses.replace(batch, rollout_id=step + place) for place, batch in enumerate(loaded)]
         logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
@@ -186,7 +187,7 @@ class Checkpoints:
                 await parts.trainer.save(folder / "trainer")
         names = [f"rollout_{batch.rollout_id:07d}.safetensors" for batch in batches]
         state = {
-            "format": FORMAT,
+            "format": STATE_FORMAT,
             "step": step,
             "ahead": names,
             "num_threads": torch.get_num_threads(),  # the order of sums depends on it
@@ -250,12 +251,7 @@ class Checkpoints:
         files = sorted(p for p in partial.rglob("*") if p.is_file())
         for path in files:
             sync_to_disk(path)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "files": {str(p.relative_to(partial)): p.stat().st_size for p in files},
-        }
-        write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
+        write_manifest(partial, step)
         final = self.save_dir / folder_name(step)
         before = [p for p in find_complete_folders(self.save_dir) if step_from_folder(p) < step]
         if final.exists():  # from an earlier continuation; the tracker must not name it while it is replaced

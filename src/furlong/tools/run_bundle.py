@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,8 +28,7 @@ from furlong import __version__
 from furlong.config.command_line import argv_from_config, config_from_values
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
-from furlong.core.checkpoint_folder import FORMAT as CHECKPOINT_FORMAT
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from furlong.core.checkpoint_folder import MANIFEST, STATE_FORMAT, TRACKER, folder_name, write_manifest
 from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
@@ -35,6 +36,19 @@ from furlong.tracking.rollout_dump import load_samples, save_samples
 from furlong.tracking.run_files import METRICS, read_flags, read_rows
 
 FORMAT = "furlong-bundle-1"
+# What zipfile and json raise for damaged files; members have a CRC-32.
+DAMAGED_ZIP = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+)
 MANIFEST_NAME, SAMPLES_NAME, CHECKPOINT_PREFIX = "bundle.json", "rollout.safetensors", "checkpoint/"
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 SECTIONS = frozenset({"algo", "train", "optim"})
@@ -125,19 +139,26 @@ def read_bundle(path: Path) -> Bundle:
     try:
         with zipfile.ZipFile(path) as file:
             values = json.loads(file.read(MANIFEST_NAME))
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        if values.pop("format", None) != FORMAT:
+            raise DataError(
+                f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"
+            )
+        return Bundle(**values)
+    except DAMAGED_ZIP as error:
         raise DataError(
-            f"{path} is not a bundle ({type(error).__name__}: {error}); create one with `furlong bundle`"
+            f"{path} is not a bundle, or is damaged ({type(error).__name__}: {error}); create one with `furlong bundle`"
         ) from error
-    if values.pop("format", None) != FORMAT:
-        raise DataError(
-            f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"
-        )
-    return Bundle(**values)
 
 
 def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
     """Extract a bundle's files into `folder`; return the flags for them and for the step."""
+    try:
+        return _unpacked(path, bundle, folder)
+    except DAMAGED_ZIP as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); copy it again") from error
+
+
+def _unpacked(path: Path, bundle: Bundle, folder: Path) -> list[str]:
     template = folder / f"{bundle.step - 1}.safetensors"
     with zipfile.ZipFile(path) as file:
         template.write_bytes(file.read(SAMPLES_NAME))
@@ -240,8 +261,7 @@ def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
 def _complete(folder: Path, step: int) -> None:
     """Complete a checkpoint of the trainer's files, without data position and ledger."""
     mark = {"id": "bundle", "events": 0, "bytes": 0}
-    state = {"format": CHECKPOINT_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
+    state = {"format": STATE_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
     (folder / "state.json").write_text(json.dumps(state))
-    files = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({"format": CHECKPOINT_FORMAT, "step": step, "files": files}))
+    write_manifest(folder, step)
     (folder.parent / TRACKER).write_text(f"{step}\n")

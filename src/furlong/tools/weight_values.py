@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, find_checkpoint
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, damaged_files, find_checkpoint
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.model_folder import INDEX, SINGLE, Shard, StoredTensor, check_model, read_header, read_model
@@ -131,6 +131,8 @@ def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
             check_manifest(folder)
         else:
             raise CheckpointError(f"{folder} has no {MANIFEST}, which is written last: the save was interrupted")
+        if with_values and (damaged := damaged_files(folder)):
+            raise CheckpointError("; ".join(damaged))
     except CheckpointError as error:
         return [diagnosis("CKPT01", str(error), remedy="resume from another checkpoint with --ckpt-step")]
     diagnoses: list[Diagnosis] = []

@@ -2,7 +2,7 @@
 
 A dump is one safetensors file, whatever its suffix (slime's `rollout_{rollout_id}.pt` works too):
 
-- metadata: `format` "furlong.samples", `version` "1", `rollout_id`;
+- metadata: `format` "furlong.samples", `version` "1", `rollout_id`, and the checksum of `core.sealed_arrays`;
 - tensor `json` (uint8): UTF-8 JSON {"groups": [{"index", "epoch", "row", "name", "samples": [{...}]}]}; a sample has
 all fields that differ from their default, except the per-token lists;
 - for each per-token list in `COLUMNS`: tensor `<field>`, the lists of all samples concatenated, and tensor
@@ -14,18 +14,17 @@ JSON has no tuples and only string keys; such values are tagged, {"$tuple": [...
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample
+from furlong.core.sealed_arrays import load_arrays, save_arrays
 from furlong.errors import DataError
 
 FORMAT = "furlong.samples"
@@ -66,27 +65,33 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as draft:
-        save_file(tensors, draft, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
+        save_arrays(draft, tensors, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
 
 
 def load_samples(path: Path | str) -> SampleDump:
-    """Read a file written by `save_samples`. Raises DataError for other files and versions."""
-    if not Path(path).is_file():
+    """Read a file written by `save_samples`. Raises DataError for damaged files, other files and other versions."""
+    path = Path(path)
+    if not path.is_file():
         raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
-    except SafetensorError as error:
+        tensors, metadata = load_arrays(path)
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} is not a rollout dump of furlong ({error}); slime's dumps are written with torch.save and contain "
-            "pickled objects, which furlong does not load"
+            f"cannot read the rollout dump {path}: {error}. If slime wrote it with torch.save: it contains pickled "
+            "objects, which furlong does not load; otherwise write it again"
         ) from error
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise DataError(
             f"{path} has format {metadata.get('format')!r} version {metadata.get('version')!r}, expected {FORMAT!r} "
             f"version {VERSION!r}"
         )
+    try:
+        return _dump_of(tensors, int(metadata["rollout_id"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again") from error
+
+
+def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump:
     shown = json.loads(tensors["json"].tobytes())["groups"]
     rows = [sample for group in shown for sample in group["samples"]]
     for name in COLUMNS:
@@ -96,7 +101,7 @@ def load_samples(path: Path | str) -> SampleDump:
         Group(g["index"], [Sample.from_dict(_from_tagged(s)) for s in g["samples"]], g["epoch"], g["row"])
         for g in shown
     ]
-    return SampleDump(int(metadata["rollout_id"]), groups, [g["name"] for g in shown])
+    return SampleDump(rollout_id, groups, [g["name"] for g in shown])
 
 
 class RolloutDumps:

@@ -166,6 +166,24 @@ def test_a_mark_of_another_ledger_is_rejected(path: Path, tmp_path: Path) -> Non
         FileLedger.resume(path, mark)
 
 
+def test_a_ledger_whose_events_before_the_mark_were_changed_is_rejected(path: Path) -> None:
+    ledger = FileLedger(path)
+    ledger.issued(groups(0, 1), 0)
+    ledger.close()
+    ledger = FileLedger(path)  # a later start appends
+    ledger.issued(groups(2), 1)
+    mark = ledger.mark()
+    ledger.close()
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"row":1', b'"row":7'))
+    with pytest.raises(CheckpointError, match=rf"ledger\.jsonl: the first {len(content)} bytes were changed"):
+        FileLedger.resume(path, mark)
+    del mark["xxh3_128"]  # as an older version saved it
+    FileLedger.resume(path, mark).close()
+    path.write_bytes(content + b'{"e":')
+    FileLedger.resume(path, mark).close()
+
+
 def test_a_missing_ledger_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no ledger at"):
         audit(tmp_path / "ledger.jsonl")

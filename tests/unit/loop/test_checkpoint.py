@@ -13,6 +13,7 @@ import torch
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import files
 from furlong.core.checkpoint_folder import check_manifest, find_complete_folders, saved_num_threads, step_from_folder
+from furlong.core.checksums import file_checksum
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
@@ -46,7 +47,8 @@ def test_layout_is_the_one_that_scripts_know(tmp_path):
     assert set(files) == {"manifest.json", "state.json", "rollout_0000010.safetensors", "trainer/steps"}
     manifest = json.loads((folder / "manifest.json").read_text())
     del files["manifest.json"]
-    assert manifest["files"] == files
+    assert {name: file["bytes"] for name, file in manifest["files"].items()} == files
+    assert all(file["xxh3_128"] == file_checksum(folder / name) for name, file in manifest["files"].items())
     assert manifest["step"] == 10
     assert saved_num_threads(tmp_path, step=None) == saved_num_threads(tmp_path, step=10) == torch.get_num_threads()
     assert saved_num_threads(tmp_path / "other", step=None) is None
@@ -250,7 +252,7 @@ def test_truncated_file_is_named(tmp_path):
     [
         ("latest_checkpointed_iteration.txt", "release", "'release'"),
         ("iter_0000002/manifest.json", "{", r"manifest\.json"),
-        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 1"),
+        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 2"),
     ],
 )
 def test_damaged_file_is_named(name, text, message, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from furlong.cli import main
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name, write_manifest
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools import weight_values as weights
 from furlong.tools.model_folder import read_header
@@ -104,8 +104,7 @@ def saved(tmp_path):
     (folder / "trainer").mkdir(parents=True)
     save_file({"w": torch.ones(2, 2)}, folder / "trainer" / "trainer_model.safetensors")
     save_file({"w/exp_avg": torch.zeros(2, 2)}, folder / "trainer" / "trainer_optimizer.safetensors")
-    files = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": 3, "files": files}))
+    write_manifest(folder, 3)
     (tmp_path / "save" / TRACKER).write_text("3\n")
     return tmp_path / "save"
 
@@ -127,8 +126,18 @@ def test_trainer_checkpoint_is_refused_with_the_message_of_load(saved):
     assert (unfinished.id, MANIFEST in unfinished.finding) == ("CKPT01", True)
 
 
+def test_a_changed_byte_of_a_trainer_checkpoint_is_found_with_its_file(saved):
+    path = saved / folder_name(3) / "trainer" / "trainer_optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    (finding,) = check_weights(saved)
+    assert (finding.id, str(path) in finding.finding) == ("CKPT01", True)
+
+
 def test_trainer_weights_that_are_not_finite_are_found(saved):
     save_file({"w": torch.full((2, 2), math.inf)}, saved / folder_name(3) / "trainer" / "trainer_model.safetensors")
+    write_manifest(saved / folder_name(3), 3)
     (finding,) = check_weights(saved)
     assert finding.evidence["tensors"] == ["w (4 of 4 values)"]
 

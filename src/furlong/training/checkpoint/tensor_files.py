@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from furlong.core.files import PendingFiles
+from furlong.core.files import PendingFiles, save_tensors
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
@@ -38,11 +38,13 @@ def write(
     *,
     max_bytes: int = FILE_BYTES,
     later: PendingFiles | None = None,
+    save: Callable[..., None] = save_tensors,
 ) -> dict[str, tuple[str, int]]:
     """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor gets its own file.
 
-    With `later` this rank's files are only copied to host memory and added there. A collective. Returns file and bytes
-    of each tensor. Raises CheckpointError on all ranks if one cannot write.
+    With `later` this rank's files are only copied to host memory and added there; without it, `save(path, tensors,
+    metadata)` writes each. A collective. Returns file and bytes of each tensor. Raises CheckpointError on all ranks if
+    one cannot write.
     """
     written: dict[str, tuple[str, int]] = {}
     buffered: dict[str, Tensor] = {}
@@ -59,7 +61,7 @@ def write(
             else:
                 if pending:
                     pending[-1].exception()  # wait; errors are reported at the end
-                pending.append(thread.submit(save_file, dict(buffered), path, metadata))
+                pending.append(thread.submit(save, path, dict(buffered), metadata))
             buffered.clear()
 
         for name, tensor in tensors:
@@ -75,6 +77,10 @@ def write(
     if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):
         raise CheckpointError(f"{problem}; free disk space, or use another folder") from failed
     return written
+
+
+def _export(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    save_file(tensors, path, metadata)
 
 
 def write_model(
@@ -94,7 +100,7 @@ def write_model(
     if ranks.rank == 0:
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
     ranks.wait()
-    written = write(folder, hf.part_name, tensors, ranks)
+    written = write(folder, hf.part_name, tensors, ranks, save=_export)
     if ranks.rank == 0:
         hf.write_index(folder, written)
     ranks.wait()

@@ -1,0 +1,59 @@
+"""Arrays and text in one safetensors file that contains the checksum of both.
+
+Any change of a value, name, shape, dtype or text is refused; other changes are in padding that is not read. Files of
+older versions have no checksum and are read with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+CHECKSUM = "xxh3_128"
+
+logger = logging.getLogger(__name__)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> None:
+    """Write a file. `texts` are the entries of its header. Raises OSError or SafetensorError."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    save_file(contiguous, path, {**texts, CHECKSUM: _checksum(contiguous, texts)})
+
+
+def load_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Read a file written by `save_arrays`: its arrays and the entries of its header.
+
+    Raises ValueError if it is no safetensors file or does not have its checksum, and OSError if it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            texts = dict(file.metadata() or {})
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
+    except (SafetensorError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"it is no safetensors file, or a damaged one ({error})") from error
+    expected = texts.pop(CHECKSUM, None)
+    if expected is None:
+        logger.warning(
+            "%s has no checksum (an older version wrote it): changes of its content cannot be detected", path
+        )
+    elif (actual := _checksum(arrays, texts)) != expected:
+        raise ValueError(f"it was changed after it was written: its checksum is {actual}, expected {expected}")
+    return arrays, texts
+
+
+def _checksum(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, text in sorted(texts.items()):
+        digest.update(f"{len(name)} {name} {len(text)} {text}".encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{len(name)} {name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
