@@ -144,7 +144,7 @@ def one_bad_gradient(ranks: Ranks, folder: Path, *, family: str) -> dict[str, An
     trained = backend(ranks, folder, family)
     trained.forward_backward(micro(ranks), PolicyLoss(AlgoFlags()))
     if ranks.rank == 0:
-        trained.optimizer.masters[1].grad[0] = math.inf
+        trained.optimizer.master_weights[1].grad[0] = math.inf
     try:
         trained.optim_step()
     except TrainerError as error:

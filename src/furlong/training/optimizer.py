@@ -6,11 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from furlong.config.sections import OptimFlags
 from furlong.core.text import abbreviate
@@ -85,12 +87,31 @@ class Schedule:
         return flags.min_lr + scale * (flags.lr - flags.min_lr)
 
 
+@dataclass(frozen=True)
+class TrainedWeight:
+    """A trained parameter with its master weight: a float32 copy, this rank's shard, or the parameter itself."""
+
+    name: str
+    parameter: Parameter
+    master: Parameter
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameter is rounded from a float32 copy."""
+        return self.parameter is not self.master and not isinstance(self.parameter, DTensor)
+
+    @property
+    def has_decay(self) -> bool:
+        """Whether weight decay applies: not to biases, norms and other one-dimensional parameters."""
+        return self.master.ndim > 1 and not self.name.endswith("bias")
+
+
 class MasterOptimizer:
     """Optimizer of a model's trainable parameters, with float32 master weights.
 
     Parameters in half precision have float32 master weights: gradients are accumulated in float32 (`fold_gradients`
-    after each backward pass), the master weights are stepped and rounded into the parameters. Biases, norms and other
-    one-dimensional parameters have no weight decay. `num_steps` counts the steps taken, without skipped ones.
+    after each backward pass), the master weights are stepped and rounded into the parameters. `num_steps` counts the
+    steps taken, without skipped ones.
 
     For a sharded parameter the master weight is this rank's shard, and `step` is a collective: the norm is global.
 
@@ -101,7 +122,7 @@ class MasterOptimizer:
 
     def __init__(
         self,
-        named: list[tuple[str, torch.nn.Parameter]],
+        named: list[tuple[str, Parameter]],
         flags: OptimFlags,
         schedule: Schedule,
         sharding: Sharding | None = None,
@@ -113,31 +134,31 @@ class MasterOptimizer:
             raise ConfigError(
                 "no parameter is trained; check --only-train-params-name-list and --freeze-params-name-list"
             )
-        self.names = [name for name, _ in named]
-        self.params = [parameter for _, parameter in named]
         self.flags, self.schedule, self.num_steps = flags, schedule, 0
-        self.sharding = sharding or Sharding(Ranks(), self.params[0].device)
-        self.masters = [self._master(p) for p in self.params]
+        self.sharding = sharding or Sharding(Ranks(), named[0][1].device)
+        self.weights = [TrainedWeight(name, parameter, self._master_weight(parameter)) for name, parameter in named]
         self.optimizer = self._build()
         self._offload: Offload = offload
         self._optimizer_offload = OptimizerOffload(self._offloaded, wait or (lambda: None))
 
-    def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def _master_weight(self, parameter: Parameter) -> Parameter:
         if isinstance(parameter, DTensor):
-            return torch.nn.Parameter(self.sharding.local(parameter))
+            return Parameter(self.sharding.local(parameter))
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
-        return torch.nn.Parameter(parameter.detach().to(torch.float32))
+        return Parameter(parameter.detach().to(torch.float32))
+
+    @property
+    def master_weights(self) -> list[Parameter]:
+        """The master weights, in the order of the parameters."""
+        return [weight.master for weight in self.weights]
 
     def _build(self) -> torch.optim.Optimizer:
         flags = self.flags
-        is_plain = [m.ndim <= 1 or name.endswith("bias") for name, m in zip(self.names, self.masters, strict=True)]
-        decayed = [m for m, plain in zip(self.masters, is_plain, strict=True) if not plain]
-        undecayed = [m for m, plain in zip(self.masters, is_plain, strict=True) if plain]
         groups: list[dict[str, Any]] = [
-            {"params": members, "weight_decay": decay}
-            for members, decay in ((decayed, flags.weight_decay), (undecayed, 0.0))
-            if members
+            {"params": members, "weight_decay": flags.weight_decay if has_decay else 0.0}
+            for has_decay in (True, False)
+            if (members := [weight.master for weight in self.weights if weight.has_decay == has_decay])
         ]
         if flags.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=True)
@@ -147,7 +168,8 @@ class MasterOptimizer:
 
     def fold_gradients(self) -> None:
         """Add half-precision and sharded gradients to those of the master weights, and free them."""
-        for parameter, master in zip(self.params, self.masters, strict=True):
+        for weight in self.weights:
+            parameter, master = weight.parameter, weight.master
             if parameter is not master and parameter.grad is not None:
                 grad = self.sharding.local(parameter.grad)
                 master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
@@ -155,16 +177,22 @@ class MasterOptimizer:
 
     def drop_unfolded(self) -> bool:
         """Discard the gradients of an unfolded backward pass; returns False if they were added to the sums already."""
-        if any(parameter is master for parameter, master in zip(self.params, self.masters, strict=True)):
+        if any(weight.parameter is weight.master for weight in self.weights):
             return False
-        for parameter in self.params:
-            parameter.grad = None
+        for weight in self.weights:
+            weight.parameter.grad = None
         return True
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the accumulated gradients by parameter; of a sharded parameter, this rank's shard."""
+        for weight in self.weights:
+            if weight.master.grad is not None:
+                yield weight.name, weight.master.grad
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for tensor in (*self.params, *self.masters):
-            tensor.grad = None
+        for weight in self.weights:
+            weight.parameter.grad = weight.master.grad = None
 
     def step(self, *, skip_not_finite: bool) -> OptimReport:
         """Clip by the global norm, step, write parameters back, drop the gradients.
@@ -172,12 +200,11 @@ class MasterOptimizer:
         A non-finite gradient norm skips the step if `skip_not_finite`, else raises TrainerError naming the first
         parameter with a non-finite gradient. Weights do not change in either case.
         """
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        grads = [grad for _, grad in self.named_gradients()]
         lr = self.schedule.lr(self.num_steps)
         norm = self._norm(grads)
         if not math.isfinite(norm):
-            gradients = ((name, master.grad) for name, master in zip(self.names, self.masters, strict=True))
-            name = first_not_finite(gradients, self.sharding.ranks)
+            name = first_not_finite(self.named_gradients(), self.sharding.ranks)
             self.zero_grad()
             reason = f"gradient norm {norm}, first in {name}"
             if not skip_not_finite:
@@ -205,9 +232,8 @@ class MasterOptimizer:
     def _offloaded(self) -> list[Tensor]:
         if self._offload == "nothing":
             return []
-        pairs = zip(self.params, self.masters, strict=True)
-        masters = [m for p, m in pairs if p is not m and not isinstance(p, DTensor)] if self._offload == "all" else []
-        return [*self.moments(), *masters]
+        copies = [weight.master for weight in self.weights if weight.is_rounded] if self._offload == "all" else []
+        return [*self.moments(), *copies]
 
     def moments(self) -> Iterator[Tensor]:
         """Yield every tensor that the optimizer keeps between steps."""
@@ -216,39 +242,33 @@ class MasterOptimizer:
 
     def _norm(self, grads: list[Tensor]) -> float:
         """Return the global norm of the gradients over all shards."""
-        norm_0 = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros((), device=self._device)
+        device = self.weights[0].master.device
+        norm_0 = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros((), device=device)
         if self.sharding.is_sharded:
             norm_0 = self.sharding.sum(norm_0.square()).sqrt()
         return float(norm_0)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.masters[0].device
-
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the master weights into the parameters."""
-        for parameter, master in zip(self.params, self.masters, strict=True):
-            if parameter is not master and not isinstance(parameter, DTensor):
-                parameter.copy_(master)
+        for weight in self.weights:
+            if weight.is_rounded:
+                weight.parameter.copy_(weight.master)
 
-    def rounded(self) -> list[torch.nn.Parameter]:
+    def rounded(self) -> list[Parameter]:
         """Return the parameters that `write_back` can restore from master weights on the device."""
-        if self._offload == "all":
-            return []
-        pairs = zip(self.params, self.masters, strict=True)
-        return [p for p, master in pairs if p is not master and not isinstance(p, DTensor)]
+        return [w.parameter for w in self.weights if w.is_rounded] if self._offload != "all" else []
 
     def coming_bytes(self) -> list[int]:
         """Return the bytes of each moment that does not exist yet and will stay on the device between steps."""
         num_moments = 2 if self.flags.optimizer == "adam" else 1
-        masters = self.masters if self._offload == "nothing" else []
-        return [m.nbytes for m in masters if m not in self.optimizer.state for _ in range(num_moments)]
+        resident = self.master_weights if self._offload == "nothing" else []
+        return [m.nbytes for m in resident if m not in self.optimizer.state for _ in range(num_moments)]
 
     @property
     def pending_bytes(self) -> int:
         """Bytes that the next backward pass and step will allocate for gradients and moments."""
-        return sum(self.coming_bytes()) + sum(m.nbytes for m in self.masters if m.grad is None)
+        return sum(self.coming_bytes()) + sum(m.nbytes for m in self.master_weights if m.grad is None)
 
     def reset(self) -> None:
         """Reset the moments; the schedule continues."""
@@ -258,11 +278,12 @@ class MasterOptimizer:
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moments as (parameter/moment, full tensor). A collective if the parameters are sharded."""
         with self.loaded():
-            for name, parameter, master in zip(self.names, self.params, self.masters, strict=True):
-                for moment, tensor in sorted(self.optimizer.state.get(master, {}).items()):
+            for weight in self.weights:
+                for moment, tensor in sorted(self.optimizer.state.get(weight.master, {}).items()):
                     if tensor is not None:
-                        is_shard = isinstance(parameter, DTensor) and moment != "step"
-                        yield f"{name}/{moment}", self.sharding.gather(tensor, parameter.shape) if is_shard else tensor
+                        is_shard = isinstance(weight.parameter, DTensor) and moment != "step"
+                        full = self.sharding.gather(tensor, weight.parameter.shape) if is_shard else tensor
+                        yield f"{weight.name}/{moment}", full
 
     def restore(self, reader: TensorReader) -> None:
         """Load what `state_tensors` returned. Raises CheckpointError for another optimizer, parameters or shapes.
@@ -270,7 +291,7 @@ class MasterOptimizer:
         Moments of parameters that were not trained before start at zero, with a warning.
         """
         check_moments(reader, self.flags.optimizer)
-        trained = {n: (p, m) for n, p, m in zip(self.names, self.params, self.masters, strict=True)}
+        trained = {weight.name: weight for weight in self.weights}
         self.reset()
         with self.loaded():
             self._fill(trained, reader)
@@ -278,16 +299,16 @@ class MasterOptimizer:
         if new and reader.names:
             logger.warning("%s has no moments of %s: they start at zero", reader.path, abbreviate(new))
 
-    def _fill(self, trained: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]], reader: TensorReader) -> None:
+    def _fill(self, trained: dict[str, TrainedWeight], reader: TensorReader) -> None:
         for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
-            expected = tuple(trained[name][0].shape) if name in trained else "no such trained parameter"
+            expected = tuple(trained[name].parameter.shape) if name in trained else "no such trained parameter"
             if name not in trained or (moment != "step" and reader.shape(key) != expected):
                 raise CheckpointError(
                     f"the optimizer states of the checkpoint do not fit: {key} has shape {reader.shape(key)}, the "
                     f"model has {expected}; resume with the model and parameter lists of the run that saved it"
                 )
-            parameter, master = trained[name]
+            parameter, master = trained[name].parameter, trained[name].master
             is_shard = isinstance(parameter, DTensor) and moment != "step"
             tensor = reader.read(key, self.sharding.rows(len(parameter)) if is_shard else None)
             # torch keeps the step count of fused optimizers on the parameter's device

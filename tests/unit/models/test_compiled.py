@@ -115,7 +115,7 @@ def test_running_out_of_memory_repeats_the_micro_batch_and_counts_it_once(folder
         backend = fsdp_backend(folder, dtype=torch.bfloat16)
         backend.forward_backward(micro(), PolicyLoss(AlgoFlags()))
         backend.forward_backward(micro(), loss)
-        grads.append([m.grad for m in backend.optimizer.masters])
+        grads.append([m.grad for m in backend.optimizer.master_weights])
     assert "more recomputation" in caplog.text
     for want, got in zip(*grads, strict=True):
         assert torch.equal(got, want)

@@ -171,15 +171,15 @@ def test_a_custom_loss_gets_tempered_logits_with_their_gradient(folder):
 
 def test_bfloat16_keeps_float32_master_weights_and_learns(folder):
     backend = build(folder, dtype=torch.bfloat16, optim={"lr": 1e-3})
-    assert all(m.dtype == torch.float32 for m in backend.optimizer.masters)
+    assert all(m.dtype == torch.float32 for m in backend.optimizer.master_weights)
     part = micro(torch.ones(len(BATCH.loss_masks)))
     before = float(backend.log_probs(part).log_probs_R.mean())
     for _ in range(20):
         backend.forward_backward(part, loss())
         backend.optim_step()
     assert float(backend.log_probs(part).log_probs_R.mean()) > before + 0.5
-    for master, parameter in zip(backend.optimizer.masters, backend.optimizer.params, strict=True):
-        assert torch.equal(parameter, master.to(torch.bfloat16))
+    for weight in backend.optimizer.weights:
+        assert torch.equal(weight.parameter, weight.master.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("since", ["started", "stepped", "loaded", "continued"])

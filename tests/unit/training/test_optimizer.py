@@ -143,8 +143,8 @@ def test_stateless_adam_keeps_no_moments_and_reset_clears_them():
     named = params()
     stateless, kept = build(named, use_stateless_adam=True), build(params())
     for optimizer in (stateless, kept):
-        for p in optimizer.params:
-            p.grad = torch.ones_like(p)
+        for weight in optimizer.weights:
+            weight.parameter.grad = torch.ones_like(weight.parameter)
         optimizer.step(skip_not_finite=False)
     assert not list(stateless.state_tensors())
     assert {k for k, _ in kept.state_tensors()} == {
@@ -158,8 +158,8 @@ def test_stateless_adam_keeps_no_moments_and_reset_clears_them():
 @pytest.mark.parametrize(("saved", "now"), [("adam", "sgd"), ("sgd", "adam")])
 def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
     trained, other = build(params(), optimizer=saved), build(params(), optimizer=now)
-    for parameter in trained.params:
-        parameter.grad = torch.ones_like(parameter)
+    for weight in trained.weights:
+        weight.parameter.grad = torch.ones_like(weight.parameter)
     trained.step(skip_not_finite=False)
     save_file({n: t.clone() for n, t in trained.state_tensors()}, tmp_path / "moments.safetensors")
     with pytest.raises(CheckpointError, match=f"not those of {now};.*--optimizer .*--no-load-optim"):
@@ -197,7 +197,7 @@ def test_offloaded_states_step_bit_identically(offload):
                 p.grad = torch.full_like(p, 0.5 + step)
             optimizer.fold_gradients()
             optimizer.step(skip_not_finite=False)
-    there = [master.untyped_storage().size() for master in optimizers[1].masters]
+    there = [master.untyped_storage().size() for master in optimizers[1].master_weights]
     assert any(there) == (offload == "moments")
     assert all(moment.untyped_storage().size() == 0 for moment in optimizers[1].moments())
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stayed, moved, strict=True))

@@ -265,7 +265,7 @@ class FsdpBackend(Backend):
             reshard(packed)
             kept = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
             yield from (self.sharding.local(tensor) for tensor in kept)
-        yield from self.optimizer.masters
+        yield from self.optimizer.master_weights
 
     def layer_seconds(self) -> float | None:
         """Return the time spent in the policy's layers since the last call; None with one rank."""
@@ -296,9 +296,7 @@ class FsdpBackend(Backend):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the accumulated gradients by parameter; of a sharded parameter, this rank's shard."""
-        for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
-            if master.grad is not None:
-                yield name, master.grad
+        return self.optimizer.named_gradients()
 
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""

@@ -47,7 +47,9 @@ def save(
         return len({name for name, _ in written.values()}) or 1
 
     with optimizer.loaded():
-        counts = {state.WEIGHTS: write(state.WEIGHTS, _whole(model, _masters(model, optimizer, sharding), sharding))}
+        counts = {
+            state.WEIGHTS: write(state.WEIGHTS, _whole(model, _policy_tensors(model, optimizer, sharding), sharding))
+        }
     if with_moments:
         counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, optimizer))
     for role, other in frozen.items():
@@ -78,7 +80,7 @@ def load_policy(
     Raises CheckpointError if something is missing or of another model.
     """
     with optimizer.loaded():
-        _reader(folder, meta, state.WEIGHTS, model).copy_into(_masters(model, optimizer, sharding), sharding)
+        _reader(folder, meta, state.WEIGHTS, model).copy_into(_policy_tensors(model, optimizer, sharding), sharding)
         optimizer.write_back()
     optimizer.zero_grad()
     optimizer.reset()
@@ -94,10 +96,10 @@ def load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTraine
     _reader(folder, meta, stem, model).copy_into(dict(hf.named_tensors(model)), sharding)
 
 
-def _masters(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
+def _policy_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
     """Return the policy's tensors by name, master weights instead of parameters if they are separate."""
-    masters = {} if sharding.is_sharded else dict(zip(optimizer.names, optimizer.masters, strict=True))
-    return {name: masters.get(name, tensor) for name, tensor in hf.named_tensors(model)}
+    separate = {} if sharding.is_sharded else {weight.name: weight.master for weight in optimizer.weights}
+    return {name: separate.get(name, tensor) for name, tensor in hf.named_tensors(model)}
 
 
 def _whole(model: PreTrainedModel, tensors: dict[str, Tensor], sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
