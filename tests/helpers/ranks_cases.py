@@ -19,7 +19,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import Metric
 from furlong.errors import FurlongError, TrainerError
 from furlong.models import hf_model as hf
-from furlong.training.checkpoint import tensor_files
+from furlong.training.checkpoint import trainer_files
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.packing import Packing, split_batch
 from furlong.training.ranks import Ranks
@@ -172,7 +172,7 @@ def frozen_models(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 def save_half(ranks: Ranks, folder: Path, *, family: str, to: str, file_bytes: int, **options: Any) -> dict[str, Any]:
     """Train, save halfway into several files, continue, and return the final weights."""
     trained = backend(ranks, folder, family, **options)
-    tensor_files.write.__kwdefaults__["max_bytes"] = file_bytes
+    trainer_files.write.__kwdefaults__["max_bytes"] = file_bytes
     run = worker(ranks, trained)
     run.train(batch(0))
     trained.copy_weights("actor", "old_actor")

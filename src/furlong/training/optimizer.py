@@ -18,7 +18,7 @@ from furlong.config.sections import OptimFlags
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.interfaces import OptimReport
-from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.checkpoint.trainer_files import TensorReader
 from furlong.training.not_finite import first_not_finite
 from furlong.training.offload import OptimizerOffload
 from furlong.training.ranks import Ranks

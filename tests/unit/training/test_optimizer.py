@@ -9,7 +9,7 @@ from torch import nn
 
 from furlong.config.sections import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
-from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.checkpoint.trainer_files import TensorReader
 from furlong.training.optimizer import MasterOptimizer, Schedule
 
 

@@ -37,8 +37,7 @@ from furlong.models import hf_model as hf
 from furlong.models.model_facts import forward_flops
 from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
-from furlong.training.checkpoint import tensor_files
-from furlong.training.checkpoint import trainer_state as state
+from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint
 from furlong.training.loss_wrappers import StatsRequest
@@ -111,11 +110,11 @@ class FsdpBackend(Backend):
                 f"{folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
                 f"Hugging Face folder: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
             )
-        is_checkpoint = (folder / state.META).exists()
+        is_checkpoint = (folder / trainer_files.META).exists()
         packed = self._load(whole if is_checkpoint else folder, prepare=self._prepare, is_trained=True)
         if is_checkpoint:
-            meta = state.read_meta(folder)
-            fsdp_checkpoint.load_weights(folder, meta, state.WEIGHTS, packed.model, self.sharding)
+            meta = trainer_files.read_meta(folder)
+            fsdp_checkpoint.load_weights(folder, meta, trainer_files.WEIGHTS, packed.model, self.sharding)
         logger.info("loaded weights from %s", folder)
         return packed
 
@@ -318,7 +317,7 @@ class FsdpBackend(Backend):
         return self.sharding.build(folder, dtype=dtype, is_trained=False, prepare=_freeze, pack=self._pack)
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, moments, schedule and random states (files: `training.checkpoint.trainer_state`).
+        """Write weights, moments, schedule and random states (files: `training.checkpoint.trainer_files`).
 
         With `later`, only copy them to host memory.
         """
@@ -339,7 +338,7 @@ class FsdpBackend(Backend):
         """
         reshard(self.actor)
         with self.ranks.agreed():
-            meta = state.read_meta(folder)
+            meta = trainer_files.read_meta(folder)
             fsdp_checkpoint.load_policy(
                 folder,
                 meta,
@@ -354,13 +353,13 @@ class FsdpBackend(Backend):
                 fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
-                state.restore_random(folder, meta, self.ranks)
+                trainer_files.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers can load, with tokenizer and generation config of `hf_checkpoint`."""
         companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
         tensors = self.named_weights()
-        tensor_files.write_model(
+        trainer_files.write_model(
             folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
         )
 
@@ -377,10 +376,11 @@ class FsdpBackend(Backend):
 
     def _load_frozen(self, folder: Path) -> PackedModel:
         """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
-        if not (folder / state.META).exists():
+        if not (folder / trainer_files.META).exists():
             return self._load(folder, prepare=_freeze)
         packed = self._load(self.settings.hf_checkpoint, prepare=_freeze)
-        fsdp_checkpoint.load_weights(folder, state.read_meta(folder), state.WEIGHTS, packed.model, self.sharding)
+        meta = trainer_files.read_meta(folder)
+        fsdp_checkpoint.load_weights(folder, meta, trainer_files.WEIGHTS, packed.model, self.sharding)
         return packed
 
     def _stats(

@@ -1,4 +1,4 @@
-"""Checkpoints of the FSDP backend, under Hugging Face names and shapes; files: `training.checkpoint.trainer_state`.
+"""Checkpoints of the FSDP backend, under Hugging Face names and shapes; files: `training.checkpoint.trainer_files`.
 
 With several ranks every function is a collective.
 """
@@ -6,8 +6,7 @@ With several ranks every function is a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from transformers import PreTrainedModel
 from furlong.core.files import PendingFiles
 from furlong.interfaces import Role
 from furlong.models import hf_model as hf
-from furlong.training.checkpoint import tensor_files
-from furlong.training.checkpoint import trainer_state as state
-from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.checkpoint import trainer_files
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS, TensorReader
 from furlong.training.optimizer import MOMENTS, MasterOptimizer
 from furlong.training.sharding import Sharding
 
@@ -42,28 +40,16 @@ def save(
     With `later`, only copy them to host memory.
     """
 
-    def write(stem: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, sharding.ranks, later=later)
-        return len({name for name, _ in written.values()}) or 1
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        with optimizer.loaded():
+            yield from _whole(model, _policy(model, optimizer, sharding), sharding)
 
-    with optimizer.loaded():
-        counts = {
-            state.WEIGHTS: write(state.WEIGHTS, _whole(model, _policy_tensors(model, optimizer, sharding), sharding))
-        }
+    tensors = {WEIGHTS: weights()}
     if with_moments:
-        counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, optimizer))
+        tensors[OPTIMIZER] = _moments(model, optimizer)
     for role, other in frozen.items():
-        stem = f"trainer_{role}"
-        counts[stem] = write(stem, _whole(model, dict(hf.named_tensors(other)), sharding))
-    meta = {
-        "num_steps": optimizer.num_steps,
-        "has_optimizer": with_moments,
-        "roles": list(frozen),
-        "files": counts,
-        "num_ranks": sharding.ranks.world_size,
-    }
-    state.write_meta(folder, meta, sharding.ranks, later)
-    sharding.ranks.wait()
+        tensors[f"trainer_{role}"] = _whole(model, dict(hf.named_tensors(other)), sharding)
+    trainer_files.save(folder, tensors, sharding.ranks, meta={"num_steps": optimizer.num_steps}, later=later)
 
 
 def load_policy(
@@ -80,13 +66,13 @@ def load_policy(
     Raises CheckpointError if something is missing or of another model.
     """
     with optimizer.loaded():
-        _reader(folder, meta, state.WEIGHTS, model).copy_into(_policy_tensors(model, optimizer, sharding), sharding)
+        _reader(folder, meta, WEIGHTS, model).copy_into(_policy(model, optimizer, sharding), sharding)
         optimizer.write_back()
     optimizer.zero_grad()
     optimizer.reset()
     optimizer.num_steps = int(meta["num_steps"])
     if meta["has_optimizer"] and with_moments:
-        optimizer.restore(_reader(folder, meta, state.OPTIMIZER, model))
+        optimizer.restore(_reader(folder, meta, OPTIMIZER, model))
     elif with_moments:
         logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
@@ -96,7 +82,7 @@ def load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTraine
     _reader(folder, meta, stem, model).copy_into(dict(hf.named_tensors(model)), sharding)
 
 
-def _policy_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
+def _policy(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
     """Return the policy's tensors by name, master weights instead of parameters if they are separate."""
     separate = {} if sharding.is_sharded else {weight.name: weight.master for weight in optimizer.weights}
     return {name: separate.get(name, tensor) for name, tensor in hf.named_tensors(model)}
@@ -121,9 +107,9 @@ def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tup
 
 def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> TensorReader:
     """Open the files of `stem`, with tensors under their names in the model."""
-    reader = state.reader(folder, meta, stem)
+    reader = trainer_files.reader(folder, meta, stem)
     moments = ("step", *chain(*MOMENTS.values()))
-    suffixes = [f"/{moment}" for moment in moments] if stem == state.OPTIMIZER else [""]
+    suffixes = [f"/{moment}" for moment in moments] if stem == OPTIMIZER else [""]
     for name, tensor in hf.named_tensors(model):
         form = hf.disk_rows(model, name, tensor)
         for suffix in suffixes:

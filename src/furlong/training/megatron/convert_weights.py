@@ -20,8 +20,7 @@ from torch import Tensor
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.hf_model import TensorSource, open_tensors
-from furlong.training.checkpoint import tensor_files
-from furlong.training.checkpoint import trainer_state as state
+from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
@@ -74,8 +73,10 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[ModelWeights]:
     config = hf.load_config(config_folder)
     if is_dist_folder(folder):
         yield ModelWeights(config, None, DistReader(folder))
-    elif (folder / state.META).is_file():
-        yield ModelWeights(config, state.reader(folder, state.read_meta(folder), state.WEIGHTS), None)
+    elif (folder / trainer_files.META).is_file():
+        yield ModelWeights(
+            config, trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS), None
+        )
     else:
         with open_tensors(folder) as stored:
             yield ModelWeights(config, stored, None)
@@ -101,7 +102,7 @@ def write_hf(weights: ModelWeights, folder: Path, *, dtype: torch.dtype | None, 
     stored = dtype or next(weights.theirs())[1].dtype
     build = partial(hf.build_empty, companions, dtype=stored)
     tensors = weights.theirs(dtype)
-    return tensor_files.write_model(folder, build, tensors, Ranks(), dtype=stored, companions=companions)
+    return trainer_files.write_model(folder, build, tensors, Ranks(), dtype=stored, companions=companions)
 
 
 def check_same(source: ModelWeights, written: ModelWeights, *, dtype: torch.dtype | None) -> int:

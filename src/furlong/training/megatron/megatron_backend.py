@@ -32,8 +32,7 @@ from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.model_facts import forward_flops
 from furlong.models.working_memory import COMPILED_FROM
-from furlong.training.checkpoint import tensor_files
-from furlong.training.checkpoint import trainer_state as state
+from furlong.training.checkpoint import trainer_files
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import torch_dist
@@ -393,7 +392,7 @@ class MegatronBackend(PipelinedBackend):
         Raises CheckpointError on all ranks if it is incomplete, of another model, or unreadable on one rank.
         """
         with self.ranks.agreed(), self._optimizer_offload.loaded():
-            meta = state.read_meta(folder)
+            meta = trainer_files.read_meta(folder)
             checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
             if meta["has_optimizer"] and not self.settings.checkpoint.no_load_optim:
                 checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
@@ -404,17 +403,17 @@ class MegatronBackend(PipelinedBackend):
         for role in meta["roles"]:
             frozen = self._models.replaced(role)
             with self.ranks.agreed():
-                names.load(frozen, self.hf, state.reader(folder, meta, f"trainer_{role}"))
+                names.load(frozen, self.hf, trainer_files.reader(folder, meta, f"trainer_{role}"))
         self.num_steps = int(meta["num_steps"])
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
-                state.restore_random(folder, meta, self.ranks)
+                trainer_files.restore_random(folder, meta, self.ranks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder, with tokenizer and generation config of the original."""
         whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
         build = partial(hf.build_empty, whole, dtype=dtype)
-        tensor_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
+        trainer_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
 
     # -- other models
 

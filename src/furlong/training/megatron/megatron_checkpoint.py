@@ -1,4 +1,4 @@
-"""Layout-independent checkpoints of a Megatron-core model, in the files of `checkpoint.trainer_state`.
+"""Layout-independent checkpoints of a Megatron-core model, in the files of `checkpoint.trainer_files`.
 
 Tensors are whole and under their Hugging Face names, as those of --train-backend fsdp, so a run can resume with any
 layout and with either backend. Saving gathers one tensor at a time on all ranks, which take turns writing files;
@@ -20,9 +20,8 @@ from torch import Tensor
 from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.interfaces import Role
-from furlong.training.checkpoint import tensor_files
-from furlong.training.checkpoint import trainer_state as state
-from furlong.training.checkpoint.tensor_files import TensorReader
+from furlong.training.checkpoint import trainer_files
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS, TensorReader
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.optimizer import check_moments
@@ -49,20 +48,12 @@ def save(
 
     A collective of all ranks.
     """
-
-    def write(stem: str, tensors: Iterator[tuple[str, Tensor]]) -> int:
-        written = tensor_files.write(folder, partial(state.file_name, stem), tensors, ranks, later=later)
-        return len({name for name, _ in written.values()}) or 1
-
-    master_weights = names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))
-    counts = {state.WEIGHTS: write(state.WEIGHTS, master_weights)}
+    tensors = {WEIGHTS: names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))}
     if with_moments:
-        counts[state.OPTIMIZER] = write(state.OPTIMIZER, _moments(model, hf, optimizer))
+        tensors[OPTIMIZER] = _moments(model, hf, optimizer)
     for role in sorted(frozen):
-        counts[f"trainer_{role}"] = write(f"trainer_{role}", names.export(frozen[role], hf))
-    written = {"has_optimizer": with_moments, "roles": sorted(frozen), "files": counts, "num_ranks": ranks.world_size}
-    state.write_meta(folder, {**meta, **written}, ranks, later)
-    ranks.wait()
+        tensors[f"trainer_{role}"] = names.export(frozen[role], hf)
+    trainer_files.save(folder, tensors, ranks, meta=meta, later=later)
 
 
 def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
@@ -81,13 +72,13 @@ def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple
 
 def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
     """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
-    names.load(model, hf, state.reader(folder, meta, state.WEIGHTS), put=partial(optimizer.put, kind=MASTER))
+    names.load(model, hf, trainer_files.reader(folder, meta, WEIGHTS), put=partial(optimizer.put, kind=MASTER))
 
 
 def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
     """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
     optimizer.reset()
-    reader = state.reader(folder, meta, state.OPTIMIZER)
+    reader = trainer_files.reader(folder, meta, OPTIMIZER)
     check_moments(reader, optimizer.kind)
     if not reader.names:  # saved before the first step
         return
@@ -103,7 +94,7 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
             "--train-backend megatron has one count for all: resume with fsdp, or with --no-load-optim"
         )
     optimizer.set_step(steps.pop() if steps else 0.0)
-    weights = state.reader(folder, meta, state.WEIGHTS)
+    weights = trainer_files.reader(folder, meta, WEIGHTS)
     for moment in optimizer.moment_names:
         names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
 
