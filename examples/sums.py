@@ -1,4 +1,4 @@
-"""Write the quickstart's problems to a folder and print the path of its model: `python problems.py FOLDER`."""
+"""Write the data of the examples: `python examples/sums.py FOLDER`. Prints the path of the quickstart's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from furlong.quickstart.quickstart import model_folder
 
 
 def main(folder: Path) -> None:
-    """Write 5,000 training problems and 200 held-out problems."""
+    """Write 5,000 training problems and 200 held-out problems, as rows {"prompt": "47+85=", "label": "132"}."""
+    folder.mkdir(parents=True, exist_ok=True)
     task.write_prompts(folder / "problems.jsonl", task.problems(5_000, seed=7))
     task.write_prompts(folder / "held_out.jsonl", task.held_out_problems()[:200])
     print(model_folder())
