@@ -19,7 +19,6 @@ from furlong import Sample
 from furlong.data.audit import audit
 from furlong.interfaces import Completion
 from furlong.models.tokenizer import build_tokenizer
-from furlong.rollout.agent import serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"]
@@ -105,8 +104,9 @@ def play(file: str, turns: list[str], **fields: Any) -> Sample:
 
     sample = Sample(**fields)
     sample.tokens = encode(sample.prompt)
-    with serving(SimpleNamespace(generate=answer, encode=encode)):
-        return asyncio.run(load_file(EXAMPLES / file).generate(None, sample, {}))
+    module: Any = load_file(EXAMPLES / file)
+    module.policy = lambda: SimpleNamespace(generate=answer, encode=encode)
+    return asyncio.run(module.generate(None, sample, {}))
 
 
 def trained_text(sample: Sample) -> str:
