@@ -1,63 +1,20 @@
-"""Ordered prompts: a table in memory, or a stream over a file that is too large for that.
-
-Both yield one epoch at a time, in an order determined by a key, and resume from a JSON-able position.
-"""
+"""Open a prompt file: as a table in memory (`data.source`), or as a stream, for files that are too large for that."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow
-from furlong.data.row_readers import Cursor, PromptDataPath, RawRow, RowReader, open_reader, read_slice
+from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
+from furlong.data.row_readers import Cursor, PromptDataPath, RawRow, RowReader, open_reader
+from furlong.data.source import PromptTable, prompt_settings, shuffled
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
-from furlong.errors import CheckpointError, ConfigError, DataError
-
-log = logging.getLogger(__name__)
+from furlong.errors import CheckpointError, ConfigError
 
 RENDER_ROWS = 256
 BLOCK_BYTES = 64 << 20
-SHOWN_ROWS = 5
-_U64 = (1 << 64) - 1
-
-
-class Prompts(Protocol):
-    """The prompts that a data source draws from. Call `begin` or `seek` before `take`."""
-
-    @property
-    def size(self) -> int | None:
-        """Prompts in one epoch; None while unknown."""
-        ...
-
-    def begin(self, key: int | None) -> None:
-        """Start an epoch, shuffled by `key`, or in file order if it is None."""
-        ...
-
-    def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts of the epoch; fewer at its end, [] after it."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """Return a JSON-able position in the epoch, for `seek`."""
-        ...
-
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch from a `position`."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """Return what must be equal for a position to be valid: the data's fingerprint and the prompt format."""
-        ...
-
-    def close(self) -> None:
-        """Stop workers and close files."""
-        ...
 
 
 def open_prompts(
@@ -94,147 +51,6 @@ def open_rows(
     return reader, PromptRenderer(tokenizer, prompt_format, num_workers=num_workers)
 
 
-def shuffled(n: int, *, key: int, block: int = 0) -> NDArray[np.int64]:
-    """Return a permutation of range(n): the stable order of n raw Philox words under the key (`key`, `block`).
-
-    Raw words of a bit generator are the same on every platform and numpy version; `Generator.permutation` is not.
-    """
-    philox = np.random.Philox(key=np.array([key & _U64, block & _U64], dtype=np.uint64))
-    return np.argsort(philox.random_raw(n), kind="stable")
-
-
-class RowFilter:
-    """Rejects or counts bad rows, and logs once how many rows were left out and why."""
-
-    def __init__(self, name: str, *, max_prompt_len: int | None, skip_bad_rows: bool) -> None:
-        self.name = name
-        self.max_prompt_len = max_prompt_len
-        self.skip_bad_rows = skip_bad_rows
-        self.num_kept = self.num_long = self.num_bad = 0
-        self.first_bad: list[str] = []
-        self._is_logged = False
-
-    def admits(self, result: Prompt | RejectedRow) -> bool:
-        """Return whether the row is a prompt to issue. Raises DataError for a bad row unless bad rows are skipped."""
-        if isinstance(result, Prompt):
-            self.num_kept += 1
-            return True
-        if result.num_tokens is not None:
-            self.num_long += 1
-            return False
-        message = f"{result.where}: {result.reason}"
-        if not self.skip_bad_rows:
-            raise DataError(f"{message}; correct the row, or skip such rows with --skip-bad-rows")
-        self.num_bad += 1
-        if len(self.first_bad) < SHOWN_ROWS:
-            self.first_bad.append(message)
-        return False
-
-    def log_summary(self) -> None:
-        """Log what was left out, on the first call only."""
-        if self._is_logged:
-            return
-        self._is_logged = True
-        total = self.num_kept + self.num_long + self.num_bad
-        if self.num_bad:
-            log.warning(
-                "%s: skipped %d of %d rows (bad rows); the first: %s",
-                self.name,
-                self.num_bad,
-                total,
-                self.first_bad,
-            )
-        if self.num_long:
-            limit = self.max_prompt_len
-            log.warning("%s: dropped %d of %d prompts longer than %s tokens", self.name, self.num_long, total, limit)
-
-    def require_some(self) -> None:
-        """Raise DataError if nothing was kept."""
-        if not self.num_kept:
-            counts = f"{self.num_bad} bad rows, {self.num_long} prompts over {self.max_prompt_len} tokens"
-            hint = (
-                self.first_bad[0] if self.first_bad else "check --prompt-data, its slice, and --rollout-max-prompt-len"
-            )
-            raise DataError(f"{self.name} has no usable prompts ({counts}); {hint}")
-
-
-def _settings(location: PromptDataPath, prompt_format: PromptFormat, *, skip_bad_rows: bool) -> dict[str, Any]:
-    return {
-        **location.fingerprint(),
-        "input_key": prompt_format.input_key,
-        "label_key": prompt_format.label_key,
-        "metadata_key": prompt_format.metadata_key,
-        "tool_key": prompt_format.tool_key,
-        "apply_chat_template": prompt_format.apply_chat_template,
-        "max_prompt_len": prompt_format.max_prompt_len,
-        "skip_bad_rows": skip_bad_rows,
-    }
-
-
-class PromptTable(Sequence[Prompt]):
-    """All prompts in memory, in file order. Implements `Prompts` with known size."""
-
-    def __init__(
-        self,
-        location: PromptDataPath,
-        reader: RowReader,
-        renderer: PromptRenderer | TokenizedRenderer,
-        check: RowFilter,
-    ) -> None:
-        rows = read_slice(reader, location)
-        self._prompts: list[Prompt] = []
-        try:
-            while chunk := list(islice(rows, 16 * RENDER_ROWS)):
-                self._prompts += [cast(Prompt, result) for result in renderer.render(chunk) if check.admits(result)]
-        finally:
-            renderer.close()
-        check.log_summary()
-        check.require_some()
-        self._settings = _settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
-        self._settings |= {"streaming": False, "num_prompts": len(self._prompts)}
-        self._order: NDArray[np.int64] | None = None
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._prompts[index]
-
-    @property
-    def size(self) -> int:
-        """Prompts in one epoch."""
-        return len(self._prompts)
-
-    def begin(self, key: int | None) -> None:
-        """Start an epoch."""
-        self._order = None if key is None else shuffled(len(self._prompts), key=key)
-        self._next = 0
-
-    def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts of the epoch."""
-        start, self._next = self._next, min(self._next + n, len(self._prompts))
-        if self._order is None:
-            return self._prompts[start : self._next]
-        return [self._prompts[i] for i in self._order[start : self._next]]
-
-    def position(self) -> dict[str, Any]:
-        """Return how many prompts of the epoch were taken."""
-        return {"taken": self._next}
-
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch."""
-        self.begin(key)
-        self._next = int(position["taken"])
-
-    def settings(self) -> dict[str, Any]:
-        """Return the fingerprint, the keys, and the number of prompts."""
-        return dict(self._settings)
-
-    def close(self) -> None:
-        """Do nothing: files and workers are closed after reading."""
-
-
 class PromptStream:
     """Prompts read on demand, with one block of rows in memory.
 
@@ -262,7 +78,7 @@ class PromptStream:
         self._location, self._reader, self._renderer, self._check = location, reader, renderer, check
         by_size = None if reader.row_bytes is None else BLOCK_BYTES // max(1, reader.row_bytes)
         self._block_rows = block_rows if by_size is None else max(1, min(block_rows, by_size))
-        self._settings = _settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
+        self._settings = prompt_settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
         self._settings |= {"streaming": True, "shuffle_buffer_size": block_rows}
         self._first: Cursor | None = None
         self._size: int | None = None

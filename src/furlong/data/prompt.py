@@ -1,8 +1,9 @@
-"""Convert a row of a data file to a tokenized prompt, or reject it with a reason."""
+"""Convert rows of a data file to tokenized prompts, and reject bad rows with a reason."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,15 @@ from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
 from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render_chat, require_template
 from furlong.data.row_readers import RawRow
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 # Why a row is rejected: invalid JSON, wrong columns or types, empty, too long, or messages without a template.
 Rejection = Literal["syntax", "form", "empty", "long", "messages"]
 
 PIECE_ROWS = 64
+SHOWN_ROWS = 5
 _EXACT_FLOAT = 2.0**63
 _KEY = re.compile(rb'"\s*:')  # the end of every key, and possibly of text
 
@@ -204,6 +208,56 @@ class PromptRenderer:
             return render_chat(self._tokenizer, messages, tools=tools, kwargs=fmt.apply_chat_template_kwargs)
         except TEMPLATE_ERRORS as error:
             raise _BadRowError(f"the chat template rejects it: {type(error).__name__}: {error}") from error
+
+
+class RowFilter:
+    """Rejects or counts bad rows, and logs once how many rows were left out and why."""
+
+    def __init__(self, name: str, *, max_prompt_len: int | None, skip_bad_rows: bool) -> None:
+        self.name = name
+        self.max_prompt_len = max_prompt_len
+        self.skip_bad_rows = skip_bad_rows
+        self.num_kept = self.num_long = self.num_bad = 0
+        self.first_bad: list[str] = []
+        self._is_logged = False
+
+    def admits(self, result: Prompt | RejectedRow) -> bool:
+        """Return whether the row is a prompt to issue. Raises DataError for a bad row unless bad rows are skipped."""
+        if isinstance(result, Prompt):
+            self.num_kept += 1
+            return True
+        if result.num_tokens is not None:
+            self.num_long += 1
+            return False
+        message = f"{result.where}: {result.reason}"
+        if not self.skip_bad_rows:
+            raise DataError(f"{message}; correct the row, or skip such rows with --skip-bad-rows")
+        self.num_bad += 1
+        if len(self.first_bad) < SHOWN_ROWS:
+            self.first_bad.append(message)
+        return False
+
+    def log_summary(self) -> None:
+        """Log what was left out, on the first call only."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        total = self.num_kept + self.num_long + self.num_bad
+        if self.num_bad:
+            message = "%s: skipped %d of %d rows (bad rows); the first: %s"
+            logger.warning(message, self.name, self.num_bad, total, self.first_bad)
+        if self.num_long:
+            limit = self.max_prompt_len
+            logger.warning("%s: dropped %d of %d prompts longer than %s tokens", self.name, self.num_long, total, limit)
+
+    def require_some(self) -> None:
+        """Raise DataError if nothing was kept."""
+        if not self.num_kept:
+            counts = f"{self.num_bad} bad rows, {self.num_long} prompts over {self.max_prompt_len} tokens"
+            hint = (
+                self.first_bad[0] if self.first_bad else "check --prompt-data, its slice, and --rollout-max-prompt-len"
+            )
+            raise DataError(f"{self.name} has no usable prompts ({counts}); {hint}")
 
 
 def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:

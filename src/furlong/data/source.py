@@ -1,4 +1,4 @@
-"""The data source: turns prompts into groups of samples, each prompt once per epoch, in a resumable order."""
+"""The data source: prompts in memory, made into groups of samples, each prompt once per epoch, in a resumable order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from itertools import islice
+from typing import Any, Protocol, cast
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from furlong.core.sample import Group, Sample
-from furlong.data.dataset import Prompts
-from furlong.data.prompt import Prompt
+from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
+from furlong.data.row_readers import PromptDataPath, RowReader, read_slice
+from furlong.data.tokenized import TokenizedRenderer
 from furlong.errors import CheckpointError, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +25,129 @@ logger = logging.getLogger(__name__)
 BufferFilter = Callable[[Any, int | None, list[list[Sample]], int], list[list[Sample]]]
 
 STATE_VERSION = 1
+READ_ROWS = 4096
+_U64 = (1 << 64) - 1
 HASHED_PARTS = {"head": "its first MiB differs", "tail": "its last MiB differs"}  # shown instead of the hashes
+
+
+class Prompts(Protocol):
+    """The prompts that a data source draws from. Call `begin` or `seek` before `take`."""
+
+    @property
+    def size(self) -> int | None:
+        """Prompts in one epoch; None while unknown."""
+        ...
+
+    def begin(self, key: int | None) -> None:
+        """Start an epoch, shuffled by `key`, or in file order if it is None."""
+        ...
+
+    def take(self, n: int) -> list[Prompt]:
+        """Return the next `n` prompts of the epoch; fewer at its end, [] after it."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Return a JSON-able position in the epoch, for `seek`."""
+        ...
+
+    def seek(self, key: int | None, position: dict[str, Any]) -> None:
+        """Continue an epoch from a `position`."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must be equal for a position to be valid: the data's fingerprint and the prompt format."""
+        ...
+
+    def close(self) -> None:
+        """Stop workers and close files."""
+        ...
+
+
+def shuffled(n: int, *, key: int, block: int = 0) -> NDArray[np.int64]:
+    """Return a permutation of range(n): the stable order of n raw Philox words under the key (`key`, `block`).
+
+    Raw words of a bit generator are the same on every platform and numpy version; `Generator.permutation` is not.
+    """
+    philox = np.random.Philox(key=np.array([key & _U64, block & _U64], dtype=np.uint64))
+    return np.argsort(philox.random_raw(n), kind="stable")
+
+
+def prompt_settings(location: PromptDataPath, prompt_format: PromptFormat, *, skip_bad_rows: bool) -> dict[str, Any]:
+    """Return the fingerprint of a prompt file and the settings that its prompts depend on."""
+    return {
+        **location.fingerprint(),
+        "input_key": prompt_format.input_key,
+        "label_key": prompt_format.label_key,
+        "metadata_key": prompt_format.metadata_key,
+        "tool_key": prompt_format.tool_key,
+        "apply_chat_template": prompt_format.apply_chat_template,
+        "max_prompt_len": prompt_format.max_prompt_len,
+        "skip_bad_rows": skip_bad_rows,
+    }
+
+
+class PromptTable(Sequence[Prompt]):
+    """All prompts in memory, in file order. Implements `Prompts` with known size."""
+
+    def __init__(
+        self,
+        location: PromptDataPath,
+        reader: RowReader,
+        renderer: PromptRenderer | TokenizedRenderer,
+        check: RowFilter,
+    ) -> None:
+        rows = read_slice(reader, location)
+        self._prompts: list[Prompt] = []
+        try:
+            while chunk := list(islice(rows, READ_ROWS)):
+                self._prompts += [cast(Prompt, result) for result in renderer.render(chunk) if check.admits(result)]
+        finally:
+            renderer.close()
+        check.log_summary()
+        check.require_some()
+        self._settings = prompt_settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
+        self._settings |= {"streaming": False, "num_prompts": len(self._prompts)}
+        self._order: NDArray[np.int64] | None = None
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._prompts[index]
+
+    @property
+    def size(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    def begin(self, key: int | None) -> None:
+        """Start an epoch."""
+        self._order = None if key is None else shuffled(len(self._prompts), key=key)
+        self._next = 0
+
+    def take(self, n: int) -> list[Prompt]:
+        """Return the next `n` prompts of the epoch."""
+        start, self._next = self._next, min(self._next + n, len(self._prompts))
+        if self._order is None:
+            return self._prompts[start : self._next]
+        return [self._prompts[i] for i in self._order[start : self._next]]
+
+    def position(self) -> dict[str, Any]:
+        """Return how many prompts of the epoch were taken."""
+        return {"taken": self._next}
+
+    def seek(self, key: int | None, position: dict[str, Any]) -> None:
+        """Continue an epoch."""
+        self.begin(key)
+        self._next = int(position["taken"])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fingerprint, the keys, and the number of prompts."""
+        return dict(self._settings)
+
+    def close(self) -> None:
+        """Do nothing: files and workers are closed after reading."""
 
 
 def sample_seed(rollout_seed: int, sample_index: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,14 +19,13 @@ import pyarrow.parquet as pq
 import xxhash
 
 from furlong.core.files import atomic_file
-from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow
+from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow, RowFilter
 from furlong.data.row_readers import PromptDataPath, RawRow, RowReader, read_slice
 from furlong.errors import ConfigError, DataError
 
 FORMAT = 1
 TOKENS = "furlong_tokens"
 CHUNK_ROWS = 4096
-SHOWN = 5
 _KEY = b"furlong.tokenized"
 
 
@@ -89,8 +88,8 @@ def write_tokenized(
     """
     unlimited = dataclasses.replace(prompt_format, max_prompt_len=None)
     renderer = PromptRenderer(tokenizer, unlimited, num_workers=num_workers)
-    counts = {"prompts": 0, "tokens": 0, "bad": 0}
-    refused: list[str] = []
+    check = RowFilter(str(location.path), max_prompt_len=None, skip_bad_rows=skip_bad_rows)
+    num_tokens = 0
     settings = json.dumps(tokenizer_settings(tokenizer, prompt_format))
     schema = pa.schema(
         [*((name, pa.string()) for name in prompt_format.columns), (TOKENS, pa.list_(pa.int32()))],
@@ -102,14 +101,16 @@ def write_tokenized(
             with pq.ParquetWriter(draft, schema) as writer:
                 rows = read_slice(reader, location)
                 while chunk := list(islice(rows, CHUNK_ROWS)):
-                    kept = list(_kept(renderer.render(chunk), counts, refused, skip_bad_rows=skip_bad_rows))
+                    kept = [_row(cast(Prompt, r), prompt_format) for r in renderer.render(chunk) if check.admits(r)]
+                    num_tokens += sum(len(values[TOKENS]) for values in kept)
                     if kept:
-                        writer.write_table(pa.Table.from_pylist([_row(p, prompt_format) for p in kept], schema))
-            if not counts["prompts"]:
-                raise DataError(f"{location.path} has no usable prompts; {refused[0] if refused else 'it has no rows'}")
+                        writer.write_table(pa.Table.from_pylist(kept, schema))
+            if not check.num_kept:
+                hint = check.first_bad[0] if check.first_bad else "it has no rows"
+                raise DataError(f"{location.path} has no usable prompts; {hint}")
     finally:
         renderer.close()
-    return TokenizeReport(counts["prompts"], counts["tokens"], counts["bad"], refused)
+    return TokenizeReport(check.num_kept, num_tokens, check.num_bad, check.first_bad)
 
 
 def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
@@ -153,28 +154,10 @@ def tokenizer_settings(tokenizer: Any, prompt_format: PromptFormat) -> dict[str,
     }
 
 
-def _kept(
-    results: list[Prompt | RejectedRow], counts: dict[str, int], refused: list[str], *, skip_bad_rows: bool
-) -> Iterator[Prompt]:
-    for result in results:
-        if isinstance(result, RejectedRow):
-            message = f"{result.where}: {result.reason}"
-            if not skip_bad_rows:
-                raise DataError(f"{message}; correct the row, or skip such rows with --skip-bad-rows")
-            counts["bad"] += 1
-            if len(refused) < SHOWN:
-                refused.append(message)
-            continue
-        if not isinstance(result.text, str):
-            raise DataError(
-                f"row {result.row} has messages, which only the run itself renders; add --apply-chat-template"
-            )
-        counts["prompts"] += 1
-        counts["tokens"] += len(result.tokens)
-        yield result
-
-
 def _row(prompt: Prompt, prompt_format: PromptFormat) -> dict[str, Any]:
+    """Return the columns of a prompt. Raises DataError for messages that only the run itself can render."""
+    if not isinstance(prompt.text, str):
+        raise DataError(f"row {prompt.row} has messages, which only the run itself renders; add --apply-chat-template")
     values: dict[str, Any] = {prompt_format.input_key: prompt.text, TOKENS: prompt.tokens}
     more = ((prompt_format.label_key, prompt.label), (prompt_format.metadata_key, prompt.metadata))
     for key, value in (*more, (prompt_format.tool_key, prompt.tools)):

@@ -20,10 +20,10 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
+from furlong.data.custom_source import source_for_samples_hook
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Engine, Ledger, Reward
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
-from furlong.rollout.function_source import source_for_samples_hook
 from furlong.rollout.generate import (
     EvalSet,
     Generation,

@@ -13,10 +13,10 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
+from furlong.data.custom_source import RolloutFunctionSource
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
 from furlong.rollout.agent import check_sample
-from furlong.rollout.function_source import RolloutFunctionSource
 from furlong.rollout.sample_metrics import SampleReport, eval_shape
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 

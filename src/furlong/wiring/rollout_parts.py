@@ -16,12 +16,11 @@ from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
 from furlong.core.sample import Group
-from furlong.data.custom_source import CustomDataSource
-from furlong.data.dataset import Prompts, PromptTable, open_prompts
-from furlong.data.empty import EmptyDataSource, EmptyPrompts
+from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
+from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
-from furlong.data.source import RolloutDataSource, group_from_prompt
+from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
 from furlong.models.hf_model import vocabulary_size

@@ -14,8 +14,9 @@ import pytest
 
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 from furlong.data.chat import double_template_problem, message_problem
-from furlong.data.dataset import PromptTable, open_prompts
+from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
+from furlong.data.source import PromptTable
 from furlong.errors import ConfigError, DataError
 
 TOKENIZER = chat_tokenizer()

@@ -9,9 +9,9 @@ import pytest
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 from furlong.core.sample import Group, Sample, Status
 from furlong.data.custom_source import CustomDataSource
-from furlong.data.dataset import open_prompts, shuffled
+from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
-from furlong.data.source import RolloutDataSource, sample_seed
+from furlong.data.source import RolloutDataSource, sample_seed, shuffled
 from furlong.errors import CheckpointError, ConfigError, DataError
 
 TOKENIZER = chat_tokenizer()
