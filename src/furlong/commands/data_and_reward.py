@@ -159,7 +159,7 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     location = PromptDataPath.parse(str(config.data.prompt_data))
     if location.path.resolve() == options.output.resolve():
         raise ConfigError(f"--output {options.output} is also the input file; choose another file")
-    prompt_format = PromptFormat.of_training(config)
+    prompt_format = PromptFormat.of(config)
     started = time.perf_counter()
     written = write_tokenized(
         location,
@@ -256,7 +256,7 @@ def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:
 
     assert config.data.prompt_data is not None  # checked by `_require_inputs`
     prompt_format = dataclasses.replace(
-        PromptFormat.of_training(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
+        PromptFormat.of(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
     )
     prompts = open_prompts(
         config.data.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from furlong.config.hooks import HOOKS
 from furlong.core.sample import Group, Sample
@@ -12,7 +12,9 @@ from furlong.core.user_code import with_hook_errors
 from furlong.data.prompt import Prompt
 from furlong.data.source import STATE_VERSION, sample_seed
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
-from furlong.interfaces import DataSource, Ledger
+
+if TYPE_CHECKING:  # it imports torch
+    from furlong.interfaces import DataSource, Ledger
 
 T = TypeVar("T")
 

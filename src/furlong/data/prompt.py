@@ -48,33 +48,19 @@ class PromptFormat:
     max_prompt_len: int | None = None
 
     @staticmethod
-    def of_training(config: Config) -> PromptFormat:
-        """Read the format of --prompt-data from the flags."""
-        data = config.data
-        has_generate = config.rollout.custom_generate_function_path is not None
+    def of(config: Config, spec: EvalSpec | None = None) -> PromptFormat:
+        """Read the format of --prompt-data, or of an evaluation set."""
+        data, rollout, columns = config.data, config.rollout, spec or config.data
+        function = (spec or rollout).custom_generate_function_path
         return PromptFormat(
-            input_key=data.input_key,
-            label_key=data.label_key,
-            metadata_key=data.metadata_key,
-            tool_key=data.tool_key,
+            input_key=columns.input_key,
+            label_key=columns.label_key,
+            metadata_key=columns.metadata_key,
+            tool_key=columns.tool_key,
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-            keep_messages=has_generate or config.algo.loss_type == "sft_loss",
-            max_prompt_len=config.rollout.rollout_max_prompt_len,
-        )
-
-    @staticmethod
-    def of_evaluation(config: Config, spec: EvalSpec) -> PromptFormat:
-        """Read the format of one evaluation set."""
-        return PromptFormat(
-            input_key=spec.input_key,
-            label_key=spec.label_key,
-            metadata_key=spec.metadata_key,
-            tool_key=spec.tool_key,
-            apply_chat_template=config.data.apply_chat_template,
-            apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
-            keep_messages=spec.custom_generate_function_path is not None,
-            max_prompt_len=spec.max_prompt_len,
+            keep_messages=function is not None or (spec is None and config.algo.loss_type == "sft_loss"),
+            max_prompt_len=rollout.rollout_max_prompt_len if spec is None else spec.max_prompt_len,
         )
 
     @property

@@ -94,7 +94,7 @@ def quickstart_flags(folder: Path, *, seed: int, num_rollout: int, is_async: boo
     if is_async:
         flags["--async-buffer-size"] = 1
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in flags.items()}
-    return [word for name, given in values.items() for word in (name, *(str(value) for value in given))]
+    return [word for name, items in values.items() for word in (name, *map(str, items))]
 
 
 def _new_folder(requested: Path | None, *, is_async: bool) -> Path:

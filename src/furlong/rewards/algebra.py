@@ -33,7 +33,7 @@ def deepscaler_score(response: str, label: Any, metadata: Mapping[str, Any]) -> 
 
 
 def compare(text: str, labels: Sequence[str]) -> float:
-    """Return 1.0 if the answer found in `text` equals one of the labels, else 0.0.
+    """Return 1.0 if the answer in `text` equals one of the labels, else 0.0.
 
     An answer that cannot be parsed scores 0.0. Raises DataError for a label that cannot be parsed, and whatever sympy
     raises in the comparison: neither means that the answer is wrong.

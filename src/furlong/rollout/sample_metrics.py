@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from furlong.config.hooks import Hooks
 from furlong.config.sections import TrackFlags
-from furlong.core.metric import Metric, Metrics, maximum, mean, minimum, total, values
+from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
 
@@ -41,36 +41,36 @@ def rollout_metrics(
 
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
-    all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were asked for;
-    `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, if there
-    are any; `perf/non_generation_time/*`, the seconds that generate functions wrote into samples, if any did.
+    all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
+    If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, and
+    `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
     --log-reward-category gives `rollout/error_cat/{value}`, --log-passrate `passrate/pass@k`, --log-multi-turn
     `multi_turn/*`, and --log-correct-samples `rollout/correct_response_len/*` of those with reward 1.
     Raises DataError for dict rewards without `reward_key`.
     """
     samples = [sample for group in groups for sample in group.samples]
-    metrics = {f"rollout/{name}": value for name, value in _shape(samples).items()}
+    metrics = _under("rollout", _shape(samples))
     rewards = [_rewards(group, reward_key) for group in groups]
     shown = np.array([_shown_reward(s, reward_key) for s in samples if s.reward is not None])
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
-        metrics |= {f"rollout/{name}": value for name, value in _zero_std(rewards).items()}
+        metrics |= _under("rollout", _zero_std(rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
-    metrics |= {f"rollout/{name}": value for name, value in _outcomes(samples).items()}
+    metrics |= _under("rollout", _outcomes(samples))
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if track.log_reward_category is not None:
-        metrics |= {f"rollout/{name}": value for name, value in _categories(samples, track.log_reward_category).items()}
+        metrics |= _under("rollout/error_cat", _categories(samples, track.log_reward_category))
     if track.log_passrate:
-        metrics |= {f"passrate/{name}": value for name, value in pass_at_k(_attempts(groups, reward_key)).items()}
+        metrics |= _under("passrate", pass_at_k(_attempts(groups, reward_key)))
     if track.log_correct_samples:
         correct = [s for s in samples if s.reward is not None and scalar_reward(s, reward_key) == 1]
-        metrics |= {f"rollout/correct_response_len/{name}": value for name, value in _lengths(correct).items()}
+        metrics |= _under("rollout/correct_response_len", _lengths(correct))
     if any(s.non_generation_time for s in samples):
         seconds = statistics(s.non_generation_time for s in samples)
-        metrics |= {f"perf/non_generation_time/{name}": value for name, value in seconds.items()}
+        metrics |= _under("perf/non_generation_time", seconds)
     if track.log_multi_turn:
-        metrics |= {f"multi_turn/{name}": value for name, value in _turns(samples).items()}
+        metrics |= _under("multi_turn", _turns(samples))
     return metrics
 
 
@@ -91,7 +91,7 @@ def eval_metrics(
     if pass_k is not False and any(len(group) > 1 for group in groups):
         ks = None if pass_k is True else pass_k
         metrics |= {f"eval/{name}-{k}": v for k, v in pass_at_k(_attempts(groups, reward_key), ks).items()}
-    metrics |= {f"eval/{name}/{key}": value for key, value in _outcomes(samples).items()}
+    metrics |= _under(f"eval/{name}", _outcomes(samples))
     return metrics
 
 
@@ -147,12 +147,16 @@ def is_repetitive(text: str) -> bool:
     return len(raw) / len(zlib.compress(raw, 6)) > REPETITION_RATIO
 
 
+def _under(prefix: str, metrics: Metrics) -> Metrics:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
 def _shape(samples: Sequence[Sample]) -> Metrics:
     """Return length, truncation and repetition of responses; samples without a response are left out."""
     seen = [s for s in samples if s.status not in (Status.ABORTED, Status.FAILED) or s.response_length]
     if not seen:
         return {}
-    metrics = {f"response_len/{key}": value for key, value in _lengths(seen).items()}
+    metrics = _under("response_len", _lengths(seen))
     metrics["truncated_ratio"] = mean(sum(s.status is Status.TRUNCATED for s in seen) / len(seen), len(seen))
     judged = seen[:: math.ceil(len(seen) / REPETITION_SAMPLES)]
     metrics["repetition_frac"] = mean(sum(is_repetitive(s.response) for s in judged) / len(judged), len(judged))
@@ -218,7 +222,7 @@ def _outcomes(samples: Sequence[Sample]) -> Metrics:
     return {name: total(counts[name]) for name in sorted(shown)}
 
 
-def _categories(samples: Sequence[Sample], key: str) -> dict[str, Metric]:
+def _categories(samples: Sequence[Sample], key: str) -> Metrics:
     """Return the share of each value of `key` in dict rewards."""
     scored = [s for s in samples if s.reward is not None]
     for s in scored:
@@ -229,13 +233,13 @@ def _categories(samples: Sequence[Sample], key: str) -> dict[str, Metric]:
                 "return a dict with that key from the reward function or leave the flag out"
             )
     counts = Counter(str(s.reward[key]) for s in scored if isinstance(s.reward, dict))
-    return {f"error_cat/{category}": mean(n / len(scored), len(scored)) for category, n in sorted(counts.items())}
+    return {category: mean(n / len(scored), len(scored)) for category, n in sorted(counts.items())}
 
 
 def _turns(samples: Sequence[Sample]) -> Metrics:
     """Return response lengths with and without environment tokens, and `metadata["round_number"]` if set."""
-    metrics = {f"raw_response_length/{key}": v for key, v in statistics(s.response_length for s in samples).items()}
-    metrics |= {f"wo_obs_response_length/{key}": value for key, value in _lengths(samples).items()}
+    metrics = _under("raw_response_length", statistics(s.response_length for s in samples))
+    metrics |= _under("wo_obs_response_length", _lengths(samples))
     rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
     return metrics | {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
 

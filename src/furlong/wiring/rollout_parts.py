@@ -75,7 +75,7 @@ def _prompts(context: RunContext) -> Prompts:
     return open_prompts(
         data.prompt_data,
         tokenizer=context.tokenizer,
-        prompt_format=PromptFormat.of_training(config),
+        prompt_format=PromptFormat.of(config),
         streaming=data.streaming_data,
         num_workers=data.num_data_workers,
         skip_bad_rows=config.fault.skip_bad_rows,
@@ -227,7 +227,7 @@ def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
     prompts = open_prompts(
         spec.path,
         tokenizer=context.tokenizer,
-        prompt_format=PromptFormat.of_evaluation(context.config, spec),
+        prompt_format=PromptFormat.of(context.config, spec),
         skip_bad_rows=context.config.fault.skip_bad_rows,
     )
     assert isinstance(prompts, PromptTable)

@@ -155,12 +155,12 @@ class PreflightContext:
         """The prompt files that the run reads. [] if prompts cannot be rendered."""
         config, sources = self.config, list[tuple[str, str, PromptFormat]]()
         if self.reads_prompts:
-            sources.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of_training(config)))
+            sources.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of(config)))
         try:
             specs = eval_specs(config)
         except ConfigError:  # reported by flags.evaluation_sets
             specs = []
-        sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of_evaluation(config, s)) for s in specs]
+        sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of(config, s)) for s in specs]
         if self.tokenizer is None or (config.data.apply_chat_template and not can_render(self.tokenizer)):
             return []
         is_checked = config.eval.eval_config is None  # flags that name the files were checked before
@@ -184,7 +184,7 @@ class PreflightContext:
         ):
             return []
         unrendered = dataclasses.replace(
-            PromptFormat.of_training(self.config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
+            PromptFormat.of(self.config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
         )
         return [prompt.text for prompt in read_rows(str(self.config.data.prompt_data), unrendered, None).prompts]
 
