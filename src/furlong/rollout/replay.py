@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,24 +175,6 @@ class SplitRollout:
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Evaluate with the evaluation rollout."""
         return await self._evaluation.evaluate(rollout_id)
-
-
-class MeasuredRollout:
-    """Adds the metrics returned by `measure` to each batch of another rollout. Implements `interfaces.Rollout`."""
-
-    def __init__(self, rollout: Rollout, measure: Callable[[], Metrics]) -> None:
-        self._rollout, self._measure = rollout, measure
-
-    async def produce(self, rollout_id: int) -> RolloutBatch | None:
-        """Produce a batch and measure."""
-        batch = await self._rollout.produce(rollout_id)
-        if batch is None:
-            return None
-        return dataclasses.replace(batch, metrics=batch.metrics | self._measure())
-
-    async def evaluate(self, rollout_id: int) -> Metrics:
-        """Score the evaluation sets."""
-        return await self._rollout.evaluate(rollout_id)
 
 
 def _flat(group: Any) -> list[Sample]:

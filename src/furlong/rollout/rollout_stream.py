@@ -134,7 +134,10 @@ class RolloutStream:
     async def _produce(self, rollout_id: int) -> RolloutBatch | None:
         async with self._device_sharing.generating():
             with tracer.flight("rollout", rollout=rollout_id):
-                return await self._rollout.produce(rollout_id)
+                batch = await self._rollout.produce(rollout_id)
+            if batch is not None and self._engine is not None:
+                batch.metrics.update(self._engine.take_load())
+        return batch
 
     async def _evaluate(self, rollout_id: int) -> Metrics:
         async with self._device_sharing.generating():

@@ -22,7 +22,6 @@ from furlong.interfaces import Parts
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.train import RunSchedule
 from furlong.rewards.group_reward import GroupReward
-from furlong.rollout.replay import MeasuredRollout
 from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
@@ -119,7 +118,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         parts=Parts(
             trainer=training.trainer,
             sync=serving.sync,
-            rollout=rollout if engine is None else MeasuredRollout(rollout, engine.take_load),
+            rollout=rollout,
             source=source,
             ledger=ledger,
             device_sharing=serving.device_sharing,
