@@ -20,7 +20,6 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
-from furlong.data.custom_source import source_for_samples_hook
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Engine, Ledger, Reward
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
@@ -36,6 +35,7 @@ from furlong.rollout.generate import (
     session_of,
 )
 from furlong.rollout.group_order import GroupOrder
+from furlong.rollout.replay import source_for_samples_hook
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 

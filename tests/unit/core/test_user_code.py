@@ -14,9 +14,10 @@ import torch
 
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception, with_hook_errors
-from furlong.data.custom_source import CustomDataSource, RolloutFunctionSource, source_for_samples_hook
+from furlong.data.custom_source import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
+from furlong.rollout.replay import RolloutFunctionSource, source_for_samples_hook
 
 
 class OutOfMemoryError(RuntimeError):
