@@ -15,6 +15,7 @@ from furlong.errors import CheckpointError
 
 FORMAT = "furlong-rollout-batch-1"
 ROUTES = "routed_experts"
+HEADER = frozenset({"format", "rollout_id", "metadata", "metrics"})
 ARRAYS = tuple(
     f.name
     for f in dataclasses.fields(RolloutBatch)
@@ -40,7 +41,7 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
 def load_batch(path: Path) -> RolloutBatch:
     """Read a file written by `save_batch`. Raises CheckpointError if it is damaged or has another format."""
     try:
-        arrays, header = load_arrays(path)
+        arrays, header = load_arrays(path, HEADER)
         if header.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
         return RolloutBatch(

@@ -28,8 +28,8 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[s
     save_file(contiguous, path, {**texts, CHECKSUM: _checksum(contiguous, texts)})
 
 
-def load_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read a file written by `save_arrays`: its arrays and the entries of its header.
+def load_arrays(path: Path, keys: frozenset[str]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Read a file written by `save_arrays`: its arrays and the entries of its header, which may be those of `keys`.
 
     Raises ValueError if it is no safetensors file or does not have its checksum, and OSError if it cannot be read.
     """
@@ -40,6 +40,8 @@ def load_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     except (SafetensorError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"it is no safetensors file, or a damaged one ({error})") from error
     expected = texts.pop(CHECKSUM, None)
+    if expected is None and not keys.issuperset(texts):
+        raise ValueError(f"its header has the entries {sorted(texts)}, expected {sorted(keys)} and {CHECKSUM}")
     if expected is None:
         logger.warning(
             "%s has no checksum (an older version wrote it): changes of its content cannot be detected", path

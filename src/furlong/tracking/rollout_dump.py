@@ -29,6 +29,7 @@ from furlong.errors import DataError
 
 FORMAT = "furlong.samples"
 VERSION = "1"
+HEADER = frozenset({"format", "version", "rollout_id"})
 COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teacher_log_probs")
 
 _DEFAULTS = Sample().to_dict()
@@ -74,7 +75,7 @@ def load_samples(path: Path | str) -> SampleDump:
     if not path.is_file():
         raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
     try:
-        tensors, metadata = load_arrays(path)
+        tensors, metadata = load_arrays(path, HEADER)
     except (OSError, ValueError) as error:
         raise DataError(
             f"cannot read the rollout dump {path}: {error}. If slime wrote it with torch.save: it contains pickled "
