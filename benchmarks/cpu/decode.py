@@ -33,7 +33,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.decode_model import DecodeModel, bucketed_length
 from furlong.inference.embedded.decode_steps import DecodeLinear, supports_blocks
-from furlong.inference.embedded.model_loading import model_from_state
+from furlong.inference.embedded.model_loading import build_model
 from furlong.inference.embedded.request import Request
 from furlong.inference.embedded.slot_batch import SlotBatch
 from furlong.interfaces import SamplingParams
@@ -160,7 +160,7 @@ def _ignore(_result: Any) -> None:
 
 def decode_model(config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype) -> DecodeModel:
     """Return the engine's model on the CPU."""
-    return model_from_state(config, state, dtype=dtype, device=torch.device("cpu"), max_length=1024)
+    return build_model(config, state, dtype=dtype, device=torch.device("cpu"), max_length=1024)
 
 
 def admit(batch: SlotBatch, args: argparse.Namespace) -> None:

@@ -78,8 +78,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 
 def without_model(built: Any) -> Any:
     """Return the same parts with the model's computation stubbed out."""
-    from furlong.interfaces import Completion, OptimReport, SamplingParams
-    from furlong.weight_sync.memory_sync import NoWeightSync
+    from furlong.interfaces import Completion, OptimReport, SamplingParams, WeightSync
 
     answers = [
         Completion(
@@ -103,7 +102,7 @@ def without_model(built: Any) -> Any:
     parts.engine.generate = generate
     backend.forward_backward = lambda micro, loss: {}  # noqa: ARG005
     backend.optim_step = lambda: OptimReport(grad_norm=1.0, lr=1e-6)
-    return dataclasses.replace(parts, sync=NoWeightSync())
+    return dataclasses.replace(parts, sync=WeightSync())
 
 
 def step_times(built: Any, parts: Any, profiler: cProfile.Profile | None = None) -> tuple[list[float], list[float]]:

@@ -150,13 +150,13 @@ class MemoryTransfer:
 class DeviceMemory:
     """Memory of one device in bytes.
 
-    used: by all processes. own: reserved by the trainer's process. peak: the most that the trainer's tensors occupied
+    used: by all processes. reserved: by the trainer's process. peak: the most that the trainer's tensors occupied
     since the previous measurement.
     """
 
     used: int
     total: int
-    own: int
+    reserved: int
     peak: int = 0
 
 
@@ -350,18 +350,21 @@ class PipelinedBackend(Backend):
         """Run `forward_backward` on each micro-batch; results in the same order."""
 
 
-class WeightSync(ABC):
-    """Sends the trainer's weights to the engines and verifies that they arrived."""
+class WeightSync:
+    """Sends the trainer's weights to the engines and verifies that they arrived.
 
-    @abstractmethod
+    This class sends nothing, for runs without engines: SFT without evaluation, training from a dump.
+    """
+
     async def update_weights(self, version: int) -> SyncReport:
         """Load the trainer's weights into every engine as `version`. Raises SyncError if a checksum differs."""
+        return SyncReport(version, num_tensors=0, num_bytes=0, seconds=0.0)
 
     async def finish_verification(self) -> dict[str, str]:
         """Wait for a running verification; return its checksums, {} without one. Raises SyncError if one differs."""
         return {}
 
-    async def close(self) -> None:  # noqa: B027  optional: a no-op by default
+    async def close(self) -> None:
         """Release process groups, folders and buffers."""
 
 

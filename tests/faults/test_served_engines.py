@@ -87,7 +87,7 @@ def test_an_engine_that_retains_more_memory_each_step(engines, tmp_path, monkeyp
 
     def of_engine(device) -> DeviceMemory:
         used = sum(psutil.Process(pid).memory_info().rss for pid in engines.alive())
-        return DeviceMemory(used=used, total=4 << 30, own=0, peak=0)
+        return DeviceMemory(used=used, total=4 << 30, reserved=0, peak=0)
 
     monkeypatch.setattr("furlong.training.local_trainer.device_memory", of_engine)
     engines.fault = faulty_engines.leaks_request_buffers

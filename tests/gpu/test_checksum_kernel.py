@@ -58,7 +58,7 @@ def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(siz
             pass
         sent.start()
         sent.finish()
-        assert sent.own == right
+        assert sent.checksums == right
         assert (sent.wrong, sent.unhashed) == ({}, {})
 
 
@@ -134,7 +134,7 @@ def test_the_record_of_a_weight_update_is_of_the_sent_values_although_memory_is_
     for _ in sent.recording(WeightSource(gathered)).open():
         pass
     for name, i in given.items():
-        assert sent.own[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
+        assert sent.checksums[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.parametrize("is_live", [True, False])
@@ -155,5 +155,5 @@ def test_weights_may_change_and_go_as_soon_as_they_were_sent(is_live):
     torch.cuda.empty_cache()
     torch.full((400 << 20,), 7, dtype=torch.bfloat16, device="cuda")
     sent.finish()
-    assert sent.own == right
+    assert sent.checksums == right
     assert all(torch.equal(found, rows[name]) for name, found in sent.rows.items())

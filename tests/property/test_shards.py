@@ -78,7 +78,7 @@ def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
             pass
         sent.start()
         sent.finish()
-        assert sent.own
+        assert sent.checksums
         try:
             return await WeightVerifier().check(servers, sent, 7)
         finally:

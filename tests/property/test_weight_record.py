@@ -75,7 +75,7 @@ def test_a_record_is_the_servers_in_any_order_with_any_buckets_and_at_any_addres
         items = [(name, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor) for name, tensor in items]
     sent = recorded(items, flush_bytes=flush_bytes, bucket_bytes=bucket_bytes, is_live=is_live)
     assert sent.fused == {WHOLE: {name: [each] for name, each in right.items()}}
-    assert sent.own.keys() == state.keys()
+    assert sent.checksums.keys() == state.keys()
     for name, rows in sent.rows.items():
         assert torch.equal(rows, state[name][:ROWS])
     assert len(sent.rows) >= SAMPLES
@@ -243,4 +243,4 @@ def test_trainer_work_after_a_weight_update_waits_until_live_weights_are_read(is
     else:
         assert calls == [*read, "beside waits for trainer", *got]
     assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
-    assert sent.own.keys() == sent.fused[WHOLE].keys()
+    assert sent.checksums.keys() == sent.fused[WHOLE].keys()

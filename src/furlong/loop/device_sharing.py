@@ -258,7 +258,7 @@ class Colocated(DeviceSharing):
         memory = await self._trainer.device_memory()
         if memory is None:
             return
-        kept = memory.used - memory.own if of_engine else memory.own
+        kept = memory.used - memory.reserved if of_engine else memory.reserved
         shares = {name: maximum(kept / memory.total), "memory/trainer_peak_frac": maximum(memory.peak / memory.total)}
         self._metrics = merge([self._metrics, shares])
         logger.info("%s: %d of %d bytes", name, kept, memory.total)

@@ -231,9 +231,9 @@ class FusedChecksums:
     def _shards_of(self, dtype: torch.dtype) -> ShardChecksums:
         return self._shards.setdefault(dtype, ShardChecksums(self._num_kv_heads))
 
-    def _precisions(self, own: torch.dtype) -> list[torch.dtype]:
-        """Return the precisions in which a server may store a tensor sent in `own`."""
-        return [own] if self.keeps(own) else self._dtypes
+    def _precisions(self, dtype: torch.dtype) -> list[torch.dtype]:
+        """Return the precisions in which a server may store a tensor sent in `dtype`."""
+        return [dtype] if self.keeps(dtype) else self._dtypes
 
     def _in_precisions(self, tensors: list[Tensor]) -> Iterator[tuple[Checksums, list[Tensor]]]:
         """Yield the collector of each possible precision, and the tensors in it."""

@@ -50,7 +50,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     free, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return DeviceMemory(used=total - free, total=total, own=torch.cuda.memory_reserved(device), peak=peak)
+    return DeviceMemory(used=total - free, total=total, reserved=torch.cuda.memory_reserved(device), peak=peak)
 
 
 class HostOffload:

@@ -1,15 +1,15 @@
-"""Weight sync within one process, and without engines."""
+"""Weight sync within one process."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from furlong.core.device_checksum import LocalChecksums
 from furlong.core.tracing import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer, WeightSync
@@ -18,25 +18,13 @@ from furlong.weight_sync.verification import compare_checksums
 logger = logging.getLogger(__name__)
 
 
-class ChecksumRecord(Protocol):
-    """Computes the checksums that an engine should report from the tensors sent to it."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor, which must not change until `digests`."""
-        ...
-
-    def digests(self) -> dict[str, str]:
-        """Return the checksum of each tensor as the engine will report it."""
-        ...
-
-
 class MemorySync(WeightSync):
     """Copies weights from a trainer to an engine in the same process and compares the checksum of every tensor.
 
     Args:
         trainer: Provides the weights.
         engine: Receives them.
-        expected: Makes a record of the checksums that the engine reports after storing tensors in its own precision.
+        as_stored: Returns a tensor in the precision and on the device in which the engine stores this name.
         engine_checksums: Reads all tensors of the engine back. If given, the first update is done twice, and what the
             engine had in between must equal what is sent the second time (`--check-weight-update-equal`).
         verbose: Whether to log every tensor.
@@ -47,12 +35,12 @@ class MemorySync(WeightSync):
         trainer: Trainer,
         engine: Engine,
         *,
-        expected: Callable[[], ChecksumRecord],
+        as_stored: Callable[[str, Tensor], Tensor],
         engine_checksums: Callable[[], Awaitable[dict[str, str]]] | None = None,
         verbose: bool = False,
     ) -> None:
         self._trainer, self._engine = trainer, engine
-        self._expected, self._verbose = expected, verbose
+        self._as_stored, self._verbose = as_stored, verbose
         self._engine_checksums = engine_checksums
 
     async def update_weights(self, version: int) -> SyncReport:
@@ -68,7 +56,7 @@ class MemorySync(WeightSync):
 
     async def _update(self, version: int) -> SyncReport:
         started = time.perf_counter()
-        expected = self._expected()
+        expected = LocalChecksums()
         sent: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         num_bytes = 0
         verify_s = 0.0
@@ -77,7 +65,7 @@ class MemorySync(WeightSync):
             nonlocal num_bytes, verify_s
             for name, tensor in source.open():
                 before = time.perf_counter()
-                expected.add(name, tensor)
+                expected.add(name, self._as_stored(name, tensor))
                 verify_s += time.perf_counter() - before
                 num_bytes += tensor.nbytes
                 heartbeat.beat("tensor sent")
@@ -100,11 +88,3 @@ class MemorySync(WeightSync):
             version, len(checksums), num_bytes, seconds,
         )  # fmt: skip
         return SyncReport(version, len(checksums), num_bytes, seconds, verify_s, checksums)
-
-
-class NoWeightSync(WeightSync):
-    """For runs without engines: SFT without evaluation, training from a dump."""
-
-    async def update_weights(self, version: int) -> SyncReport:
-        """Send nothing."""
-        return SyncReport(version, 0, 0, 0.0)

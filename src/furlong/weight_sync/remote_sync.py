@@ -133,7 +133,7 @@ class RemoteSync(WeightSync):
                 logger.warning("weight_sync version %d: an engine died before it was verified: %s", version, error)
                 servers, task = alive, asyncio.create_task(self._verifier.check(alive, sent, version))
         logger.info("weight_sync verified: version %d, %s", version, compared or "no engine with it is left")
-        return sent.own
+        return sent.checksums
 
     async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
         """Load the latest weights into one server that was restarted.
@@ -208,7 +208,7 @@ class RemoteSync(WeightSync):
             "weight_sync done: version %d, %d tensors, %d bytes%s, %.3f s, %s",
             version, sent.num_tensors, sent.num_bytes, wire, seconds, compared,
         )  # fmt: skip
-        checksums = {} if while_serving else sent.own
+        checksums = {} if while_serving else sent.checksums
         report = SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, checksums, sent.wire_bytes)
         return report, sent
 

@@ -39,7 +39,7 @@ class WeightRecord:
     sums: by precision and name. fused: by shard and SGLang's name, from `FusedChecksums.digests`.
     wrong, unhashed: SGLang's tensors that were sent incorrectly, or whose checksum cannot be known, and why.
     uncut, uncut_experts: numbers of processes whose shards have no known checksum, and why.
-    own: the trainer's checksums by its own names; for tensors on a GPU sent to SGLang, by SGLang's names.
+    checksums: the trainer's checksums by its own names; for tensors on a GPU sent to SGLang, by SGLang's names.
     verify_s: seconds spent on checksums.
 
     Live weights are hashed on a side stream after `start`; later work on the current stream, which may change or free
@@ -56,7 +56,7 @@ class WeightRecord:
     unhashed: dict[str, str] = field(default_factory=dict[str, str])
     uncut: dict[int, str] = field(default_factory=dict[int, str])
     uncut_experts: dict[int, str] = field(default_factory=dict[int, str])
-    own: dict[str, str] = field(default_factory=dict[str, str])
+    checksums: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     has_head: bool = False
     num_tensors: int = 0
@@ -107,12 +107,13 @@ class WeightRecord:
     def digest(self) -> str:
         """One checksum over all tensors; available after `finish`."""
         assert self._recorder is None
-        return xxhash.xxh3_128_hexdigest("".join(f"{name}{self.own[name]}" for name in sorted(self.own)).encode())
+        lines = [f"{name}{digest}" for name, digest in sorted(self.checksums.items())]
+        return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
     def expected(self, dtype: torch.dtype, loaded: dict[str, str]) -> dict[str, str]:
         """Return the checksums that an engine of this precision should have; it may keep a tensor's own precision."""
         return {
-            name: self.own[name] if loaded.get(name) == self.own[name] else value
+            name: self.checksums[name] if loaded.get(name) == self.checksums[name] else value
             for name, value in self.sums[dtype].items()
         }
 
@@ -144,12 +145,12 @@ class _Recorder:
         if self._fused is not None:
             self._fused.add(name, tensor)
         if not tensor.is_cuda or record.dtypes:
-            record.own[name] = checksum(tensor)
+            record.checksums[name] = checksum(tensor)
         elif self._fused is None:
             self._on_device.add(name, [tensor])
         for dtype in record.dtypes:
             is_same = tensor.dtype == dtype or not tensor.is_floating_point()
-            record.sums.setdefault(dtype, {})[name] = record.own[name] if is_same else checksum(tensor.to(dtype))
+            record.sums.setdefault(dtype, {})[name] = record.checksums[name] if is_same else checksum(tensor.to(dtype))
         if record.keep_rows:
             self._rows_of_all.offer(name, tensor)
             if tensor.ndim == 1:
@@ -185,13 +186,13 @@ class _Recorder:
         """Wait for the device and store its results in the record."""
         record = self._record
         with self._side_stream.synchronized():
-            record.own |= self._on_device.digests()
+            record.checksums |= self._on_device.digests()
             if self._fused is not None:
                 record.fused = self._fused.digests()
                 record.wrong, record.unhashed = self._fused.wrong(), self._fused.unhashed()
                 record.uncut, record.uncut_experts = self._fused.uncut, self._fused.uncut_experts
-                if len(record.own) < record.num_tensors:
-                    record.own |= {name: digests[0] for name, digests in record.fused[WHOLE].items()}
+                if len(record.checksums) < record.num_tensors:
+                    record.checksums |= {name: digests[0] for name, digests in record.fused[WHOLE].items()}
             record.rows = _on_host(self._rows_of_all.rows | self._rows_of_vectors.rows)
 
     @property

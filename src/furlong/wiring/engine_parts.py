@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
 from furlong.training.ranks import Ranks
-from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
+from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
 from furlong.wiring.cluster_parts import Cluster
 from furlong.wiring.run_context import RunContext
@@ -48,7 +49,7 @@ class ServingParts:
     """
 
     engine: Engine | None = None
-    sync: WeightSync = field(default_factory=NoWeightSync)
+    sync: WeightSync = field(default_factory=WeightSync)
     device_sharing: DeviceSharing = field(default_factory=DeviceSharing)
     supervisor: EngineSupervisor | None = None
     router_addresses: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
@@ -96,11 +97,13 @@ def _build_embedded(context: RunContext, trainer: Trainer, opened: contextlib.Ex
     opened.callback(lambda: asyncio.run(engine.close()))
     if config.debug.debug_rollout_only:
         return ServingParts(engine)
+    table = engine.model.table
+    resident = partial(engine.execute, table.resident_checksums)
     sync = MemorySync(
         trainer,
         engine,
-        expected=engine.expected_checksums,
-        engine_checksums=engine.resident_checksums if config.debug.check_weight_update_equal else None,
+        as_stored=table.as_stored,
+        engine_checksums=resident if config.debug.check_weight_update_equal else None,
         verbose=bool(config.debug.debug_weight_sync),
     )
     return ServingParts(engine, sync)
@@ -122,7 +125,7 @@ def _build_servers(
     log_dir = Path(config.engines.sglang_log_dir or context.folder / "logs")
     if not is_started(config):
         supervisor = EngineSupervisor(config, engine, on_event=watch.notify, log_dir=log_dir)
-        return ServingParts(engine, sync or NoWeightSync(), device_sharing, supervisor)
+        return ServingParts(engine, sync or WeightSync(), device_sharing, supervisor)
     supervisor = EngineSupervisor(
         config,
         engine,
@@ -142,7 +145,7 @@ def _build_servers(
     )
     opened.callback(lambda: asyncio.run(supervisor.close()))
     return ServingParts(
-        engine, sync or NoWeightSync(), device_sharing, supervisor, asyncio.run(supervisor.reserve_addresses())
+        engine, sync or WeightSync(), device_sharing, supervisor, asyncio.run(supervisor.reserve_addresses())
     )
 
 

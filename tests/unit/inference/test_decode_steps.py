@@ -12,7 +12,7 @@ from fakes_engine import tiny_model
 from furlong.inference.embedded import decode_model as decode
 from furlong.inference.embedded.decode_model import FusedDenseModel
 from furlong.inference.embedded.decode_steps import RowNorms, SlotCache, StepShape
-from furlong.inference.embedded.model_loading import model_from_state
+from furlong.inference.embedded.model_loading import build_model
 
 CPU = torch.device("cpu")
 SLOTS = 4
@@ -26,7 +26,7 @@ MODELS = {family: tiny_model(family, head_dim=32, **changes) for family, changes
 
 def build(family, dtype):
     config, model = MODELS[family]
-    return model_from_state(config, model.state_dict(), dtype=dtype, device=CPU, max_length=128)
+    return build_model(config, model.state_dict(), dtype=dtype, device=CPU, max_length=128)
 
 
 def filled_cache():

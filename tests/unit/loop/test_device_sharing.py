@@ -52,7 +52,7 @@ class Device:
         self.log.append("resume " + " ".join(tags))
 
     async def device_memory(self):
-        return DeviceMemory(used=30, total=100, own=10, peak=60)
+        return DeviceMemory(used=30, total=100, reserved=10, peak=60)
 
     is_awaited = False  # by a publication that found no engine
     num_running = 0

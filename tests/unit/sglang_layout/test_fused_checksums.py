@@ -23,7 +23,7 @@ def check(server, state=STATE):
         for _ in sent.recording(WeightSource(state.items)).open():
             pass
         sent.finish()
-        assert sent.num_tensors == len(state) == len(sent.own)
+        assert sent.num_tensors == len(state) == len(sent.checksums)
         try:
             return await WeightVerifier().check([server], sent, 7)
         finally:

@@ -406,7 +406,8 @@ def test_the_bias_of_a_choice_reaches_the_engine_and_is_verified(folders):
 
     async def run() -> tuple[dict[str, str], torch.Tensor]:
         try:
-            return await engine.load_weights(WeightSource(trained.named_weights), 1), await engine.weight(name)
+            loaded = await engine.load_weights(WeightSource(trained.named_weights), 1)
+            return loaded, await engine.execute(engine.model.table.view(name).clone)
         finally:
             await engine.close()
 

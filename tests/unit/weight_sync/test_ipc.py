@@ -116,7 +116,7 @@ class Crowd:
 class Shared:
     """A server of two processes that loads what rank `first_rank` describes."""
 
-    takes_shared_memory, checksum_dtype, num_ranks, device_dtypes = True, torch.float32, 1, frozenset()
+    supports_shared_memory, checksum_dtype, num_ranks, device_dtypes = True, torch.float32, 1, frozenset()
 
     def __init__(self, first_rank, fail_at=None):
         self.url, self.first_rank, self.fail_at = f"http://engine{first_rank}", first_rank, fail_at

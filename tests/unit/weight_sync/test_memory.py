@@ -9,7 +9,8 @@ import torch
 from fakes_loop import FakeEngineControl, FakeTrainer, World
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
-from furlong.weight_sync.memory_sync import MemorySync, NoWeightSync
+from furlong.interfaces import WeightSync
+from furlong.weight_sync.memory_sync import MemorySync
 
 
 class Weights(FakeTrainer):
@@ -40,19 +41,8 @@ class Copying(FakeEngineControl):
         return {name: checksum(tensor) for name, tensor in self.held.items()}
 
 
-class Expected(dict):
-    def __init__(self, dtype) -> None:
-        self.dtype = dtype
-
-    def add(self, name, tensor):
-        self[name] = checksum(tensor.to(self.dtype))
-
-    def digests(self):
-        return dict(self)
-
-
 def sync_of(trainer, engine, **options) -> MemorySync:
-    return MemorySync(trainer, engine, expected=lambda: Expected(engine.dtype), **options)
+    return MemorySync(trainer, engine, as_stored=lambda _, tensor: tensor.to(engine.dtype), **options)
 
 
 def test_report_counts_what_was_sent_and_has_its_checksums():
@@ -116,5 +106,5 @@ def test_every_tensor_is_logged_if_asked(caplog):
 
 
 def test_a_run_without_engines_sends_no_weights():
-    report = asyncio.run(NoWeightSync().update_weights(4))
+    report = asyncio.run(WeightSync().update_weights(4))
     assert (report.version, report.num_tensors, report.checksums) == (4, 0, {})

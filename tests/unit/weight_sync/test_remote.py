@@ -134,7 +134,7 @@ def test_the_ranks_that_do_not_send_read_all_weights():
 
     sent = asyncio.run(body())
     assert seen == list(STATE)
-    assert sent.own == {}
+    assert sent.checksums == {}
 
 
 class Silent:

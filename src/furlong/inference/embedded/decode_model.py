@@ -89,6 +89,11 @@ class WeightTable:
             raise SyncError(f"the engine's model has no tensor {name!r}; it has {abbreviate(sorted(self.views))}")
         return self.views[name]
 
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return `tensor` in the precision and on the device of the storage of `name`."""
+        view = self.view(name)
+        return tensor.detach().to(view.device, view.dtype)
+
     def load(self, source: WeightSource) -> dict[str, str]:
         """Copy every tensor of `source` into place; return checksums of the stored tensors.
 
@@ -117,22 +122,6 @@ class WeightTable:
     def _check_resident(self) -> None:
         if self._released:
             raise SyncError("the memory of the weights is released; call /resume_memory_occupation first")
-
-
-class ExpectedChecksums:
-    """Computes the checksums that `WeightTable.load` will return, in the dtype of the storage."""
-
-    def __init__(self, table: WeightTable) -> None:
-        self._table, self._sums = table, LocalChecksums()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor, which must not change until `digests`. Raises SyncError for an unknown name."""
-        view = self._table.view(name)
-        self._sums.add(name, tensor.detach().to(view.device, view.dtype))
-
-    def digests(self) -> dict[str, str]:
-        """Checksums of all added tensors."""
-        return self._sums.digests()
 
 
 def _resident(tensors: Mapping[str, Tensor]) -> dict[str, str]:

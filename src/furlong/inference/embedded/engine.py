@@ -1,17 +1,18 @@
 """`EmbeddedEngine`: the Engine interface over a slot batch, with one thread that runs the model.
 
-`submit` queues a request from an event loop, the engine thread (`engine_thread.py`) admits and decodes it, and
-`deliver` wakes the caller's event loop. Pauses, aborts and weight loads are commands that the thread executes between
-decode steps.
+Any thread can queue requests and commands. The engine's thread picks them up between two decode steps, so no lock is
+held while the model runs. Pauses, aborts and weight loads are such commands. Results are delivered to the event loop
+that waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,37 +21,19 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from furlong.core.text import abbreviate
+from furlong.core.tracing import tracer
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import ExpectedChecksums, WeightLoad, bucketed_length
-from furlong.inference.embedded.engine_thread import EngineThread, on_loop, settler
-from furlong.inference.embedded.model_loading import eos_ids, kv_tokens_that_fit, model_from_folder, model_from_state
-from furlong.inference.embedded.request import Finished, Progress, Request, RequestError, check_params
-from furlong.inference.embedded.slot_batch import KvPolicy, SlotBatch
+from furlong.inference.embedded.decode_model import WeightLoad, bucketed_length
+from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
+from furlong.inference.embedded.request import Finished, Progress, Request, check_request
+from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
-from furlong.models.model_facts import length_limit
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNSEEDED = 1 << 63
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters of the engine. `busy_s` is the time in which the model ran; rates are relative to it."""
-
-    running: int
-    waiting: int
-    version: int
-    cached_tokens: int
-    tokens_generated: int
-    prefilled_tokens: int
-    busy_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per busy second since the start."""
-        return self.tokens_generated / self.busy_s if self.busy_s else 0.0
 
 
 class EmbeddedEngine(Engine):
@@ -98,15 +81,11 @@ class EmbeddedEngine(Engine):
         if model_dir is not None:
             config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
         self.config: Any = config
-        self.device, self.dtype = torch.device(device), dtype
-        self.context_len = _context_len(config, context_len)
+        self.device, self.dtype, self.num_slots = torch.device(device), dtype, num_slots
+        self.context_len = chosen_context_len(config, context_len)
         length = bucketed_length(self.context_len)
-        options: dict[str, Any] = {"dtype": dtype, "device": self.device, "max_length": length}
-        self.model = (
-            model_from_folder(model_dir, config, **options)
-            if model_dir is not None
-            else model_from_state(config, state_dict or {}, **options)
-        )
+        weights = model_dir if model_dir is not None else state_dict or {}
+        self.model = build_model(config, weights, dtype=dtype, device=self.device, max_length=length)
         if return_routed_experts and self.model.routing is None:
             raise EngineError(
                 f"{self.model.description} has no experts, so no routing can be returned; use "
@@ -127,8 +106,6 @@ class EmbeddedEngine(Engine):
         self._seed, self._counter = seed % UNSEEDED, itertools.count()
         self._partial: tuple[int, WeightLoad] | None = None
         self._thread = EngineThread(self._batch)
-
-    # -- the Engine interface ----------------------------------------------------------------------------------
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt`. Raises EngineError for an invalid prompt or invalid parameters."""
@@ -152,29 +129,19 @@ class EmbeddedEngine(Engine):
             raise EngineError(self._thread.blocked)
         self.check(prompt, params)
         number = next(self._counter)
-        rid = rid if rid is not None else f"furlong-{number}"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Finished] = loop.create_future()
-
-        def notify(progress: Progress) -> None:
-            assert report is not None
-            on_loop(loop, partial(report, progress))
-
-        key = (
-            (params.sampling_seed % (1 << 64), 0)
-            if params.sampling_seed is not None
-            else (self._seed, UNSEEDED | number)
-        )
+        seed = params.sampling_seed
         request = Request(
-            rid=rid,
+            rid=rid if rid is not None else f"furlong-{number}",
             session=session,
             prompt=tuple(prompt),
             params=params,
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),
-            key=key,
-            deliver=settler(future),
-            report=None if report is None else notify,
+            key=(self._seed, UNSEEDED | number) if seed is None else (seed % (1 << 64), 0),
+            deliver=_settler(future),
+            report=None if report is None else lambda progress: _on_loop(loop, report, progress),
         )
         if request.limit == 0:
             return request.finish("length", self.tokenizer)
@@ -190,11 +157,14 @@ class EmbeddedEngine(Engine):
         """Stop generating. With "finish", running requests finish; queued ones wait for `resume`."""
         thread = self._thread
         if mode == "finish":
-            await thread.drain()
+            drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            answer = _settler(drained)
+            await self.execute(lambda: thread.drain(answer))
+            await drained
         elif mode == "hold":
-            await thread.execute(lambda: thread.set_running(admitting=False, stepping=False))
+            await self.execute(lambda: thread.set_running(admitting=False, stepping=False))
         elif mode == "abort":
-            await thread.execute(
+            await self.execute(
                 lambda: (thread.set_running(admitting=False, stepping=False), self._batch.abort(lambda _: True))
             )
         else:
@@ -204,7 +174,7 @@ class EmbeddedEngine(Engine):
         """Generate again after `pause`. Raises EngineError if a weight load is incomplete."""
         if self._thread.blocked is not None:
             raise EngineError(self._thread.blocked)
-        await self._thread.execute(lambda: self._thread.set_running(admitting=True, stepping=True))
+        await self.execute(lambda: self._thread.set_running(admitting=True, stepping=True))
 
     async def abort(self, sessions: Collection[str]) -> None:
         """Abort the running and queued requests of these sessions; each returns the tokens it has."""
@@ -229,7 +199,7 @@ class EmbeddedEngine(Engine):
             self._loaded(version)
             return checksums
 
-        return await self._thread.execute(lambda: self._or_fail_all(load))
+        return await self.execute(lambda: self._or_fail_all(load))
 
     async def load_bucket(self, tensors: Sequence[NamedTensor], version: int) -> bool:
         """Load part of the weights; returns whether `version` is complete, which activates it.
@@ -252,7 +222,7 @@ class EmbeddedEngine(Engine):
             self._partial = None  # last, so that a request that arrives meanwhile is not refused
             return True
 
-        return await self._thread.execute(lambda: self._or_fail_all(load))
+        return await self.execute(lambda: self._or_fail_all(load))
 
     def _incomplete(self, why: str) -> None:
         self._thread.blocked = f"the engine's weights are incomplete: {why}"
@@ -271,9 +241,26 @@ class EmbeddedEngine(Engine):
 
     async def close(self) -> None:
         """Stop the thread; unfinished requests fail with EngineError."""
-        await self._thread.close()
+        await asyncio.to_thread(self._thread.stop)
 
     # -- beyond the interface ----------------------------------------------------------------------------------
+
+    async def execute(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine's thread, between two decode steps, and return its result."""
+        self._thread.check_open()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        answer = _settler(future)
+
+        def command() -> None:
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001  raised in the caller
+                answer(error)
+            else:
+                answer(result)
+
+        self._thread.post(command)
+        return await future
 
     @property
     def version(self) -> int:
@@ -286,18 +273,17 @@ class EmbeddedEngine(Engine):
         return self._thread.blocked is None
 
     @property
-    def num_slots(self) -> int:
-        """Maximum number of concurrently decoded requests."""
-        return self._batch.num_slots
-
-    @property
     def is_paused(self) -> bool:
         """Whether generation is paused."""
         return not self._thread.is_admitting
 
+    async def forget_prefixes(self) -> None:
+        """Drop the cached prompts of queued requests."""
+        await self.execute(self._batch.forget_prefixes)
+
     async def set_version(self, version: int) -> None:
         """Change the version number of the weights in use."""
-        await self._thread.execute(lambda: self._batch.new_weights(version, "keep"))
+        await self.execute(lambda: self._batch.new_weights(version, "keep"))
 
     async def abort_request(self, rid: str | None = None) -> int:
         """Abort one request, or all for None; returns how many. Their finish_reason is "abort"."""
@@ -305,17 +291,17 @@ class EmbeddedEngine(Engine):
 
     async def _abort(self, is_selected: Callable[[Request], bool]) -> int:
         self._thread.hand_over_all()
-        return await self._thread.execute(lambda: self._batch.abort(is_selected))
+        return await self.execute(lambda: self._batch.abort(is_selected))
 
     async def release_memory(self, *, weights: bool, cache: bool) -> int:
         """Release the memory of weights and cache; returns the number of bytes.
 
-        Raises EngineError while there are requests. Released weights must be resumed and loaded again.
+        Raises EngineError while there are requests. Released weights must be allocated by `WeightTable.restore` and
+        loaded again.
         """
 
         def release() -> int:
-            stats = self.stats()
-            if stats.running or stats.waiting:
+            if (stats := self.stats()).running or stats.waiting:
                 raise EngineError(
                     f"{stats.running} requests are running and {stats.waiting} queued; wait until the engine is idle"
                 )
@@ -326,85 +312,188 @@ class EmbeddedEngine(Engine):
                 freed += self.model.table.release()
             return freed
 
-        return await self._thread.execute(release)
-
-    async def resume_memory(self, *, weights: bool) -> None:
-        """Allocate released weights again; the cache grows on demand. Nothing runs until a version is loaded."""
-        if weights:
-            await self._thread.execute(self.model.table.restore)
-
-    async def forget_prefixes(self) -> None:
-        """Drop the cached prompts of queued requests."""
-        await self._thread.execute(self._batch.forget_prefixes)
-
-    async def checksums(self) -> dict[str, str]:
-        """`core.weights.checksum` of each tensor in use, by Hugging Face name."""
-        return await self._thread.execute(self.model.table.checksums)
-
-    async def resident_checksums(self) -> dict[str, str]:
-        """Checksum of each tensor in use, as returned by `load_weights`."""
-        return await self._thread.execute(self.model.table.resident_checksums)
-
-    async def weight(self, name: str) -> Tensor:
-        """A copy of one tensor. Raises SyncError for an unknown name."""
-        return await self._thread.execute(lambda: self.model.table.view(name).clone())
-
-    def expected_checksums(self) -> ExpectedChecksums:
-        """Compute the checksums that `load_weights` returns for given tensors."""
-        return ExpectedChecksums(self.model.table)
+        return await self.execute(release)
 
     def queue_lengths(self) -> dict[str, int]:
         """Return numbers of running and waiting requests; thread-safe."""
         return {"engine running": len(self._batch.running), "engine waiting": self._thread.num_waiting}
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters; thread-safe."""
-        batch = self._batch
-        return EngineStats(
-            running=len(batch.running),
-            waiting=self._thread.num_waiting,
-            version=batch.version,
-            cached_tokens=batch.cached_tokens,
-            tokens_generated=batch.tokens_generated,
-            prefilled_tokens=batch.prefilled_tokens,
-            busy_s=self._thread.busy_s,
-        )
+        """Return a snapshot of the counters; thread-safe."""
+        return self._batch.stats(waiting=self._thread.num_waiting, busy_s=self._thread.busy_s)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raise RequestError if `submit` would reject this."""
-        check_params(params, self.tokenizer)
-        if params.return_routed_experts and not self.model.records_routes:
-            raise RequestError(
-                "return_routed_experts is set, but this engine does not record them; start it with "
-                "--enable-return-routed-experts"
-            )
-        if not prompt:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        if len(prompt) >= self.context_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, but the context "
-                f"length is {self.context_len}; shorten the prompt or raise the context length"
-            )
-        vocab = self.model.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise RequestError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 .. "
-                f"{vocab - 1}; tokenizer and model do not match"
-            )
-
-
-def _context_len(config: Any, requested: int | None) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
-    if requested is None and longest is None:
-        raise EngineError(f"model type {config.model_type} has no max_position_embeddings; pass context_len")
-    if requested is not None and (requested < 2 or (longest is not None and requested > longest)):
-        raise EngineError(f"context_len is {requested}, but the model supports 2 .. {longest} positions")
-    chosen = requested if requested is not None else int(longest or 0)
-    limit = length_limit(config)
-    if limit is not None and chosen > limit:
-        raise EngineError(
-            f"the context length is {chosen}, but model type {config.model_type} changes its rotary frequencies beyond "
-            f"{limit} tokens, also for tokens that are already cached; use --rollout-max-context-len {limit} "
-            f"(`furlong serve`: --context-length {limit}), or use SGLang"
+        check_request(
+            prompt,
+            params,
+            tokenizer=self.tokenizer,
+            context_len=self.context_len,
+            vocab_size=self.model.vocab_size,
+            records_routes=self.model.records_routes,
         )
-    return chosen
+
+
+class EngineThread:
+    """Runs `batch` until it is closed; the only thread that uses the batch and its model.
+
+    blocked: Why nothing can be generated; None if it can.
+    busy_s: Time in which the model ran.
+    """
+
+    def __init__(self, batch: SlotBatch) -> None:
+        self.batch = batch
+        self.blocked: str | None = None
+        self.busy_s = 0.0
+        self.is_admitting = True
+        self._is_stepping = True
+        self._is_closing = False
+        self._wake = threading.Condition()
+        self._incoming: list[Request] = []
+        self._commands: list[Callable[[], Any]] = []
+        self._drained: list[Callable[[None], None]] = []
+        self._pending: dict[asyncio.AbstractEventLoop, list[Request]] = {}
+        self._thread = threading.Thread(target=self._run, name="furlong-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of queued requests."""
+        pending = sum(map(len, list(self._pending.values())))
+        return len(self.batch.waiting) + len(self._incoming) + pending
+
+    def check_open(self) -> None:
+        """Raise EngineError if the engine is closed."""
+        if self._is_closing:
+            raise EngineError("the embedded engine is closed; build a new one")
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Requests from one iteration of an event loop are handed over together, so that equal prompts share a prefill.
+        """
+        loop = asyncio.get_running_loop()
+        if loop not in self._pending:
+            self._pending[loop] = []
+            loop.call_soon(self.hand_over, loop)
+        self._pending[loop].append(request)
+
+    def hand_over_all(self) -> None:
+        """Hand over the requests of all event loops now."""
+        for loop in list(self._pending):
+            self.hand_over(loop)
+
+    def hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand over the requests of `loop` now."""
+        requests = self._pending.pop(loop, [])
+        with self._wake:
+            self._incoming += requests
+            self._wake.notify()
+
+    def post(self, command: Callable[[], Any]) -> None:
+        """Run `command` on the thread between two decode steps."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Fail unfinished requests with EngineError and wait for the end of the thread."""
+        self.hand_over_all()
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def set_running(self, *, admitting: bool, stepping: bool) -> None:
+        """Set whether queued requests are admitted and running ones decoded."""
+        self.is_admitting, self._is_stepping = admitting, stepping
+
+    def drain(self, answer: Callable[[None], None]) -> None:
+        """Stop admitting requests; `answer` is called once none is running."""
+        self.set_running(admitting=False, stepping=True)
+        self._drained.append(answer)
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all requests with `error`."""
+        for request in self.batch.reset():
+            known = isinstance(error, EngineError)
+            failure = EngineError(str(error) if known else f"generation failed ({type(error).__name__}): {error}")
+            failure.__cause__ = error
+            request.deliver(failure)
+
+    def _has_work(self) -> bool:
+        if not self._is_stepping or self.blocked is not None:
+            return False
+        return bool(self.batch.running) or (self.is_admitting and bool(self.batch.waiting))
+
+    def _interrupted(self) -> bool:
+        has_free_slot = len(self.batch.running) < self.batch.num_slots
+        return bool(self._commands) or self._is_closing or (bool(self._incoming) and has_free_slot)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._is_closing:
+                with self._wake:
+                    while not (self._commands or self._incoming or self._is_closing or self._has_work()):
+                        self._wake.wait()
+                self._process_queues()
+                if self._has_work() and not self._is_closing:
+                    self._step()
+                if not self.batch.running:
+                    self._notify_drained()
+            self._process_queues()
+            self._notify_drained()
+            for request in self.batch.reset():
+                request.deliver(EngineError(f"the embedded engine was closed before request {request.rid} finished"))
+
+    def _process_queues(self) -> None:
+        """Queue new requests, then run commands."""
+        with self._wake:
+            commands, self._commands = self._commands, []
+            incoming, self._incoming = self._incoming, []
+        self.batch.add(incoming)
+        for command in commands:
+            command()
+
+    def _notify_drained(self) -> None:
+        for answer in self._drained:
+            answer(None)
+        self._drained.clear()
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        try:
+            with tracer.span("engine busy", running=len(self.batch.running)):
+                self.batch.run(admit=self.is_admitting, interrupted=self._interrupted)
+        except Exception as error:
+            message = "a step of the embedded engine failed; all its requests fail with this error"
+            if isinstance(error, EngineError):
+                logger.error("%s: %s", message, str(error).splitlines()[0])  # the requests raise the full text
+            else:
+                logger.exception(message)
+            self.fail_all(error)
+        self.busy_s += time.perf_counter() - began
+
+
+def _settler(future: asyncio.Future[T]) -> Callable[[T | Exception], None]:
+    """Return a thread-safe function that sets the result or error of `future`."""
+
+    def settle(result: T | Exception) -> None:
+        if future.done():
+            return  # the caller was cancelled
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    return lambda result: _on_loop(future.get_loop(), settle, result)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:
+    """Call `function` on `loop`; does nothing if the loop was closed."""
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        logger.warning("the event loop of a request was closed before it finished")

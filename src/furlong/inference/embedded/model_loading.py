@@ -1,4 +1,4 @@
-"""Build a `DecodeModel` from a checkpoint folder, or from a config and a state dict."""
+"""What an engine is built from: model, weights, context length, stop tokens and cache size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -17,9 +17,7 @@ from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.models.hf_folder import end_ids, read_json
-
-if TYPE_CHECKING:
-    from furlong.inference.embedded.transformers_model import TransformersModel
+from furlong.models.model_facts import length_limit
 
 logger = logging.getLogger(__name__)
 
@@ -45,49 +43,50 @@ def source_from_folder(folder: Path) -> WeightSource:
     return WeightSource(read)
 
 
-def model_from_folder(
-    folder: Path, config: Any, *, dtype: torch.dtype, device: torch.device, max_length: int
+def build_model(
+    config: Any, weights: Path | Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, max_length: int
 ) -> DecodeModel:
-    """Load a Hugging Face checkpoint folder into the fastest implementation that supports its config."""
+    """Build the fastest implementation that supports `config`.
+
+    `weights` is a Hugging Face folder, or a complete state dict under Hugging Face names.
+    """
     reason = unsupported_by_fused(config)
+    source = source_from_folder(weights) if isinstance(weights, Path) else WeightSource(weights.items)
     model: DecodeModel
     if reason:
-        model = _transformers_model().from_folder(str(folder), dtype=dtype, device=device)
+        # Imported only here, because transformers' model code takes a second.
+        from furlong.inference.embedded.transformers_model import TransformersModel
+
+        if isinstance(weights, Path):
+            model = TransformersModel.from_folder(str(weights), dtype=dtype, device=device)
+        else:
+            model = TransformersModel.from_config(config, dtype=dtype, device=device)
+            model.table.load(source)
         model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-        model.table.load(source_from_folder(folder))
-    _log_path(model, reason)
-    return model
-
-
-def model_from_state(
-    config: Any, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, max_length: int
-) -> DecodeModel:
-    """Build from a config and a complete state dict under Hugging Face names."""
-    reason = unsupported_by_fused(config)
-    model: DecodeModel
-    if reason:
-        model = _transformers_model().from_config(config, dtype=dtype, device=device)
-        model.table.load(WeightSource(state.items))
-        model.check()
-    else:
-        model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-        model.table.load(WeightSource(state.items))
-    _log_path(model, reason)
-    return model
-
-
-def _transformers_model() -> type[TransformersModel]:
-    """The implementation for every family, imported lazily because transformers' model code takes a second."""
-    from furlong.inference.embedded.transformers_model import TransformersModel
-
-    return TransformersModel
-
-
-def _log_path(model: DecodeModel, reason: str) -> None:
+        model.table.load(source)
     why = f" (the fused implementation does not support {reason})" if reason else ""
     logger.info("embedded engine: %s in %s on %s%s", model.description, model.dtype, model.device, why)
+    return model
+
+
+def chosen_context_len(config: Any, requested: int | None) -> int:
+    """Return the context length: the requested one, or that of the model. Raises EngineError if it is unsupported."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if requested is None and longest is None:
+        raise EngineError(f"model type {config.model_type} has no max_position_embeddings; pass context_len")
+    if requested is not None and (requested < 2 or (longest is not None and requested > longest)):
+        raise EngineError(f"context_len is {requested}, but the model supports 2 .. {longest} positions")
+    chosen = requested if requested is not None else int(longest or 0)
+    limit = length_limit(config)
+    if limit is not None and chosen > limit:
+        raise EngineError(
+            f"the context length is {chosen}, but model type {config.model_type} changes its rotary frequencies beyond "
+            f"{limit} tokens, also for tokens that are already cached; use --rollout-max-context-len {limit} "
+            f"(`furlong serve`: --context-length {limit}), or use SGLang"
+        )
+    return chosen
 
 
 def eos_ids(config: Any, folder: Path | None, tokenizer: Any) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,8 +138,16 @@ class StopStrings:
         return self._pieces[token]
 
 
-def check_params(params: SamplingParams, tokenizer: TextTokenizer | None) -> None:
-    """Raise RequestError naming each invalid parameter."""
+def check_request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    tokenizer: TextTokenizer | None,
+    context_len: int,
+    vocab_size: int,
+    records_routes: bool,
+) -> None:
+    """Raise RequestError naming each invalid parameter, or what is wrong with the prompt."""
     problems: list[str] = []
     if not 0 <= params.temperature < float("inf"):
         problems.append(f"temperature is {params.temperature}, must be >= 0")
@@ -161,6 +169,23 @@ def check_params(params: SamplingParams, tokenizer: TextTokenizer | None) -> Non
         problems.append("stop strings need a tokenizer; pass one to the engine, or use stop_token_ids")
     if problems:
         raise RequestError("invalid sampling parameters: " + "; ".join(problems))
+    if params.return_routed_experts and not records_routes:
+        raise RequestError(
+            "return_routed_experts is set, but this engine does not record them; start it with "
+            "--enable-return-routed-experts"
+        )
+    if not prompt:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    if len(prompt) >= context_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, but the context "
+            f"length is {context_len}; shorten the prompt or raise the context length"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise RequestError(
+            f"the prompt has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 .. "
+            f"{vocab_size - 1}; tokenizer and model do not match"
+        )
 
 
 ROWS = 256
@@ -197,12 +222,12 @@ class TokenBuffer:
 
     def open(self, slot: int, request: Request) -> None:
         """Assign a slot to a request whose next token is sampled in the newest row."""
-        row, have = self.clock - 1, len(request.tokens)
+        row, num_tokens = self.clock - 1, len(request.tokens)
         self.starts[slot] = self._reported[slot] = row
-        self._before[slot] = have
+        self._before[slot] = num_tokens
         self._routed[slot] = self.clock
-        self.ends[slot] = row + request.limit - have
-        self.may_stop[slot] = row + request.params.min_new_tokens - have
+        self.ends[slot] = row + request.limit - num_tokens
+        self.may_stop[slot] = row + request.params.min_new_tokens - num_tokens
         self.has_stop_strings[slot] = bool(request.params.stop)
         count = len(request.stop_ids)
         if count > len(self.stop_ids):

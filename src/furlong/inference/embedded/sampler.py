@@ -114,9 +114,9 @@ class Sampler:
         return s.token_N, s.log_prob_N
 
     def _scratch_for(self, logits_NV: Tensor) -> _Scratch:
-        n, device, have = logits_NV.shape[0], logits_NV.device, self._scratch
-        if have is not None and len(have.mass_NV) == n and have.mass_NV.device == device:
-            return have
+        n, device, scratch = logits_NV.shape[0], logits_NV.device, self._scratch
+        if scratch is not None and len(scratch.mass_NV) == n and scratch.mass_NV.device == device:
+            return scratch
         if self._mass.shape[0] < n or self._mass.device != device:
             self._mass = torch.zeros(n, self.num_blocks * self.block, dtype=torch.float32, device=device)
         self._scratch = _Scratch(self._mass[:n], self.vocab_size, self.num_blocks)

@@ -32,6 +32,24 @@ StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys
 
 
 @dataclass(frozen=True)
+class EngineStats:
+    """Counters of the engine. `busy_s` is the time in which the model ran; rates are relative to it."""
+
+    running: int
+    waiting: int
+    version: int
+    cached_tokens: int
+    tokens_generated: int
+    prefilled_tokens: int
+    busy_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per busy second since the start."""
+        return self.tokens_generated / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True)
 class _StepPlan:
     """Inputs of the decode steps while the same `n` requests are in the slots.
 
@@ -95,6 +113,18 @@ class SlotBatch:
     def cached_tokens(self) -> int:
         """Cached positions of running requests."""
         return int(self._positions[: len(self.running)].sum()) + len(self.running)
+
+    def stats(self, *, waiting: int, busy_s: float) -> EngineStats:
+        """Return a snapshot of the counters; callable from any thread."""
+        return EngineStats(
+            running=len(self.running),
+            waiting=waiting,
+            version=self.version,
+            cached_tokens=self.cached_tokens,
+            tokens_generated=self.tokens_generated,
+            prefilled_tokens=self.prefilled_tokens,
+            busy_s=busy_s,
+        )
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests."""

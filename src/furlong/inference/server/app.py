@@ -71,20 +71,20 @@ class EngineServer:
     def _routes(self) -> list[Route]:
         w = self.weights
         both = ["GET", "POST"]
-        get: dict[str, Handler] = {
-            "/health": self._health,
-            "/health_generate": self._health_generate,
+        facts: dict[str, Callable[[], Any]] = {
+            "/health": lambda: {"status": "ok"},
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
             "/server_info": self._server_info,
             "/get_server_info": self._server_info,
-            "/weight_version": self._weight_version,
-            "/get_weight_version": self._weight_version,
-            "/get_load": self._load,
+            "/weight_version": lambda: {"weight_version": w.label},
+            "/get_weight_version": lambda: {"weight_version": w.label},
+            "/get_load": lambda: [self._load()],
             "/v1/loads": self._loads,
             "/v1/models": self._models,
-            "/metrics": self._metrics,
         }
+        get: dict[str, Handler] = {path: _shows(content) for path, content in facts.items()}
+        get |= {"/health_generate": self._health_generate, "/metrics": self._metrics}
         post: dict[str, Handler] = {
             "/generate": lambda http, body: generate(http, self.engine, body, w.label),
             "/v1/chat/completions": lambda http, body: openai_api.chat_completions(
@@ -117,9 +117,6 @@ class EngineServer:
 
     # -- identity and health -----------------------------------------------------------------------------------
 
-    async def _health(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        return json_response({"status": "ok"})
-
     async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         """Wait for the next token of any running request, or generate one if there are none.
 
@@ -138,49 +135,42 @@ class EngineServer:
         await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
         return json_response({"status": "ok"})
 
-    async def _model_info(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    def _model_info(self) -> dict[str, Any]:
         config = self.engine.config
         path = str(self.engine.model_dir or self.model_name)
-        return json_response(
-            {
-                "model_path": path,
-                "tokenizer_path": path,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": self.weights.label,
-                "model_type": config.model_type,
-                "architectures": getattr(config, "architectures", None),
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-            }
-        )
+        return {
+            "model_path": path,
+            "tokenizer_path": path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": self.weights.label,
+            "model_type": config.model_type,
+            "architectures": getattr(config, "architectures", None),
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
 
-    async def _server_info(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    def _server_info(self) -> dict[str, Any]:
         engine, stats = self.engine, self.engine.stats()
-        return json_response(
-            {
-                "model_path": str(engine.model_dir or self.model_name),
-                "served_model_name": self.model_name,
-                "tp_size": 1,
-                "dp_size": 1,
-                "pp_size": 1,
-                "version": f"furlong {__version__}",
-                "dtype": str(engine.dtype).removeprefix("torch."),
-                "device": str(engine.device),
-                "decode_path": engine.model.description,
-                "context_length": engine.context_len,
-                "max_running_requests": engine.num_slots,
-                "enable_return_routed_experts": engine.model.records_routes,
-                "weight_version": self.weights.label,
-                "uptime_s": time.time() - self._started_s,
-                "internal_states": [{"last_gen_throughput": stats.tokens_per_s, "num_running_reqs": stats.running}],
-            }
-        )
+        return {
+            "model_path": str(engine.model_dir or self.model_name),
+            "served_model_name": self.model_name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "version": f"furlong {__version__}",
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "device": str(engine.device),
+            "decode_path": engine.model.description,
+            "context_length": engine.context_len,
+            "max_running_requests": engine.num_slots,
+            "enable_return_routed_experts": engine.model.records_routes,
+            "weight_version": self.weights.label,
+            "uptime_s": time.time() - self._started_s,
+            "internal_states": [{"last_gen_throughput": stats.tokens_per_s, "num_running_reqs": stats.running}],
+        }
 
-    async def _weight_version(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        return json_response({"weight_version": self.weights.label})
-
-    def _load_entry(self) -> dict[str, Any]:
+    def _load(self) -> dict[str, Any]:
         stats = self.engine.stats()
         return {
             "dp_rank": 0,
@@ -191,16 +181,12 @@ class EngineServer:
             "num_total_tokens": stats.cached_tokens,
         }
 
-    async def _load(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        return json_response([self._load_entry()])
+    def _loads(self) -> dict[str, Any]:
+        entry = self._load()
+        aggregate = {**entry, "dp_rank": None}
+        return {"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry], "aggregate": aggregate}
 
-    async def _loads(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
-        entry = self._load_entry()
-        return json_response(
-            {"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry], "aggregate": {**entry, "dp_rank": None}}
-        )
-
-    async def _models(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    def _models(self) -> dict[str, Any]:
         model = {
             "id": self.model_name,
             "object": "model",
@@ -209,7 +195,7 @@ class EngineServer:
             "root": self.model_name,
             "max_model_len": self.engine.context_len,
         }
-        return json_response({"object": "list", "data": [model]})
+        return {"object": "list", "data": [model]}
 
     async def _metrics(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
         stats = self.engine.stats()
@@ -274,7 +260,7 @@ class EngineServer:
     async def _check_weights(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         if (action := body.get("action", "checksum")) != "checksum":
             raise RequestError(f"action is {action!r}; only 'checksum' is supported")
-        checksums = await self.engine.checksums()
+        checksums = await self.engine.execute(self.engine.model.table.checksums)
         info = {
             "checksums": checksums,
             "per_gpu_checksum": _combined(checksums),
@@ -285,7 +271,8 @@ class EngineServer:
     async def _weight_by_name(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         body = {**http.query_params, **body}
         try:
-            tensor = await self.engine.weight(required(body, "name", str))
+            name, table = required(body, "name", str), self.engine.model.table
+            tensor = await self.engine.execute(lambda: table.view(name).clone())
         except SyncError as error:
             raise RequestError(str(error)) from error
         rows = str(body.get("truncate_size", 100))
@@ -303,7 +290,8 @@ class EngineServer:
 
     async def _resume_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         tags = _memory_tags(body)
-        await self.engine.resume_memory(weights="weights" in tags)
+        if "weights" in tags:  # the cache grows on demand
+            await self.engine.execute(self.engine.model.table.restore)
         return json_response({"success": True, "message": f"memory for {', '.join(sorted(tags))}"})
 
 
@@ -329,6 +317,15 @@ def _error(message: str, code: int) -> Response:
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
     return _error(f"{http.method} {http.url.path} is not supported by furlong serve", code)
+
+
+def _shows(content: Callable[[], Any]) -> Handler:
+    """Make a handler that replies with `content()` as JSON."""
+
+    async def handler(_http: HttpRequest, _body: dict[str, Any]) -> Response:
+        return json_response(content())
+
+    return handler
 
 
 def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:

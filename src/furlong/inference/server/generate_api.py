@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -21,8 +21,6 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, Progress, RequestError
 from furlong.interfaces import SamplingParams
-
-T = TypeVar("T")
 
 # Fields that the engine does not support; each must be absent or have this value.
 UNSUPPORTED_FIELDS: dict[str, Any] = {
@@ -225,12 +223,9 @@ async def generate(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str,
     requests, is_list = requests_from(body, engine)
     with_log_probs = bool(body.get("return_logprob"))
     if body.get("stream"):
-        for request in requests:
-            engine.check(request.ids, request.params)
         events = _stream(engine, requests, is_list=is_list, version=version, with_log_probs=with_log_probs)
-        return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
-    results = await unless_disconnected(http, work)
+        return event_stream(engine, requests, events)
+    results = await completed(http, engine, requests)
     replies = [
         reply(request, finished, version=version, with_log_probs=with_log_probs)
         for request, finished in zip(requests, results, strict=True)
@@ -307,9 +302,9 @@ async def progress(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_disconnected(http: HttpRequest, work: asyncio.Future[T] | Coroutine[Any, Any, T]) -> T:
-    """Await `work`. If the client disconnects first, cancel it, which aborts its requests."""
-    task = asyncio.ensure_future(work)
+async def completed(http: HttpRequest, engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[Finished]:
+    """Generate all completions. If the client disconnects first, abort them."""
+    task = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
 
     async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -325,6 +320,15 @@ async def unless_disconnected(http: HttpRequest, work: asyncio.Future[T] | Corou
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def event_stream(
+    engine: EmbeddedEngine, requests: list[GenerateRequest], events: AsyncIterator[bytes]
+) -> StreamingResponse:
+    """Reply with server-sent events, after all requests were checked."""
+    for request in requests:
+        engine.check(request.ids, request.params)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def sse(event: Mapping[str, Any]) -> bytes:

@@ -84,23 +84,15 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-async def serve(
-    engine: EmbeddedEngine,
-    *,
-    model_name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve until SIGINT or SIGTERM, then close the engine. `on_ready` gets the base URL."""
+async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM, then close the engine."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        async with running_server(engine, model_name=model_name, host=host, port=port, api_key=api_key) as url:
-            on_ready(url)
+        async with running_server(engine, model_name=name, host=args.host, port=args.port, api_key=args.api_key) as url:
+            sys.stdout.write(f"serving {name} at {url}\n")
+            sys.stdout.flush()
             await stop.wait()
             await engine.pause("abort")
     finally:
@@ -201,25 +193,16 @@ def main(words: Sequence[str]) -> int:
     tracer.start_from_environment(f"engine {args.port}")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = _device(args.device)
-    tokenizer: Any = None
-    if not args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(args.model_path)
+    tokenizer: Any = None if args.skip_tokenizer_init else load_tokenizer(args.model_path)
     engine = EmbeddedEngine(
         args.model_path,
         dtype=getattr(torch, args.dtype),
-        device=device,
+        device=_device(args.device),
         num_slots=args.max_running_requests,
         context_len=args.context_length,
         tokenizer=tokenizer,
         seed=args.random_seed,
         return_routed_experts=args.enable_return_routed_experts,
     )
-    name = args.served_model_name or args.model_path.name
-
-    def ready(url: str) -> None:
-        sys.stdout.write(f"serving {name} at {url}\n")
-        sys.stdout.flush()
-
-    asyncio.run(serve(engine, model_name=name, host=args.host, port=args.port, api_key=args.api_key, on_ready=ready))
+    asyncio.run(_serve(engine, args.served_model_name or args.model_path.name, args))
     return 0

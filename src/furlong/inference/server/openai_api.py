@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 import uuid
@@ -10,22 +9,23 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, RequestError
 from furlong.inference.server.generate_api import (
     GenerateRequest,
+    completed,
     decoded,
     encode,
+    event_stream,
     json_response,
     num_samples,
     progress,
     reject_unsupported,
     sampling_params,
     sse,
-    unless_disconnected,
 )
 
 UNSUPPORTED: dict[str, Any] = {
@@ -38,7 +38,6 @@ UNSUPPORTED: dict[str, Any] = {
     "echo": False,
     "best_of": 1,
 }
-RENAMED = {"seed": "sampling_seed"}
 SHARED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
 
 
@@ -100,7 +99,7 @@ async def completions(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[s
 def _requests(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_chat: bool) -> list[GenerateRequest]:
     reject_unsupported(body, UNSUPPORTED)
     fields = {key: body[key] for key in SHARED if body.get(key) is not None}
-    fields |= {ours: body[theirs] for theirs, ours in RENAMED.items() if body.get(theirs) is not None}
+    fields["sampling_seed"] = body.get("seed")
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     fields["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
     base, n = sampling_params(fields), num_samples("n", body.get("n"))
@@ -126,15 +125,12 @@ async def _answer(
     kind = "chat.completion" if is_chat else "text_completion"
     head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
     if body.get("stream"):
-        for request in requests:
-            engine.check(request.ids, request.params)
         if is_chat:
             head["object"] = "chat.completion.chunk"
         usage = bool((body.get("stream_options") or {}).get("include_usage"))
         events = _stream(engine, requests, head, is_chat=is_chat, with_usage=usage)
-        return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
-    results = await unless_disconnected(http, work)
+        return event_stream(engine, requests, events)
+    results = await completed(http, engine, requests)
     with_log_probs = body.get("logprobs") not in (None, False)
     choices = [
         _choice(engine, i, finished, is_chat=is_chat, with_log_probs=with_log_probs)

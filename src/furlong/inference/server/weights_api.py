@@ -145,7 +145,10 @@ class WeightEndpoints:
             raise RequestError(
                 f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes; their numbers must be equal"
             )
-        torch_dtypes = [_dtype(name) for name in dtypes]
+        try:
+            torch_dtypes = [dtype_of(name) for name in dtypes]
+        except ValueError as error:
+            raise RequestError(str(error)) from error
         await self._prepare(body)
         device = self.engine.device
 
@@ -195,13 +198,6 @@ def required(body: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     if not isinstance(body.get(name), kind):
         raise RequestError(f"{name} is {body.get(name)!r}, must be {kind.__name__}")
     return body[name]
-
-
-def _dtype(name: Any) -> torch.dtype:
-    try:
-        return dtype_of(name)
-    except ValueError as error:
-        raise RequestError(str(error)) from error
 
 
 def _join(url: str, rank: int, world: int, name: str, backend: str) -> dist.ProcessGroup:

@@ -267,7 +267,7 @@ class SglangServer(SglangClient):
         return self.info.expert_options
 
     @property
-    def takes_shared_memory(self) -> bool:
+    def supports_shared_memory(self) -> bool:
         """Whether it loads POSIX shared memory (`core.shared_memory`); SGLang loads CUDA memory."""
         return self.info.is_furlong
 

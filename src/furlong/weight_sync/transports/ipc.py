@@ -111,7 +111,7 @@ class IpcTransport(Transport):
 
     def _led_servers(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
         """Return the servers that this rank sends requests to, and whether buffers are POSIX shared memory."""
-        kinds = {server.takes_shared_memory for server in servers}
+        kinds = {server.supports_shared_memory for server in servers}
         if len(kinds) > 1:
             raise SyncError(f"weight_sync version {version}: SGLang and furlong servers cannot be mixed over ipc")
         led: list[WeightServer] = []

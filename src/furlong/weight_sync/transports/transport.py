@@ -108,7 +108,7 @@ class WeightServer(Protocol):
         ...
 
     @property
-    def takes_shared_memory(self) -> bool:
+    def supports_shared_memory(self) -> bool:
         """Whether it maps POSIX shared memory (`furlong serve`) rather than CUDA memory (SGLang)."""
         ...
 
