@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -133,17 +133,10 @@ class RawRow(NamedTuple):
 
 
 class RowReader(Protocol):
-    """Reads the rows of one data file or folder."""
+    """Reads the rows of one data file or folder: `num_rows` of on average `row_bytes`, None if not known in advance."""
 
-    @property
-    def num_rows(self) -> int | None:
-        """Rows in the file; None if unknown without reading it."""
-        ...
-
-    @property
-    def row_bytes(self) -> int | None:
-        """Mean size of a row in bytes; None if unknown without reading the file."""
-        ...
+    num_rows: int | None
+    row_bytes: int | None
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
         """Yield rows from `cursor` on."""
@@ -169,13 +162,14 @@ def read_slice(reader: RowReader, location: PromptDataPath) -> Iterator[RawRow]:
     return iter(list(reader.read(Cursor()))[start:stop])
 
 
-@dataclass(frozen=True)
 class JsonLines:
     """A JSON Lines file. Blank lines are not rows, but count as lines."""
 
-    path: Path
     num_rows: int | None = None
     row_bytes: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
         """Yield rows from `cursor` on; `where` has the 1-based line."""
@@ -191,20 +185,15 @@ class JsonLines:
                 yield RawRow(row - 1, f"{self.path} line {line}", Cursor(row, line, offset), raw)
 
 
-@dataclass(frozen=True)
 class ParquetRows:
     """A Parquet file, decoded one row group at a time."""
 
-    path: Path
-    columns: list[str]
-    num_rows: int = field(init=False)
-    row_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        meta = pq.read_metadata(self.path)
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        self.path, self.columns = path, columns
+        meta = pq.read_metadata(path)
         size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        object.__setattr__(self, "num_rows", meta.num_rows)
-        object.__setattr__(self, "row_bytes", size // max(1, meta.num_rows))
+        self.num_rows: int | None = meta.num_rows
+        self.row_bytes: int | None = size // max(1, meta.num_rows)
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
         """Yield rows from `cursor` on; earlier row groups are not read."""
@@ -220,20 +209,14 @@ class ParquetRows:
             yield from _table_rows(self.path, batches, first, cursor.row)
 
 
-@dataclass(frozen=True)
 class ArrowRows:
     """The memory-mapped Arrow stream files of a save_to_disk folder."""
 
-    path: Path
-    files: list[Path]
-    columns: list[str]
-    num_rows: int = field(init=False)
-    row_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: Path, files: list[Path], columns: list[str]) -> None:
+        self.path, self.files, self.columns = path, files, columns
         num_rows = sum(batch.num_rows for batch in self._batches())
-        object.__setattr__(self, "num_rows", num_rows)
-        object.__setattr__(self, "row_bytes", sum(f.stat().st_size for f in self.files) // max(1, num_rows))
+        self.num_rows: int | None = num_rows
+        self.row_bytes: int | None = sum(file.stat().st_size for file in files) // max(1, num_rows)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         for path in self.files:
@@ -263,20 +246,21 @@ def _table_rows(path: Path, batches: Any, first: int, skip_to: int) -> Iterator[
         if end > skip_to:
             row = max(row, skip_to)
             for values in batch.slice(batch.num_rows - (end - row)).to_pylist():
-                yield RawRow(row, f"{path} row {row}", Cursor(row + 1), _without_nulls(values))
+                yield RawRow(
+                    row,
+                    f"{path} row {row}",
+                    Cursor(row + 1),
+                    {name: _without_nulls(value) for name, value in values.items()},
+                )
                 row += 1
         row = end
 
 
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove nulls inside nested values: Arrow adds one for every key that another row of the column has."""
-    return {key: _strip(value) for key, value in values.items()}
-
-
-def _strip(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
+    """Remove nulls inside a nested value: Arrow adds one for every key that another row of the column has."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return {key: _strip(item) for key, item in items if item is not None}
+        return {key: _without_nulls(item) for key, item in items if item is not None}
     if isinstance(value, list):
-        return [_strip(item) for item in cast("list[Any]", value)]
+        return [_without_nulls(item) for item in cast("list[Any]", value)]
     return value

@@ -117,9 +117,7 @@ def load_reward(path: str, *, group: bool = False) -> CustomReward:
     try:
         function = load_function(path)
     except ConfigError as error:
-        if error.__cause__ is None:
-            raise RewardError(f"the reward function {error}") from error
-        raise RewardError(
-            f"the reward function {path} cannot be loaded: {describe_exception(error.__cause__)}"
-        ) from error
+        cause = error.__cause__
+        problem = str(error) if cause is None else f"{path} cannot be loaded: {describe_exception(cause)}"
+        raise RewardError(f"the reward function {problem}") from error
     return custom_reward(function, name=path, group=group)

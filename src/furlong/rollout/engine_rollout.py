@@ -314,12 +314,8 @@ class EngineRollout:
 
     def _end_of_data(self, state: _Round) -> None:
         if state.kept:
-            logger.warning(
-                "rollout %d: the data ended with %d of %d groups; they are dropped (reason end_of_data)",
-                state.rollout_id,
-                len(state.kept),
-                self._batch_size,
-            )
+            message = "rollout %d: the data ended with %d of %d groups; they are dropped (reason end_of_data)"
+            logger.warning(message, state.rollout_id, len(state.kept), self._batch_size)
         for group in state.kept:
             self._ledger.dropped(group, "end_of_data")
 
