@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -109,12 +110,12 @@ def parts_of(how, ledger, source, rng):
     world = World(rng)
     engine = Erratic(rng)
     rollout = EngineRollout(
-        engine=engine,
-        tokenizer=None,
         source=source,
-        reward=ErraticReward(rng, how["failing"]),
         ledger=ledger,
         generation=Generation(
+            engine,
+            None,
+            ErraticReward(rng, how["failing"]),
             SamplingParams(max_new_tokens=MAX_NEW),
             hooks=Hooks(
                 custom_generate_function=a_generate(how["custom"], rng),
@@ -237,7 +238,7 @@ def test_engine_that_fails_ends_the_run_with_its_error_and_leaves_no_task(ahead)
         }  # fmt: skip
         rng = random.Random(0)
         parts = parts_of(how, MemoryLedger(), ListSource(20), rng)
-        parts.rollout._engine = Failing(rng)
+        parts.rollout._generation = dataclasses.replace(parts.rollout._generation, engine=Failing(rng))
         with pytest.raises(EngineError, match="out of memory"):
             await train(parts, RunSchedule(num_rollout=6, ahead=ahead), Checkpoints())
         assert len(asyncio.all_tasks()) == 1

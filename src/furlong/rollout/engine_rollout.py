@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
@@ -21,7 +20,7 @@ from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
-from furlong.interfaces import DataSource, Engine, Ledger, Reward
+from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
 from furlong.rollout.generate import (
     EvalSet,
@@ -92,12 +91,9 @@ class EngineRollout:
     def __init__(
         self,
         *,
-        engine: Engine,
-        tokenizer: Any,
-        source: DataSource,
-        reward: Reward,
-        ledger: Ledger,
         generation: Generation,
+        source: DataSource,
+        ledger: Ledger,
         conversion: Conversion,
         flags: RolloutFlags,
         batch_size: int,
@@ -109,9 +105,8 @@ class EngineRollout:
         on_groups: Callable[[int, list[Group]], None] | None = None,
         order: GroupOrder | None = None,
     ) -> None:
-        self._engine, self._tokenizer, self._source = engine, tokenizer, source
-        self._reward, self._ledger, self._generation = reward, ledger, generation
-        self._conversion, self._hooks = conversion, generation.hooks
+        self._generation, self._hooks = generation, generation.hooks
+        self._source, self._ledger, self._conversion = source, ledger, conversion
         self._batch_size, self._in_order = batch_size, in_order
         self._submit_size = flags.over_sampling_batch_size or batch_size
         self._partial, self._mask_offpolicy = flags.partial_rollout, flags.mask_offpolicy_in_partial_rollout
@@ -147,7 +142,7 @@ class EngineRollout:
 
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Score every evaluation set with the weights that the engine serves."""
-        return await evaluate(self._engine, self._tokenizer, self._eval_sets, rollout_id, report=self._report)
+        return await evaluate(self._eval_sets, rollout_id, report=self._report)
 
     async def _next_finished(self, state: _Round) -> asyncio.Task[Group]:
         """Wait for the group to judge next. An exception of any task is raised at once."""
@@ -193,10 +188,7 @@ class EngineRollout:
                 task = asyncio.create_task(
                     run_group(
                         group,
-                        engine=self._engine,
-                        tokenizer=self._tokenizer,
-                        generation=self._generation,
-                        reward=self._reward,
+                        self._generation,
                         rollout_id=state.rollout_id,
                         continues=lambda: state.is_collecting,
                         wait=state.wait,
@@ -285,7 +277,7 @@ class EngineRollout:
             is_custom = {task: self._generation.is_custom(group) for task, group in state.running.items()}
             plain = [group for task, group in state.running.items() if not is_custom[task]]
             if plain and not (self._partial and self._order.is_replayed):
-                await self._engine.abort([session_of(s) for group in plain for s in group.samples])
+                await self._generation.engine.abort([session_of(s) for group in plain for s in group.samples])
             for task in state.running:
                 if is_custom[task]:
                     task.cancel()

@@ -45,13 +45,16 @@ MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new ki
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings for generating samples of one kind (training, or one evaluation set).
+    """How samples of one kind (of training, or of one evaluation set) are generated and scored.
 
     max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
     functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
     kinds of failures of user code already logged; blocking: time that custom functions blocked the event loop.
     """
 
+    engine: Engine
+    tokenizer: Any
+    reward: Reward
     params: SamplingParams
     max_context_len: int | None = None
     hooks: Hooks = field(default_factory=Hooks)
@@ -120,11 +123,7 @@ def append_completion(sample: Sample, completion: Completion) -> None:
 
 
 async def generate_turn(
-    engine: Engine,
-    sample: Sample,
-    generation: Generation,
-    continues: Callable[[], bool],
-    cut_at: int | None = None,
+    sample: Sample, generation: Generation, continues: Callable[[], bool], cut_at: int | None
 ) -> Sample:
     """Generate the response of `sample`, or continue it.
 
@@ -143,7 +142,7 @@ async def generate_turn(
             sample.status = Status.TRUNCATED
             return sample
         with tracer.flight("generate", sample=sample.index, group=sample.group_index):
-            completion = await engine.generate(list(sample.tokens), params, session=session_of(sample))
+            completion = await generation.engine.generate(list(sample.tokens), params, session=session_of(sample))
         append_completion(sample, completion)
         if sample.response_length == cut_at and completion.finish_reason == "length":
             sample.status = Status.ABORTED
@@ -164,8 +163,6 @@ def session_of(sample: Sample) -> str:
 
 
 async def generate_sample(
-    engine: Engine,
-    tokenizer: Any,
     sample: Sample,
     generation: Generation,
     *,
@@ -184,10 +181,9 @@ async def generate_sample(
     try:
         async with asyncio.timeout(generation.timeout_s):
             if (function := generation.function_of(sample)) is None:
-                produced = [await generate_turn(engine, sample, generation, continues, cut_at)]
+                produced = [await generate_turn(sample, generation, continues, cut_at)]
             else:
-                policy = Policy(engine, tokenizer, session_of(sample), generation.params.return_routed_experts)
-                produced = await _generate_custom(function, sample, policy, generation)
+                produced = await _generate_custom(function, sample, generation)
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
@@ -198,7 +194,9 @@ async def generate_sample(
     return [await _run_hooks(each, generation, rollout_id) for each in produced]
 
 
-async def _generate_custom(function: Function, sample: Sample, policy: Policy, generation: Generation) -> list[Sample]:
+async def _generate_custom(function: Function, sample: Sample, generation: Generation) -> list[Sample]:
+    returns_routes = generation.params.return_routed_experts
+    policy = Policy(generation.engine, generation.tokenizer, session_of(sample), returns_routes)
     produced = await call_generate_function(
         function,
         sample,
@@ -251,11 +249,8 @@ def reset_response(sample: Sample, prompt: list[int]) -> None:
 
 async def run_group(
     group: Group,
-    *,
-    engine: Engine,
-    tokenizer: Any,
     generation: Generation,
-    reward: Reward,
+    *,
     rollout_id: int,
     continues: Callable[[], bool],
     wait: RewardWait,
@@ -269,8 +264,6 @@ async def run_group(
     with wait.phase(generating=1):
         produced = await gather_or_cancel(
             generate_sample(
-                engine,
-                tokenizer,
                 sample,
                 generation,
                 rollout_id=rollout_id,
@@ -282,11 +275,11 @@ async def run_group(
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
         with wait.phase(scoring=1):
-            await score(group.samples, reward, generation)
+            await score(group.samples, generation)
     return group
 
 
-async def score(samples: Sequence[Sample], reward: Reward, generation: Generation) -> None:
+async def score(samples: Sequence[Sample], generation: Generation) -> None:
     """Compute the rewards that user code has not set, and check those that it has.
 
     A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged.
@@ -305,7 +298,7 @@ async def score(samples: Sequence[Sample], reward: Reward, generation: Generatio
     if not unscored:
         return
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
-        outcomes = await reward(unscored)
+        outcomes = await generation.reward(unscored)
     for sample, outcome in zip(unscored, outcomes, strict=True):
         sample.outcome = outcome
         if outcome.kind == "scored":
@@ -332,18 +325,15 @@ class EvalSet:
     name: str
     groups: Callable[[], list[Group]]
     generation: Generation
-    reward: Reward
     reward_key: str | None = None
     pass_k: bool | tuple[int, ...] = True
     on_samples: Callable[[int, str, list[Sample]], None] | None = None
 
 
-async def evaluate(
-    engine: Engine, tokenizer: Any, sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport
-) -> Metrics:
+async def evaluate(sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport) -> Metrics:
     """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
     started, wait = monotonic(), RewardWait()
-    groups_of_sets = await gather_or_cancel(_evaluate_set(engine, tokenizer, each, rollout_id, wait) for each in sets)
+    groups_of_sets = await gather_or_cancel(_evaluate_set(each, rollout_id, wait) for each in sets)
     parts: list[Metrics] = []
     data: dict[str, dict[str, Any]] = {}
     for each, groups in zip(sets, groups_of_sets, strict=True):
@@ -356,20 +346,9 @@ async def evaluate(
     return report.of_evaluation(rollout_id, data, merge(parts), extra)
 
 
-async def _evaluate_set(
-    engine: Engine, tokenizer: Any, each: EvalSet, rollout_id: int, wait: RewardWait
-) -> list[Group]:
+async def _evaluate_set(each: EvalSet, rollout_id: int, wait: RewardWait) -> list[Group]:
     groups = await gather_or_cancel(
-        run_group(
-            group,
-            engine=engine,
-            tokenizer=tokenizer,
-            generation=each.generation,
-            reward=each.reward,
-            rollout_id=rollout_id,
-            continues=lambda: True,
-            wait=wait,
-        )
+        run_group(group, each.generation, rollout_id=rollout_id, continues=lambda: True, wait=wait)
         for group in each.groups()
     )
     if each.on_samples is not None:

@@ -12,7 +12,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
-from furlong.interfaces import DataSource, Engine, Ledger
+from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.generate import EvalSet, evaluate
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
@@ -32,7 +32,6 @@ class DemonstrationRollout:
         ledger: Ledger,
         batch_size: int,
         max_len: int | None = None,
-        engine: Engine | None = None,
         eval_sets: Sequence[EvalSet] = (),
         report: SampleReport | None = None,
         args: Any = None,
@@ -41,7 +40,7 @@ class DemonstrationRollout:
         self._suggest_template = suggest_template
         self._tokenizer, self._source, self._ledger = tokenizer, source, ledger
         self._batch_size, self._max_len = batch_size, max_len
-        self._engine, self._eval_sets, self._args = engine, eval_sets, args
+        self._eval_sets, self._args = eval_sets, args
         self._report = report or SampleReport()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
@@ -74,9 +73,7 @@ class DemonstrationRollout:
 
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Generate and score the evaluation sets."""
-        if self._engine is None:
-            return {}
-        return await evaluate(self._engine, self._tokenizer, self._eval_sets, rollout_id, report=self._report)
+        return await evaluate(self._eval_sets, rollout_id, report=self._report) if self._eval_sets else {}
 
 
 def demonstrate(sample: Sample, tokenizer: Any, *, suggest_template: Callable[[], str | None] | None = None) -> None:

@@ -103,7 +103,7 @@ def _training_rollout(
         return ReplayRollout(load, _conversion(context), subsample=subsample, report=_report(context))
     if hooks.rollout_function is not None:
         return _function_rollout(context, hooks.rollout_function, source, ledger)
-    eval_sets = [_eval_set(context, spec) for spec in specs]
+    eval_sets = [] if engine is None else [_eval_set(context, engine, spec) for spec in specs]
     if config.algo.loss_type == "sft_loss":
         return DemonstrationRollout(
             tokenizer=context.tokenizer,
@@ -111,7 +111,6 @@ def _training_rollout(
             ledger=ledger,
             batch_size=config.data.rollout_batch_size,
             max_len=config.rollout.rollout_max_context_len,
-            engine=engine,
             eval_sets=eval_sets,
             report=_report(context),
             args=context.args,
@@ -129,12 +128,9 @@ def _engine_rollout(
     parts = engine_parts(trained_model(config).groups) if is_started(config) else None  # not running yet
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
     return EngineRollout(
-        engine=engine,
-        tokenizer=context.tokenizer,
+        generation=_generation(context, engine, _reward(context, config.reward.rm_type, config.reward.custom_rm_path)),
         source=source,
-        reward=_reward(context, config.reward.rm_type, config.reward.custom_rm_path),
         ledger=ledger,
-        generation=_generation(context),
         conversion=_conversion(context),
         flags=flags,
         batch_size=batch_size,
@@ -197,9 +193,12 @@ def _report(context: RunContext) -> SampleReport:
     return SampleReport(config.track, context.hooks, reward_key=config.reward.reward_key, args=context.args)
 
 
-def _generation(context: RunContext) -> Generation:
+def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Generation:
     rollout = context.config.rollout
     return Generation(
+        engine=engine,
+        tokenizer=context.tokenizer,
+        reward=reward,
         params=SamplingParams(
             max_new_tokens=_max_new_tokens(context, rollout.rollout_max_response_len),
             temperature=rollout.rollout_temperature,
@@ -221,7 +220,7 @@ def _generation(context: RunContext) -> Generation:
     )
 
 
-def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
+def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
     """Read one evaluation set now, so that a bad file is an error at start-up."""
     data = context.config.data
     prompts = open_prompts(
@@ -246,11 +245,11 @@ def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
     custom_path = spec.custom_generate_function_path
     is_training_path = custom_path == context.config.rollout.custom_generate_function_path
     custom = context.hooks.custom_generate_function if is_training_path else load_function(str(custom_path))
-    training = _generation(context)  # defaults of the set
+    defaults = _generation(context, engine, _reward(context, spec.rm_type, spec.custom_rm_path))
     generation = dataclasses.replace(
-        training,
+        defaults,
         params=dataclasses.replace(
-            training.params,
+            defaults.params,
             max_new_tokens=_max_new_tokens(context, spec.max_response_len),
             temperature=spec.temperature,
             top_p=spec.top_p,
@@ -268,7 +267,6 @@ def _eval_set(context: RunContext, spec: EvalSpec) -> EvalSet:
         name=spec.name,
         groups=groups,
         generation=generation,
-        reward=_reward(context, spec.rm_type, spec.custom_rm_path),
         reward_key=spec.reward_key,
         pass_k=context.config.eval.eval_pass_k or True,
         on_samples=context.dumps.save_evaluation if context.dumps.template is not None else None,

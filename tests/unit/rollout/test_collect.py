@@ -31,19 +31,23 @@ class CharTokenizer:
         return [ord(c) for c in text]
 
 
+def generation(params, *, engine=None, reward=None, **options):
+    return Generation(engine or ScriptedEngine(), CharTokenizer(), reward or LabelReward(), params, **options)
+
+
 def rollout(
     engine, source, *, ledger=None, submit_size=None, how=None, reward=None, dynamic_filter=None, partial=False,
     mask_offpolicy=False, batch_size=2, **options,
 ):  # fmt: skip
-    how = how or Generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None))
+    how = how or generation(SamplingParams(max_new_tokens=4), args=SimpleNamespace(reward_key=None))
     return EngineRollout(
-        engine=engine,
-        tokenizer=CharTokenizer(),
         source=source,
-        reward=reward or LabelReward(),
         ledger=ledger or MemoryLedger(),
         generation=dataclasses.replace(
-            how, hooks=dataclasses.replace(how.hooks, dynamic_sampling_filter=dynamic_filter)
+            how,
+            engine=engine,
+            reward=reward or LabelReward(),
+            hooks=dataclasses.replace(how.hooks, dynamic_sampling_filter=dynamic_filter),
         ),
         flags=RolloutFlags(
             over_sampling_batch_size=submit_size,
@@ -148,8 +152,8 @@ def test_a_continuation_that_times_out_leaves_the_prompt_unchanged():
 
     begun = Sample(index=0, tokens=[1, 2])
     begun.append_response_tokens(tokens=[7, 8], log_probs=[-0.1, -0.2], version=0)
-    how = Generation(SamplingParams(max_new_tokens=4), timeout_s=0.01)
-    work = generate_sample(Hanging(), CharTokenizer(), begun, how, rollout_id=1, continues=lambda: True)
+    how = generation(SamplingParams(max_new_tokens=4), engine=Hanging(), timeout_s=0.01)
+    work = generate_sample(begun, how, rollout_id=1, continues=lambda: True)
     [sample] = asyncio.run(work)
     assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
 
@@ -222,7 +226,7 @@ async def tool_user(args, sample, sampling_params):
 
 
 def test_a_custom_generate_function_masks_tool_output():
-    how = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user))
+    how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user))
     batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     assert batch.loss_masks.tolist() == [1, 0, 0] * 4
     assert batch.columns["token_versions"].tolist() == [3, -1, -1] * 4
@@ -244,7 +248,7 @@ class NamingSource(ListSource):
 
 def test_a_sample_may_name_the_function_that_generates_it(monkeypatch):
     monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"tools": tool_user}.__getitem__)
-    how = Generation(SamplingParams(max_new_tokens=4))
+    how = generation(SamplingParams(max_new_tokens=4))
     batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.loss_masks.tolist() == [1] * 2 + [1, 0, 0] * 2
@@ -255,7 +259,7 @@ def test_a_sample_may_name_the_function_that_generates_it(monkeypatch):
 def test_aborted_groups_with_and_without_a_custom_function_are_returned(partial, monkeypatch):
     ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
     monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"hangs": hanging}.__getitem__)
-    how = Generation(SamplingParams(max_new_tokens=4))
+    how = generation(SamplingParams(max_new_tokens=4))
     parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
     assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
     assert [ledger.states[index] for index in (0, 1)] == ["returned"] * 2
@@ -275,7 +279,7 @@ async def fan_out(args, sample, sampling_params):
 
 
 def test_a_sample_may_fan_out_into_several_of_one_rollout_id():
-    how = Generation(SamplingParams(), hooks=Hooks(custom_generate_function=fan_out))
+    how = generation(SamplingParams(), hooks=Hooks(custom_generate_function=fan_out))
     batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     assert len(batch) == 8
     assert batch.rollout_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -320,7 +324,7 @@ async def with_nan(args, sample, sampling_params):
     ],
 )
 def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason(function, reason):
-    how = Generation(SamplingParams(), hooks=Hooks(custom_generate_function=function), timeout_s=0.01)
+    how = generation(SamplingParams(), hooks=Hooks(custom_generate_function=function), timeout_s=0.01)
     with pytest.raises(RolloutError, match=reason):
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
@@ -334,7 +338,7 @@ def test_custom_samples_longer_than_the_context_fail_with_their_lengths_and_one_
         sample.append_response_tokens(tokens=more, trainable=False, text="")
         return sample
 
-    how = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user), max_tokens=5)
+    how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user), max_tokens=5)
     assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
     how = dataclasses.replace(how, hooks=Hooks(custom_generate_function=longer_and_longer), max_tokens=4)
     with pytest.raises(RolloutError, match=r"(?s)sample of 5 tokens .*2.* 3\).* 4.*--rollout-max-context-len"):
@@ -347,7 +351,7 @@ def test_sample_hooks_run_before_the_reward():
     def hook(args, sample, *, rollout_id, evaluation):
         sample.label = 7
 
-    how = Generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(hook,)))
+    how = generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(hook,)))
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
 
 
@@ -358,7 +362,7 @@ def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
         accepted.append(server_params(sampling_params))
         return await tool_user(args, sample, sampling_params)
 
-    how = Generation(
+    how = generation(
         SamplingParams(max_new_tokens=4, return_routed_experts=True),
         hooks=Hooks(custom_generate_function=posting),
         args=None,
@@ -376,7 +380,7 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
     def counted(args, sample, *, rollout_id, evaluation):
         sample.label += 1
 
-    how = Generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(relabelled, counted)))
+    how = generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(relabelled, counted)))
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [8] * 4
 
 
@@ -392,13 +396,13 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
 )
 def test_a_hook_that_returns_something_else_is_an_error(returned, message):
     hooks = Hooks(rollout_sample_hook=(lambda args, sample, *, rollout_id, evaluation: returned(sample),))
-    how = Generation(SamplingParams(), hooks=hooks)
+    how = generation(SamplingParams(), hooks=hooks)
     with pytest.raises(RolloutError, match=f"--rollout-sample-hook-path:? {message}"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():
-    how = Generation(SamplingParams(), max_context_len=2)
+    how = generation(SamplingParams(), max_context_len=2)
     with pytest.raises(RolloutError, match=r"2 tokens leaves no room in a context of 2"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
@@ -409,7 +413,7 @@ def test_an_invalid_reward_of_a_generate_function_is_a_failure_with_its_reason()
             raise AssertionError("all samples have rewards")
 
     samples = [Sample(index=n, reward=value) for n, value in enumerate((1, "high", float("nan"), torch.tensor(0.5)))]
-    asyncio.run(score(samples, NeverAsked(), Generation(SamplingParams())))
+    asyncio.run(score(samples, generation(SamplingParams(), reward=NeverAsked())))
     assert [sample.reward for sample in samples] == [1, None, None, 0.5]
     assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
     assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"

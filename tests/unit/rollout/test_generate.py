@@ -84,19 +84,17 @@ def timed(clock: Clock, *, generate_s: float, reward_s: float, **hooks):
         return [1]
 
     args = SimpleNamespace(reward_key=None)
-    how, reward = Generation(SamplingParams(max_new_tokens=4), hooks=Hooks(**hooks), args=args), SlowReward()
+    params = SamplingParams(max_new_tokens=4)
+    how = Generation(ScriptedEngine(answer), None, SlowReward(), params, hooks=Hooks(**hooks), args=args)
     return EngineRollout(
-        engine=ScriptedEngine(answer),
-        tokenizer=None,
         source=ListSource(8),
-        reward=reward,
         ledger=MemoryLedger(),
         generation=how,
         flags=RolloutFlags(),
         batch_size=2,
         in_order=True,
         conversion=Conversion(),
-        eval_sets=[EvalSet("held_out", lambda: ListSource(3).next_groups(3), how, reward)],
+        eval_sets=[EvalSet("held_out", lambda: ListSource(3).next_groups(3), how)],
     )
 
 
