@@ -15,7 +15,7 @@ kernels at 16 * 16 * 16 multiply-adds; only toy widths, with heads under 32, are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from furlong.core.device_checksum import LocalChecksums
 from furlong.core.routing import Routes, RoutingShape
 from furlong.core.text import abbreviate
-from furlong.core.weights import NamedTensor, WeightSource, checksum
+from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded.decode_steps import DecodeLinear, DecodeSteps, SlotCache, StepShape, supports_blocks
 
@@ -136,12 +136,12 @@ class WeightLoad:
 
     def __init__(self, table: WeightTable) -> None:
         self._table = table
-        self._loaded: dict[str, Tensor] = {}
+        self.loaded: dict[str, Tensor] = {}
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor into place. Raises SyncError if it is unexpected, mis-shaped or repeated."""
         view = self._table.view(name)
-        if name in self._loaded:
+        if name in self.loaded:
             raise SyncError(f"tensor {name!r} was sent twice in one weight load; send every name once")
         if view.shape != tensor.shape:
             raise SyncError(
@@ -150,23 +150,18 @@ class WeightLoad:
             )
         view.copy_(tensor.detach())
         self._table.num_writes += 1
-        self._loaded[name] = view
-
-    def has_any(self, tensors: Iterable[NamedTensor]) -> bool:
-        """Whether one of these tensors was loaded before."""
-        return any(name in self._loaded for name, _ in tensors)
+        self.loaded[name] = view
 
     def missing(self) -> list[str]:
         """Required names that were loaded neither whole nor in parts."""
-        return [n for n in self._table.required() if n not in self._loaded and not self._by_parts(n)]
+        return [n for n in self._table.required() if n not in self.loaded and not self._by_parts(n)]
 
     def checksums(self) -> dict[str, str]:
         """Checksum of each loaded tensor as it is stored."""
-        return _resident(self._loaded)
+        return _resident(self.loaded)
 
     def _by_parts(self, name: str) -> bool:
-        parts = self._table.parts.get(name)
-        return parts is not None and all(part in self._loaded for part in parts)
+        return name in self._table.parts and all(part in self.loaded for part in self._table.parts[name])
 
 
 ROW_MULTIPLE = 4

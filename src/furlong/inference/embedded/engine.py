@@ -209,7 +209,8 @@ class EmbeddedEngine(Engine):
         """
 
         def load() -> bool:
-            if self._partial is None or self._partial[0] != version or self._partial[1].has_any(tensors):
+            names = {name for name, _ in tensors}
+            if self._partial is None or self._partial[0] != version or names & self._partial[1].loaded.keys():
                 self._partial = (version, WeightLoad(self.model.table))
             partial = self._partial[1]
             self._incomplete(f"loading version {version} failed part way; load a complete model again")
@@ -279,7 +280,7 @@ class EmbeddedEngine(Engine):
 
     async def forget_prefixes(self) -> None:
         """Drop the cached prompts of queued requests."""
-        await self.execute(self._batch.forget_prefixes)
+        await self.execute(lambda: self._batch.prefixes.clear())
 
     async def set_version(self, version: int) -> None:
         """Change the version number of the weights in use."""

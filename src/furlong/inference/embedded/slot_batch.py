@@ -23,7 +23,7 @@ from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache
-from furlong.inference.embedded.request import Finished, Progress, Request, StopStrings, TokenBuffer
+from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
 from furlong.inference.embedded.sampler import Sampler, SamplingRows
 from furlong.interfaces import TextTokenizer
 
@@ -102,7 +102,7 @@ class SlotBatch:
         slots = padded_rows(self.num_slots)
         self._cache = SlotCache()
         self._steps_since_resize = 0
-        self._prefixes: dict[tuple[int, ...], StoredPrefix] = {}
+        self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
         self._plan: _StepPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
         self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
@@ -136,7 +136,7 @@ class SlotBatch:
         """Release the memory of the cache while no request runs; returns the number of bytes."""
         assert not self.running
         freed = sum(tensor.nbytes for pair in self._cache.layers for tensor in pair)
-        self._forget_prefixes()
+        self._drop_unused_prefixes()
         self._cache = SlotCache()
         return freed
 
@@ -154,11 +154,11 @@ class SlotBatch:
         self.waiting = deque(request for request in self.waiting if not is_selected(request))
         self._prefix_counts = Counter(request.prefix for request in self.waiting)
         for request in removed:
-            self._finish(request, "abort")
+            request.deliver(request.finish("abort", self.tokenizer))
         slots = [slot for slot, request in enumerate(self.running) if is_selected(request)]
         for slot in reversed(slots):
             self._leave(slot, "abort")
-        self._forget_prefixes()
+        self._drop_unused_prefixes()
         return len(removed) + len(slots)
 
     def new_weights(self, version: int, policy: KvPolicy) -> None:
@@ -172,7 +172,7 @@ class SlotBatch:
         else:
             for slot in range(len(self.running)):
                 self._flush(slot)
-        self._prefixes.clear()
+        self.prefixes.clear()
         self.version = version
 
     def retract(self, count: int) -> None:
@@ -189,10 +189,6 @@ class SlotBatch:
         self.waiting.appendleft(request)
         self._prefix_counts[request.prefix] += 1
 
-    def forget_prefixes(self) -> None:
-        """Drop all stored prefixes."""
-        self._prefixes.clear()
-
     def run(self, *, admit: bool, interrupted: Callable[[], bool]) -> None:
         """Admit requests, then decode until one finishes, one reports its tokens, or `interrupted`."""
         if admit:
@@ -202,7 +198,8 @@ class SlotBatch:
             self._decode_step()
             if (self._plan is not None and self._plan.reports) or interrupted():
                 break
-        self._report()
+        for slot in range(len(self.running)):
+            self._report_slot(slot)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -221,7 +218,8 @@ class SlotBatch:
                 raise
             self.running += taken
             for slot, request in enumerate(taken, first):
-                self._occupy(slot, request)
+                self._positions[slot] = len(request.prompt) + len(request.tokens) - 1
+                self._buffer.open(slot, request)
             self._plan = None
             rows = SamplingRows.build([r.params for r in taken], self.model.vocab_size, self.model.device)
             row = self._buffer.clock - 1
@@ -236,7 +234,7 @@ class SlotBatch:
         while self.waiting and len(self.running) + len(taken) < self.num_slots:
             request = self.waiting[0]
             prefix = request.prefix
-            cost = 0 if prefix in seen or prefix in self._prefixes else len(prefix)
+            cost = 0 if prefix in seen or prefix in self.prefixes else len(prefix)
             occupied = len(self.running) + len(taken)
             longest = max(longest, len(prefix) + 1)
             if occupied and padded_rows(occupied + 1) * bucketed_length(longest + 1) > self.kv_tokens:
@@ -261,7 +259,7 @@ class SlotBatch:
             starts.setdefault(request.prefix, slot)
         longest = max(max(map(len, counts)), int(self._positions[:first].max(initial=0)) + 1)
         self._reserve(padded_rows(first + len(taken)), bucketed_length(longest + 1))
-        fresh = [prefix for prefix in counts if prefix not in self._prefixes]
+        fresh = [prefix for prefix in counts if prefix not in self.prefixes]
         logits: dict[tuple[int, ...], Tensor] = {}
         routes: dict[tuple[int, ...], Routes] = {}
         if fresh:
@@ -276,7 +274,7 @@ class SlotBatch:
                 if count > 1:
                     self._cache.copy(start, slice(start + 1, start + count), len(prefix))
             else:
-                stored, logits[prefix], known = self._prefixes[prefix]
+                stored, logits[prefix], known = self.prefixes[prefix]
                 if known is not None:
                     routes[prefix] = known
                 self._cache.insert(stored, slice(start, start + count))
@@ -299,12 +297,12 @@ class SlotBatch:
         for prefix in fresh:
             if prefix in self._prefix_counts:
                 cached = self._cache.export(starts[prefix], len(prefix))
-                self._prefixes[prefix] = (cached, logits[prefix].clone(), routes.get(prefix))
-        self._forget_prefixes()
+                self.prefixes[prefix] = (cached, logits[prefix].clone(), routes.get(prefix))
+        self._drop_unused_prefixes()
 
-    def _forget_prefixes(self) -> None:
-        for prefix in [prefix for prefix in self._prefixes if prefix not in self._prefix_counts]:
-            del self._prefixes[prefix]
+    def _drop_unused_prefixes(self) -> None:
+        for prefix in [prefix for prefix in self.prefixes if prefix not in self._prefix_counts]:
+            del self.prefixes[prefix]
 
     def _reserve(self, slots: int, length: int) -> None:
         """Resize the cache to exactly `length` positions (attention is fastest on a contiguous cache) and `slots`.
@@ -320,11 +318,6 @@ class SlotBatch:
         slots = roomy if roomy * length <= self.kv_tokens else slots
         self._cache.resize(slots, length)
         self._steps_since_resize = 0
-
-    def _occupy(self, slot: int, request: Request) -> None:
-        """Initialize a slot for a request whose prefix is cached."""
-        self._positions[slot] = len(request.prompt) + len(request.tokens) - 1
-        self._buffer.open(slot, request)
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
@@ -447,23 +440,12 @@ class SlotBatch:
         self.running.pop()
         self._clear(last)
         self._plan = None
-        self._finish(request, reason, matched)
+        request.deliver(request.finish(reason, self.tokenizer, matched))
 
     def _clear(self, slot: int) -> None:
         """Reset a free slot, which as padding decodes token 0 at position 0."""
         self._positions[slot] = 0
         self._tokens[slot] = 0
-
-    def _finish(
-        self, request: Request, reason: Literal["stop", "length", "abort"], matched: int | str | None = None
-    ) -> None:
-        result: Finished = request.finish(reason, self.tokenizer, matched)
-        request.deliver(result)
-
-    def _report(self) -> None:
-        for slot, request in enumerate(self.running):
-            if request.report is not None:
-                self._report_slot(slot)
 
     def _report_slot(self, slot: int) -> None:
         report = self.running[slot].report

@@ -123,7 +123,7 @@ class BroadcastTransport(Transport):
             raise SyncError(f"weight_sync version {version}: {error}") from error
         world, name = 1 + sum(sizes), f"furlong-{uuid.uuid4().hex[:12]}"
         address = _own_address([server.url for server in servers])
-        listener = _listening(address)
+        listener = socket.create_server((address, 0))
         port = int(listener.getsockname()[1])
         joins: dict[str, Awaitable[None]] = {}
         rank = 1
@@ -210,10 +210,3 @@ def _own_address(urls: Sequence[str]) -> str:
                 ) from error
             addresses.append(probe.getsockname()[0])
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
-
-
-def _listening(address: str) -> socket.socket:
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen()
-    return listener

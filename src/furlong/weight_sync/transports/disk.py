@@ -210,7 +210,7 @@ class DeltaTransport(DiskTransport):
         await self.call_servers(version, f"apply {folder}", calls)
         local, patched = self._local, False
         if local is not None and any(server.checksum_dtype is None for server in others):
-            patched = await in_thread(lambda: _update(local, folder))
+            patched = await in_thread(lambda: local.catch_up(folder))
             if patched:
                 at_local = [server for server in others if server.checksum_dtype is None]
                 await self._load(at_local, local.folder, version)
@@ -301,7 +301,8 @@ class LocalCheckpoint:
 
     def seed(self, whole: Path, version: int) -> None:
         """Replace the folder by a copy of a complete one. Raises SyncError if furlong did not write the old one."""
-        if self.folder.exists() and not (self.folder / STATE).is_file() and _has_files(self.folder):
+        is_empty = self.folder.is_dir() and not any(self.folder.iterdir())
+        if self.folder.exists() and not is_empty and not (self.folder / STATE).is_file():
             raise SyncError(
                 f"--update-weight-local-checkpoint-dir {self.folder} contains other files (it has no {STATE}) that "
                 "a copy of the weights would replace; use a folder that does not exist yet, or empty it"
@@ -309,7 +310,7 @@ class LocalCheckpoint:
         partial = self.folder.with_name(f".{self.folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(whole, partial)
-        _write_state(partial, version)
+        (partial / STATE).write_text(json.dumps({"version": version}))
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(partial, self.folder)
 
@@ -320,14 +321,26 @@ class LocalCheckpoint:
             raise SyncError(
                 f"{self.folder} contains version {self.version}, but {folder} applies to version {delta.base_version}"
             )
-        _write_state(self.folder, None)
+        self._write_version(None)
         index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name in delta.tensors:
             by_file.setdefault(index[name], []).append(name)
         for file, names in by_file.items():
             self._patch(self.folder / file, names, delta)
-        _write_state(self.folder, delta.version)
+        self._write_version(delta.version)
+
+    def catch_up(self, folder: Path) -> bool:
+        """Apply a delta unless it has been; False if it has another base version."""
+        delta = Delta.open(folder)
+        if self.version not in (delta.version, delta.base_version):
+            return False
+        if self.version == delta.base_version:
+            self.apply(folder)
+        return True
+
+    def _write_version(self, version: int | None) -> None:
+        (self.folder / STATE).write_text(json.dumps({"version": version}))
 
     def _patch(self, path: Path, names: Sequence[str], delta: Delta) -> None:
         with path.open("r+b") as file, (delta.folder / "delta.bin").open("rb") as data:
@@ -344,23 +357,3 @@ class LocalCheckpoint:
                     if entry.size:
                         memory[start:end] = bytes_of(result).tobytes()
                 memory.flush()
-
-
-def _write_state(folder: Path, version: int | None) -> None:
-    """Store the version of a local checkpoint."""
-    (folder / STATE).write_text(json.dumps({"version": version}))
-
-
-def _has_files(folder: Path) -> bool:
-    return not folder.is_dir() or any(folder.iterdir())
-
-
-def _update(local: LocalCheckpoint, folder: Path) -> bool:
-    """Apply a delta to a local checkpoint; False if it has another base version."""
-    delta = Delta.open(folder)
-    if local.version == delta.version:
-        return True
-    if local.version != delta.base_version:
-        return False
-    local.apply(folder)
-    return True

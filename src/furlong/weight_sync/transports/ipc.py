@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import torch
@@ -130,7 +130,7 @@ class IpcTransport(Transport):
                 led.append(server)
         return led, True in kinds
 
-    async def _pack(self, packer: _Packer, slot: int, bucket: Bucket, version: int) -> list[bytes]:
+    async def _pack(self, packer: _SharedPacker | _CudaPacker, slot: int, bucket: Bucket, version: int) -> list[bytes]:
         """Fill a buffer; return the descriptions of all ranks' buffers. Raises SyncError on all ranks if one fails."""
         failure: Exception | None = None
         message = b""
@@ -188,16 +188,6 @@ class IpcTransport(Transport):
             self.log_bucket(logger, version, bucket, time.perf_counter() - started)
 
 
-class _Packer(Protocol):
-    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
-        """Fill a buffer and return its description."""
-        ...
-
-    def close(self) -> None:
-        """Free both buffers."""
-        ...
-
-
 class _SharedPacker:
     """Two POSIX shared memory buffers, which grow with the buckets."""
 
@@ -205,6 +195,7 @@ class _SharedPacker:
         self._buffers: list[SharedBuffer | None] = [None, None]
 
     def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+        """Fill a buffer and return its description."""
         _, size = offsets(tensors)
         buffer = self._buffers[slot]
         if buffer is None or buffer.num_bytes < size:
@@ -234,12 +225,13 @@ class _CudaPacker:
                 rounded = -(-size // PIECE_BYTES) * PIECE_BYTES
                 buffer = self._buffers[slot] = torch.empty(rounded, dtype=torch.uint8, device="cuda")
         typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}
-        layout: list[Any] = []
+        layout: list[SimpleNamespace] = []  # SGLang reads attributes of any class
         with torch.no_grad():
             for (name, tensor), start in zip(tensors, starts, strict=True):
                 first = start // tensor.itemsize
                 typed[tensor.dtype][first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
-                layout.append(_entry(name, tensor, start))
+                entry = {"start_idx": start, "end_idx": start + tensor.nbytes, "numel": tensor.nbytes}
+                layout.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **entry))
         torch.cuda.current_stream().synchronize()
         with tracer.span("describe buffer"):
             uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -249,14 +241,6 @@ class _CudaPacker:
         if self._buffers != [None, None]:
             self._buffers = [None, None]
             torch.cuda.ipc_collect()
-
-
-def _entry(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
-    """Describe one tensor of a flattened bucket. SGLang reads attributes of any class."""
-    end = start + tensor.nbytes
-    return SimpleNamespace(
-        name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
-    )
 
 
 class _CudaTensor:
