@@ -15,8 +15,7 @@ from fakes_engine import run
 from furlong.core.transports import transport_spec
 from furlong.core.weights import WeightSource, checksum
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import MonitorSuite
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.model_loading import source_from_folder

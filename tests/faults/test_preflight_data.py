@@ -149,7 +149,7 @@ def test_labels_of_several_right_answers_are_healthy(world):
 
 @fault("REW01")
 def test_a_reward_that_is_slower_than_the_check_waits(world, monkeypatch):
-    monkeypatch.setattr("furlong.diagnosis.preflight.reward_checks.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("furlong.diagnosis.preflight.data_checks.TIMEOUT_S", 0.2)
     (world.folder / "slow.py").write_text("import time\n\n\ndef reward(args, sample):\n    time.sleep(600)\n")
     slow = {"rm_type": None, "custom_rm_path": f"{world.folder}/slow.py:reward"}
     found = only(world.look(**slow), "REW01", "warning")

@@ -23,8 +23,7 @@ from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
 from furlong.data.audit import audit
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import MonitorSuite
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp import backend as fsdp

@@ -70,7 +70,7 @@ def _config(flags: Sequence[str]) -> Config:
 
 def _check(config: Config, *, as_json: bool) -> int:
     from furlong.core.catalogue import most_severe_first
-    from furlong.diagnosis.preflight import data_checks, model_checks, template_checks
+    from furlong.diagnosis.preflight import data_checks, model_checks
     from furlong.diagnosis.preflight.context import PreflightContext
 
     context = PreflightContext(config, reads_all=True)
@@ -78,8 +78,8 @@ def _check(config: Config, *, as_json: bool) -> int:
         data_checks.files,
         data_checks.rows,
         data_checks.lengths,
-        template_checks.no_template,
-        template_checks.templated_twice,
+        model_checks.no_template,
+        model_checks.templated_twice,
     )
     if context.tokenizer is None:  # then rows cannot be counted; weights are not needed
         checks = (model_checks.model_folder, *checks)

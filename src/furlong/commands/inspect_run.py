@@ -13,8 +13,7 @@ from furlong.data.audit import audit
 from furlong.errors import ConfigError
 from furlong.run.run_folder import free_folder
 from furlong.tools.run_bundle import read_bundle, shape_differences, unpack, write_bundle
-from furlong.tools.run_diff import compare_runs, findings
-from furlong.tools.run_summary import as_json, summarize, table
+from furlong.tools.run_diff import as_json, compare_runs, findings, summarize, table
 from furlong.tracking.run_files import METRICS, read_rows
 
 SHOWN_METRICS = 12

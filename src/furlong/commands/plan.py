@@ -16,8 +16,7 @@ from furlong.errors import ConfigError
 from furlong.models.hf_folder import read_json
 from furlong.tools.gpu_memory import DEVICES, device_bytes, local_device
 from furlong.tools.memory_phases import GIB
-from furlong.tools.memory_plan import MemoryPlan, plan_memory
-from furlong.tools.plan_defaults import NODE, assumptions, shown
+from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown
 
 USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
                     [FLAGS] [--json]

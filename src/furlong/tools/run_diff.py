@@ -1,17 +1,23 @@
-"""Compares two runs: flags, hashes of every stage (`--debug-determinism`), and metrics (DET01). Reads files only."""
+"""Compares runs: summaries of several, and the differences of two. Reads files only.
+
+The differences (DET01) are those of flags, of the hashes of every stage (`--debug-determinism`), and of metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
-from furlong.tracking.run_files import METRICS, JsonRow, read_flags, read_rows
+from furlong.tracking.console import is_eval_mean
+from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, read_intact_rows, read_rows
 
 DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
@@ -251,3 +257,91 @@ def _shown(value: Any) -> str:
         return f"{value['hash']}{norm}"
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+SHARE = 10  # the first and last 1/SHARE of the steps are a run's beginning and end
+NAME_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run's numbers; None or empty if not measured.
+
+    reward: its mean over the first and the last tenth of the steps. evaluations: for each set the first mean reward,
+    the best one, and its step. length: tokens per response at the end. diagnoses: ids of warnings and errors.
+    """
+
+    name: str
+    num_steps: int
+    reward: tuple[float, float] | None
+    evaluations: Mapping[str, tuple[float, float, int]]
+    length: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+    diagnoses: tuple[str, ...]
+
+
+def summarize(folder: Path) -> RunSummary:
+    """Read a run's metrics and events."""
+    rows, _ = read_intact_rows(folder / METRICS, "step")
+    trained = [row for row in rows if row["step"] > 0]
+    diagnoses = [
+        str(event["id"])
+        for event in read_intact_rows(folder / EVENTS, "event")[0]
+        if event["event"] == "diagnosis" and event["severity"] != "info"
+    ]
+    rewards, lengths = _series(trained, "rollout/raw_reward"), _series(trained, "rollout/response_len/mean")
+    speeds, times = _series(trained, "perf/tokens_per_gpu_per_sec"), _series(trained, "perf/step_time")
+    few = max(1, len(trained) // SHARE)
+    return RunSummary(
+        name=str(folder),
+        num_steps=trained[-1]["step"] if trained else 0,
+        reward=(fmean(rewards[:few]), fmean(rewards[-few:])) if rewards else None,
+        evaluations={name.removeprefix("eval/"): _evaluation(rows, name) for name in _evaluated(rows)},
+        length=fmean(lengths[-few:]) if lengths else None,
+        tokens_per_s=median(speeds) if speeds else None,
+        step_s=median(times) if times else None,
+        diagnoses=tuple(dict.fromkeys(diagnoses)),
+    )
+
+
+def table(runs: Sequence[RunSummary]) -> str:
+    """Format runs as a table: a line of numbers each, then their evaluation sets and diagnoses."""
+    lines = [f"{'run':{NAME_WIDTH}}  steps  {'reward':>16}  length    tok/s  s/step"]
+    for run in runs:
+        reward = "-" if run.reward is None else f"{run.reward[0]:.3f} to {run.reward[1]:.3f}"
+        name = run.name if len(run.name) <= NAME_WIDTH else f"...{run.name[3 - NAME_WIDTH :]}"
+        lines.append(
+            f"{name:{NAME_WIDTH}}  {run.num_steps:5}  {reward:>16}  {_column(run.length, '6.1f')}  "
+            f"{_column(run.tokens_per_s, '7,.0f')}  {_column(run.step_s, '6.2f')}"
+        )
+        lines += [
+            f"  eval {name}: {first:.3f} at first, best {best:.3f} at step {step}"
+            for name, (first, best, step) in run.evaluations.items()
+        ]
+        lines += [f"  diagnoses: {', '.join(run.diagnoses)}"] if run.diagnoses else []
+    return "\n".join(lines)
+
+
+def as_json(run: RunSummary) -> dict[str, Any]:
+    """JSON-able form."""
+    return json.loads(json.dumps({"told" if name == "diagnoses" else name: value for name, value in vars(run).items()}))
+
+
+def _column(value: float | None, form: str) -> str:
+    width = int(form.split(".")[0].rstrip(","))
+    return f"{'-':>{width}}" if value is None else format(value, form)
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({name for row in rows for name in row if is_eval_mean(name)})
+
+
+def _evaluation(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float, int]:
+    values = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+    best, step = max(values, key=lambda pair: pair[0])
+    return values[0][0], best, step

@@ -15,7 +15,7 @@ from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
 from furlong.data.ledger import FileLedger
-from furlong.diagnosis.monitors.run_monitor import RunMonitor
+from furlong.diagnosis.monitors.monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.server_launch import check_startable
 from furlong.interfaces import Parts

@@ -17,7 +17,7 @@ from furlong.config.checks.model_checks import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
-from furlong.diagnosis.monitors.run_monitor import RunMonitor
+from furlong.diagnosis.monitors.monitor import RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.external_servers import connect_external

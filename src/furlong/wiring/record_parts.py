@@ -11,9 +11,7 @@ from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
 from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import MonitorSuite
-from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.monitors.run_monitor import RunMonitor
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonitor
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints

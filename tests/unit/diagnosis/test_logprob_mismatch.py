@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from furlong.core.batch import RolloutBatch
-from furlong.diagnosis.logprob_mismatch import CAUSES, attribute, transforms
-from furlong.diagnosis.self_test import LogProbSelfTest
+from furlong.diagnosis.self_test import CAUSES, LogProbSelfTest, attribute, transforms
 from furlong.interfaces import SamplingParams, TokenStats
 from models_zoo import random_batch
 

@@ -15,9 +15,7 @@ from furlong.config import parse
 from furlong.config.command_line import config_from_values
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, StepMonitor
-from furlong.diagnosis.monitors.run_facts import RunFacts
-from furlong.diagnosis.monitors.run_monitor import RunMonitor
+from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, RunFacts, RunMonitor, StepMonitor
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 from furlong.tracking.run_files import EventLog, read_steps
 

@@ -39,7 +39,7 @@ from furlong.errors import (
 )
 from furlong.inference.supervisor.engine_process import ServerProcess
 from furlong.inference.supervisor.host import LocalHost
-from furlong.tools.run_summary import summarize
+from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import read_rows, read_steps
 from models_zoo import random_batch
 

@@ -11,8 +11,8 @@ from furlong.cli import main
 from furlong.errors import ConfigError, DataError
 from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
 from furlong.rollout.sft import conversation_tokens
-from furlong.tools.conversations import CONVERSATIONS
 from furlong.tools.template_test import (
+    CONVERSATIONS,
     Template,
     prompt_findings,
     rewriting_findings,

@@ -7,11 +7,9 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from furlong.core.catalogue import diagnosis
 from furlong.core.text import abbreviate
 from furlong.core.transports import transport_spec
-from furlong.diagnosis.monitors.monitor import Alert, Event, StepContext
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import Alert, Event, RunFacts, StepContext, alert
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over this many steps
@@ -39,14 +37,11 @@ def uneven_load(now: StepContext) -> Alert | None:
     ratio = sum(most) / sum(mean)
     if ratio <= LOAD_RATIO:
         return None
-    return Alert(
-        diagnosis(
-            "ENG04",
-            f"step {now.step}: the busiest engine runs {ratio:.1f} times as many requests as the average engine, over "
-            f"{LOAD_ROWS} steps",
-            evidence={"step": now.step, "ratio": ratio, "max": most[-1], "mean": mean[-1]},
-        ),
-        ratio,
+    return now.alert(
+        "ENG04",
+        f"the busiest engine runs {ratio:.1f} times as many requests as the average engine, over {LOAD_ROWS} steps",
+        evidence={"ratio": ratio, "max": most[-1], "mean": mean[-1]},
+        level=ratio,
     )
 
 
@@ -63,16 +58,14 @@ def slow_weight_update(now: StepContext) -> Alert | None:
     remedy = transport_spec(transport).slow_fix
     if not now.facts.config.cluster.offload_rollout:  # else engines need the weights after every rollout
         remedy = f"raise --update-weights-interval; {remedy}"
-    return Alert(
-        diagnosis(
-            "SYNC01",
-            f"step {now.step}: the weight update takes {mean_s:.1f} s, {share:.0%} of a step",
-            cause=f"The transport ({transport}) is slow for these weights, or updates are too frequent.",
-            remedy=remedy,
-            severity="warning",
-            evidence={"step": now.step, "seconds": mean_s, "share": share},
-        ),
-        share,
+    return now.alert(
+        "SYNC01",
+        f"the weight update takes {mean_s:.1f} s, {share:.0%} of a step",
+        cause=f"The transport ({transport}) is slow for these weights, or updates are too frequent.",
+        remedy=remedy,
+        severity="warning",
+        evidence={"seconds": mean_s, "share": share},
+        level=share,
     )
 
 
@@ -84,16 +77,14 @@ def weight_update_timeout(event: Event, before: Sequence[Event], facts: RunFacts
     part = "they" if bucket is None else f"bucket {bucket}"
     transport = str(event.get("transport") or facts.transport)
     spec = transport_spec(transport)
-    return Alert(
-        diagnosis(
-            "SYNC01",
-            f"weights of version {event.get('version')} by {transport}: {part} did not arrive within "
-            f"{event.get('seconds')} s; missing: {missing}",
-            cause=spec.timeout_cause,
-            remedy="check that the engine is alive (ENG06) and has enough time (--update-weight-timeout); "
-            + spec.timeout_fix,
-            evidence=_fields(event),
-        )
+    return alert(
+        "SYNC01",
+        f"weights of version {event.get('version')} by {transport}: {part} did not arrive within "
+        f"{event.get('seconds')} s; missing: {missing}",
+        cause=spec.timeout_cause,
+        remedy="check that the engine is alive (ENG06) and has enough time (--update-weight-timeout); "
+        + spec.timeout_fix,
+        evidence=_fields(event),
     )
 
 
@@ -106,17 +97,15 @@ def unchanged_parameters(event: Event, before: Sequence[Event], facts: RunFacts)
     names = sorted(name for name in unchanged if not SMALL.search(name) and _is_trained(name, facts))
     if not names:
         return None
-    return Alert(
-        diagnosis(
-            "SYNC02",
-            f"version {event['version']}: {len(names)} of {event['tensors']} tensors did not change in "
-            f"{UNCHANGED_UPDATES} weight updates while others did: {abbreviate(names, 3)}",
-            cause="They get no gradient: the model does not use them, or a custom function detaches them.",
-            remedy="list them in --freeze-params-name-list if that is intended; otherwise check what uses them",
-            severity="warning",
-            evidence={"version": event["version"], "tensors": names[:16], "count": len(names)},
-        ),
-        len(names),
+    return alert(
+        "SYNC02",
+        f"version {event['version']}: {len(names)} of {event['tensors']} tensors did not change in "
+        f"{UNCHANGED_UPDATES} weight updates while others did: {abbreviate(names, 3)}",
+        cause="They get no gradient: the model does not use them, or a custom function detaches them.",
+        remedy="list them in --freeze-params-name-list if that is intended; otherwise check what uses them",
+        severity="warning",
+        evidence={"version": event["version"], "tensors": names[:16], "count": len(names)},
+        level=len(names),
     )
 
 
@@ -147,22 +136,20 @@ def _engine_memory(now: StepContext) -> Alert | None:
     grows = kept > KEPT_SHARE and kept > KEPT_GROWTH * first
     if not grows and kept + peak <= FULL:
         return None
-    return Alert(
-        diagnosis(
-            "MEM03",
-            f"step {now.step}: the engine keeps {kept:.1%} of the device's memory during training"
-            + (f" ({first:.1%} at first)" if grows else "")
-            + (f"; the trainer needs up to {peak:.1%} of it" if peak else ""),
-            cause="An engine releases weights and cache, but not workspaces, buffers and CUDA graphs, which grow with "
-            "the number of concurrent requests, not with --sglang-mem-fraction-static.",
-            remedy="run fewer requests at once: --sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128, "
-            "or --sglang-server-concurrency 128; or let the trainer use less: a lower --max-tokens-per-gpu, "
-            "--recompute-activations, --offload-optimizer-states or shorter samples",
-            severity="error" if grows else "warning",
-            evidence={"step": now.step, "part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
-        ),
-        kept,
-        "engine",
+    return now.alert(
+        "MEM03",
+        f"the engine keeps {kept:.1%} of the device's memory during training"
+        + (f" ({first:.1%} at first)" if grows else "")
+        + (f"; the trainer needs up to {peak:.1%} of it" if peak else ""),
+        cause="An engine releases weights and cache, but not workspaces, buffers and CUDA graphs, which grow with "
+        "the number of concurrent requests, not with --sglang-mem-fraction-static.",
+        remedy="run fewer requests at once: --sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128, "
+        "or --sglang-server-concurrency 128; or let the trainer use less: a lower --max-tokens-per-gpu, "
+        "--recompute-activations, --offload-optimizer-states or shorter samples",
+        severity="error" if grows else "warning",
+        evidence={"part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
+        level=kept,
+        kind="engine",
     )
 
 
@@ -175,19 +162,17 @@ def _trainer_memory(now: StepContext) -> Alert | None:
     first = _first(now, name, kept)
     grows = kept > KEPT_GROWTH * first
     fraction = math.floor(100 * max(STATIC_SHARE - kept, 0)) / 100
-    return Alert(
-        diagnosis(
-            "MEM03",
-            f"step {now.step}: the trainer keeps {kept:.1%} of the device's memory during generation"
-            + (f" ({first:.1%} at first)" if grows else ""),
-            cause="Tensors that do not belong to the trainer stay on the device: those of a custom function.",
-            remedy=f"release them at the end of a step; until then --sglang-mem-fraction-static {fraction:g} leaves "
-            "room for them",
-            severity="error" if grows else "warning",
-            evidence={"step": now.step, "part": "trainer", "kept_frac": kept, "first": first},
-        ),
-        kept,
-        "trainer",
+    return now.alert(
+        "MEM03",
+        f"the trainer keeps {kept:.1%} of the device's memory during generation"
+        + (f" ({first:.1%} at first)" if grows else ""),
+        cause="Tensors that do not belong to the trainer stay on the device: those of a custom function.",
+        remedy=f"release them at the end of a step; until then --sglang-mem-fraction-static {fraction:g} leaves "
+        "room for them",
+        severity="error" if grows else "warning",
+        evidence={"part": "trainer", "kept_frac": kept, "first": first},
+        level=kept,
+        kind="trainer",
     )
 
 
@@ -206,14 +191,12 @@ def host_memory(now: StepContext) -> Alert | None:
     if last - first < HOST_GROWTH or per_step * HOST_ROWS * HOST_WINDOWS < 1 - last:
         return None
     left = int((1 - used[-1]) / per_step)
-    return Alert(
-        diagnosis(
-            "MEM04",
-            f"step {now.step}: {used[-1]:.0%} of the machine's memory is in use, up from {used[0]:.0%} "
-            f"{HOST_ROWS - 1} steps earlier; at this rate it is full in {left} steps",
-            evidence={"step": now.step, "used": used[-1], "before": used[0], "steps_left": left},
-        ),
-        used[-1],
+    return now.alert(
+        "MEM04",
+        f"{used[-1]:.0%} of the machine's memory is in use, up from {used[0]:.0%} "
+        f"{HOST_ROWS - 1} steps earlier; at this rate it is full in {left} steps",
+        evidence={"used": used[-1], "before": used[0], "steps_left": left},
+        level=used[-1],
     )
 
 
@@ -240,15 +223,13 @@ def slow_rank(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert |
         return None
     places = {e["slowest"]: e["place"] for e in events}
     names = abbreviate([places.get(rank, f"trainer rank {rank}") for rank in slow], 4, separator="; ")
-    return Alert(
-        diagnosis(
-            "RANK01",
-            f"rollout {event['rollout']}: the layers of {names} take {ratio:.1f} times as long as those of the other "
-            f"ranks for the same work, over {SLOW_ROLLOUTS} rollouts ({rank_s:.3g} s of {wall_s / len(events):.3g} s "
-            f"per rollout, forward passes only); all {count} ranks wait for it in every layer",
-            evidence={"rollout": event["rollout"], "ranks": slow, "ratio": ratio, "seconds": rank_s},
-        ),
-        ratio,
+    return alert(
+        "RANK01",
+        f"rollout {event['rollout']}: the layers of {names} take {ratio:.1f} times as long as those of the other "
+        f"ranks for the same work, over {SLOW_ROLLOUTS} rollouts ({rank_s:.3g} s of {wall_s / len(events):.3g} s "
+        f"per rollout, forward passes only); all {count} ranks wait for it in every layer",
+        evidence={"rollout": event["rollout"], "ranks": slow, "ratio": ratio, "seconds": rank_s},
+        level=ratio,
     )
 
 
@@ -279,16 +260,14 @@ def engine_lost(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert
         remedies.append(OOM_KILLER)
     if not restarts:
         remedies.append("use --use-fault-tolerance to restart engines")
-    return Alert(
-        diagnosis(
-            "ENG03",
-            f"{name} was lost: {reason}{times}{'; it is being restarted' if restarts else ''}",
-            remedy="; ".join(remedies),
-            cause=cause,
-            severity="warning" if restarts else "error",
-            evidence=_fields(event) | {"lost": count},
-        ),
-        count,
+    return alert(
+        "ENG03",
+        f"{name} was lost: {reason}{times}{'; it is being restarted' if restarts else ''}",
+        remedy="; ".join(remedies),
+        cause=cause,
+        severity="warning" if restarts else "error",
+        evidence=_fields(event) | {"lost": count},
+        level=count,
     )
 
 
@@ -296,48 +275,42 @@ def engine_silent(event: Event, before: Sequence[Event], facts: RunFacts) -> Ale
     """ENG06: the event `engine_silent` {url, running, asked, seconds, health} of the engine watch."""
     del before, facts
     seconds = float(event.get("seconds", 0.0))
-    return Alert(
-        diagnosis(
-            "ENG06",
-            f"the engine at {event.get('url')} has {event.get('running')} open requests and has sent no token and no "
-            f"answer for {seconds:.0f} s (oldest request: {event.get('asked')}); health check: {event.get('health')}",
-            remedy="read the end of its log under logs/ and inspect its process (`ps`: state T means stopped, kill "
-            "-CONT resumes it; `py-spy dump` shows where it is); a sleeping engine needs /resume_memory_occupation and "
-            "/continue_generation; --use-fault-tolerance restarts such an engine automatically",
-            evidence=_fields(event),
-        ),
-        seconds,
+    return alert(
+        "ENG06",
+        f"the engine at {event.get('url')} has {event.get('running')} open requests and has sent no token and no "
+        f"answer for {seconds:.0f} s (oldest request: {event.get('asked')}); health check: {event.get('health')}",
+        remedy="read the end of its log under logs/ and inspect its process (`ps`: state T means stopped, kill "
+        "-CONT resumes it; `py-spy dump` shows where it is); a sleeping engine needs /resume_memory_occupation and "
+        "/continue_generation; --use-fault-tolerance restarts such an engine automatically",
+        evidence=_fields(event),
+        level=seconds,
     )
 
 
 def placement_wait(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
     """GPU02: the event `placement_waiting` {seconds, asked, free, lacking}."""
     del before, facts
-    return Alert(
-        diagnosis(
-            "GPU02",
-            f"the placement group has waited {event.get('seconds')} s for {event.get('asked')}; free: "
-            f"{event.get('free')}" + (f" ({event['lacking']})" if event.get("lacking") else ""),
-            remedy="end the job that uses the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
-            "them with --colocate",
-            severity="warning",
-            evidence=_fields(event),
-        ),
-        float(event.get("seconds", 1.0)),
+    return alert(
+        "GPU02",
+        f"the placement group has waited {event.get('seconds')} s for {event.get('asked')}; free: "
+        f"{event.get('free')}" + (f" ({event['lacking']})" if event.get("lacking") else ""),
+        remedy="end the job that uses the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
+        "them with --colocate",
+        severity="warning",
+        evidence=_fields(event),
+        level=float(event.get("seconds", 1.0)),
     )
 
 
 def worker_died(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
     """ASYNC02: the event `worker_died` {worker, error, message}: a thread or task without a waiter raised."""
     del before, facts
-    return Alert(
-        diagnosis(
-            "ASYNC02",
-            f"{event.get('worker')} ended with {event.get('error')}: {event.get('message')}",
-            remedy="fix what it raised (the traceback is in run.log); a worker of a --rollout-function-path must pass "
-            "its errors on to the function that waits for it",
-            evidence=_fields(event),
-        )
+    return alert(
+        "ASYNC02",
+        f"{event.get('worker')} ended with {event.get('error')}: {event.get('message')}",
+        remedy="fix what it raised (the traceback is in run.log); a worker of a --rollout-function-path must pass "
+        "its errors on to the function that waits for it",
+        evidence=_fields(event),
     )
 
 
@@ -353,15 +326,13 @@ def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None
     }
     remedy = remedies.get(str(event.get("probable", "HANG01")), "fix the function named above")
     last = ", ".join(f"{name} {age} s ago" for name, age in dict(event.get("last", {})).items())
-    return Alert(
-        diagnosis(
-            "HANG01",
-            f"no progress for {event.get('seconds')} s: {event.get('doing')} (last: {last})",
-            cause="One part waits for another that does not answer, or a custom function does not return.",
-            remedy=f"{remedy}; all stack traces are in {event.get('report')}"
-            + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
-            evidence=_fields(event),
-        )
+    return alert(
+        "HANG01",
+        f"no progress for {event.get('seconds')} s: {event.get('doing')} (last: {last})",
+        cause="One part waits for another that does not answer, or a custom function does not return.",
+        remedy=f"{remedy}; all stack traces are in {event.get('report')}"
+        + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
+        evidence=_fields(event),
     )
 
 

@@ -1,24 +1,181 @@
-"""Monitors and the state that they share: rows and events so far, and which diagnoses were already reported.
+"""Monitors: what they read (`RunFacts`, `StepContext`), their alerts, and `RunMonitor`, which runs them in a run.
 
-The same code reads a running run and the files of an earlier one.
+`MonitorSuite` also reads the files of an earlier run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import math
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from furlong.core.catalogue import Diagnosis
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.config.checks.value_checks import BOXED
+from furlong.config.command_line import config_from_values
+from furlong.config.flag_spec import flag_specs
+from furlong.config.sections import Config, by_field
+from furlong.core.algorithms import ALGORITHMS
+from furlong.core.catalogue import Diagnosis, Severity, diagnosis
+from furlong.core.tracing import heartbeat
+from furlong.core.transports import transport_spec
+from furlong.tracking.run_files import EventLog
+
+if TYPE_CHECKING:
+    from furlong.interfaces import Tracker  # imports torch, which reading a run's folder does without
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run's configuration, what follows from it, and whether its model folder has a chat template."""
+
+    config: Config = dataclasses.field(default_factory=Config)
+    has_chat_template: bool = False
+
+    @staticmethod
+    def of(config: Config) -> RunFacts:
+        """Look up the chat template of `config`'s model."""
+        return RunFacts(config, _has_chat_template(Path(str(config.rollout.hf_checkpoint or ""))))
+
+    @staticmethod
+    def from_recorded(sections: Mapping[str, Mapping[str, Any]]) -> RunFacts:
+        """Read the flags of a `config.json`, as section -> field -> value.
+
+        Flags that the file lacks have their defaults, and flags that this version lacks are ignored: another version
+        may have written it.
+        """
+        specs = flag_specs(Config)
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in by_field(sections).items()
+            if name in specs
+        }
+        return RunFacts.of(config_from_values(values))
+
+    @property
+    def model(self) -> str:
+        """Path of the policy's model folder."""
+        return str(self.config.rollout.hf_checkpoint or "")
+
+    @property
+    def reference(self) -> str:
+        """Path of the reference model's folder."""
+        return str(self.config.checkpoint.ref_load or self.model)
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether training starts from the reference's weights, so that their first KL is 0."""
+        return self.reference == self.model
+
+    @property
+    def first_step(self) -> int:
+        """The step of the first batch, unless the run resumes."""
+        start = 0 if self.config.checkpoint.load is not None else self.config.data.start_rollout_id or 0
+        return start + 1
+
+    @property
+    def num_samples(self) -> int:
+        """Samples per rollout."""
+        return self.config.data.rollout_batch_size * self.config.data.n_samples_per_prompt
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.config.train.num_steps_per_rollout or 1
+
+    @property
+    def max_staleness(self) -> float:
+        """The most rollouts that a policy can lag behind; infinite without training or with recorded rollouts."""
+        if self.config.debug.debug_rollout_only or self.config.debug.load_debug_rollout_data:
+            return math.inf
+        return (self.config.rollout.async_buffer_size or 0) + self.config.sync.update_weights_interval - 1
+
+    @property
+    def has_old_policy(self) -> bool:
+        """Whether the loss compares with log-probs of other weights than those of the first optimizer step."""
+        return self.config.algo.use_rollout_logprobs or self.config.algo.keep_old_actor
+
+    @property
+    def has_custom_generation(self) -> bool:
+        """Whether a user's function generates samples."""
+        rollout = self.config.rollout
+        return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
+
+    @property
+    def has_reward_server(self) -> bool:
+        """Whether rewards come from --rm-url."""
+        reward = self.config.reward
+        return reward.custom_rm_path is None and (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether --async-buffer-size could let rollouts run ahead of training, and does not yet."""
+        config = self.config
+        return not (config.rollout.async_buffer_size or config.cluster.colocate or config.debug.debug_rollout_only)
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether a reward's baseline is its prompt group. Assumed of algorithms that this process does not know."""
+        row = ALGORITHMS.get(self.config.algo.advantage_estimator)
+        return self.config.algo.rewards_normalization and (row is None or row.baseline != "none")
+
+    @property
+    def normalizes_spread(self) -> bool:
+        """Whether advantages are divided by a standard deviation."""
+        return self.config.algo.grpo_std_normalization or self.config.algo.normalize_advantages
+
+    @property
+    def transport(self) -> str:
+        """The transport of weight updates, as `core.transports` names it."""
+        sync = self.config.sync
+        return transport_spec(sync.update_weight_transport, mode=sync.update_weight_mode).name
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.exists() and bool(json.loads(path.read_text()).get("chat_template"))
+
 
 HISTORY = 128  # earlier rows that monitors can read
 EVENTS = 16  # earlier events of one name that monitors can read
 
 Row = Mapping[str, float]
 Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A diagnosis and its level, in the monitor's own unit: it is reported again only if the level rises.
+
+    `kind` separates the alerts of a monitor whose levels cannot be compared.
+    """
+
+    diagnosis: Diagnosis
+    level: float = 1.0
+    kind: str = ""
+
+
+class AlertDetails(TypedDict, total=False):
+    """Optional parts of an alert. Remedy, cause and severity default to those of the catalogue's row."""
+
+    remedy: str | None
+    cause: str | None
+    severity: Severity | None
+    level: float
+    kind: str
+
+
+def alert(id: str, finding: str, *, evidence: Mapping[str, Any], **details: Unpack[AlertDetails]) -> Alert:
+    """Make an alert."""
+    level, kind = details.pop("level", 1.0), details.pop("kind", "")
+    return Alert(diagnosis(id, finding, evidence=evidence, **details), level, kind)
 
 
 @dataclass(frozen=True)
@@ -40,22 +197,14 @@ class StepContext:
         """Whether the loss includes tokens that the policy did not sample, whose log-probs carry no information."""
         return self.row.get("rollout/env_tokens_in_loss", 0.0) > 0
 
+    def alert(self, id: str, finding: str, *, evidence: Mapping[str, Any], **details: Unpack[AlertDetails]) -> Alert:
+        """Make an alert with this step in its finding and evidence."""
+        return alert(id, f"step {self.step}: {finding}", evidence={"step": self.step, **evidence}, **details)
+
     def recent(self, name: str, count: int) -> list[float]:
         """Return a metric in the last `count` rows, newest last. Rows without it are skipped."""
         rows = [*self.history[len(self.history) - min(count - 1, len(self.history)) :], self.row]
         return [row[name] for row in rows if name in row]
-
-
-@dataclass(frozen=True)
-class Alert:
-    """A diagnosis and its level, in the monitor's own unit: it is reported again only if the level rises.
-
-    `kind` separates the alerts of a monitor whose levels cannot be compared.
-    """
-
-    diagnosis: Diagnosis
-    level: float = 1.0
-    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,3 +273,107 @@ class MonitorSuite:
             return None
         self._reported[monitor, alert.kind] = alert.level
         return alert.diagnosis
+
+
+logger = logging.getLogger(__name__)
+
+OnDiagnosis = Literal["warn", "stop", "strict"]
+NO_PROGRESS = ("engine_silent",)  # events that do not count as progress
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
+ENDS: dict[OnDiagnosis, frozenset[str]] = {
+    "warn": frozenset(),
+    "stop": frozenset({"error"}),
+    "strict": frozenset({"error", "warning"}),
+}
+
+
+class RunMonitor:
+    """Implements `interfaces.Tracker` around a run's trackers, and `interfaces.Observer`.
+
+    A diagnosis is logged, written to `events.jsonl` (event `diagnosis`), and added to the step's record as
+    `diagnosis/<ID>` = 1; one caused by an event is added to the next record. `on_diagnosis` selects the severities that
+    end the run after the step; ids in `ends` always end it. `earlier` yields the rows that the run's folder already
+    has, read at the first step: a resumed run repeats a diagnosis only if it got worse. `measured` returns metrics of
+    the machine for each step's record.
+    """
+
+    def __init__(
+        self,
+        suite: MonitorSuite,
+        *,
+        trackers: Tracker,
+        events: EventLog,
+        on_diagnosis: OnDiagnosis = "warn",
+        ends: Collection[str] = (),
+        earlier: Callable[[], Iterable[tuple[int, Mapping[str, float]]]] = tuple,
+        measured: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        self._suite, self._trackers, self._events = suite, trackers, events
+        self._ends, self._ids, self._earlier = ENDS[on_diagnosis], ends, earlier
+        self._measured = measured
+        self._lock = threading.RLock()
+        self._marks: dict[str, float] = {}
+        self._has_begun = False
+        self._broken: set[str] = set()
+        self.ended_by: Diagnosis | None = None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a diagnosis asks for the end of the run."""
+        return self.ended_by is not None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one step in all trackers, with the diagnoses made from it."""
+        heartbeat.beat("step")
+        metrics = metrics | self._measured()
+        with self._lock:
+            self._begin(step)
+            diagnoses = self._check("step", lambda: self._suite.step(step, metrics))
+            self._mark(diagnoses)
+            marks, self._marks = self._marks, {}
+        self._trackers.log(step, metrics | marks)
+        self._events.write("step", step=step, seconds=metrics.get("perf/step_time"))
+        self._report(diagnoses, step=step)
+
+    def notify(self, event: str, **fields: Any) -> None:
+        """Record an event. Callable from any thread."""
+        if event not in NO_PROGRESS:
+            heartbeat.beat(event)
+        self._events.write(event, **fields)
+        with self._lock:
+            diagnoses = self._check(event, lambda: self._suite.event({"event": event, **fields}))
+            self._mark(diagnoses)
+        self._report(diagnoses)
+
+    def close(self) -> None:
+        """Close the trackers and the event log."""
+        self._trackers.close()
+        self._events.close()
+
+    def _begin(self, first: int) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        for step, row in self._earlier():
+            if step < first:
+                self._suite.step(step, row)
+
+    def _mark(self, diagnoses: list[Diagnosis]) -> None:
+        self._marks.update({f"diagnosis/{diagnosis.id}": 1.0 for diagnosis in diagnoses})
+        if self.ended_by is None:
+            self.ended_by = next((d for d in diagnoses if d.severity in self._ends or d.id in self._ids), None)
+
+    def _report(self, diagnoses: list[Diagnosis], **where: int) -> None:
+        for each in diagnoses:
+            logger.log(LEVELS[each.severity], "%s", each.text())
+            self._events.write("diagnosis", **where, **each.record())
+
+    def _check(self, source: str, check: Callable[[], list[Diagnosis]]) -> list[Diagnosis]:
+        """Run monitors. An exception is a bug of a monitor: it is logged once per source and does not end the run."""
+        try:
+            return check()
+        except Exception as error:
+            if source not in self._broken:
+                self._broken.add(source)
+                logger.warning("[CHECK01] a monitor failed on %s (%s)", source, type(error).__name__, exc_info=error)
+            return []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from furlong.core.catalogue import diagnosis
-from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import Alert, Row, RunFacts, StepContext
 
 GAP = "train/train_rollout_logprob_abs_diff"
 # KL to a reference with the same weights: kernels explain less than 1e-4; above 1 a setting is wrong (debugging guides
@@ -44,17 +42,15 @@ def reference_kl(now: StepContext) -> Alert | None:
     if not facts.is_own_reference:
         cause = f"--ref-load {facts.reference} is a different model from --hf-checkpoint {facts.model}."
         remedy = "check --ref-load, or remove it to use --hf-checkpoint as the reference; ignore this if intended"
-    return Alert(
-        diagnosis(
-            "NUM01",
-            f"step {now.step}: KL from the policy to the reference is {kl:.3g} before any training "
-            f"(policy {facts.model}, reference {facts.reference})",
-            cause=cause,
-            remedy=remedy,
-            severity=severity,
-            evidence={"step": now.step, "kl": kl, "model": facts.model, "reference": facts.reference},
-        ),
-        kl,
+    return now.alert(
+        "NUM01",
+        f"KL from the policy to the reference is {kl:.3g} before any training "
+        f"(policy {facts.model}, reference {facts.reference})",
+        cause=cause,
+        remedy=remedy,
+        severity=severity,
+        evidence={"kl": kl, "model": facts.model, "reference": facts.reference},
+        level=kl,
     )
 
 
@@ -94,19 +90,17 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     largest = now.row.get("selftest/logp_max_diff")
     by_size = sorted(shares.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
-    return Alert(
-        diagnosis(
-            "NUM02",
-            f"step {now.step}: log-probs of engine and trainer differ by {gap:.3g} per token for the same weights "
-            f"(normal: below {GAP_WARNING}"
-            + ("" if largest is None else f"; forward_logp_max_diff {largest:.3g}")
-            + (f"); by cause: {causes}" if causes else ")"),
-            remedy=_mismatch_remedy(shares),
-            severity="error" if gap > GAP_ERROR else "warning",
-            evidence={"step": now.step, "mean_abs_diff": gap, "shares": shares}
-            | {name: now.row[name] for name in ("selftest/logp_max_diff", "selftest/logp_p99_diff") if name in now.row},
-        ),
-        gap,
+    return now.alert(
+        "NUM02",
+        f"log-probs of engine and trainer differ by {gap:.3g} per token for the same weights "
+        f"(normal: below {GAP_WARNING}"
+        + ("" if largest is None else f"; forward_logp_max_diff {largest:.3g}")
+        + (f"); by cause: {causes}" if causes else ")"),
+        remedy=_mismatch_remedy(shares),
+        severity="error" if gap > GAP_ERROR else "warning",
+        evidence={"mean_abs_diff": gap, "shares": shares}
+        | {name: now.row[name] for name in ("selftest/logp_max_diff", "selftest/logp_p99_diff") if name in now.row},
+        level=gap,
     )
 
 
@@ -133,18 +127,16 @@ def policy_drift(now: StepContext) -> Alert | None:
         "lower --lr",
         "" if algo.use_tis or algo.use_rollout_logprobs else "add --use-tis, which corrects part of the drift",
     ]
-    return Alert(
-        diagnosis(
-            "ASYNC01",
-            f"step {now.step}: samples are {age:.2g} rollouts old on average, as the flags allow, and the policy has "
-            f"moved by {gap:.2g} in log-prob per token since (over {DRIFT_ROWS} steps; 0.1 is mostly harmless"
-            f"{mismatch})",
-            cause="Training uses answers that the current policy would hardly give.",
-            remedy="; ".join(filter(None, flags)),
-            evidence={"step": now.step, "mean_abs_diff": gap, "fresh": fresh, "mean": age},
-        ),
-        gap,
-        "drift",
+    return now.alert(
+        "ASYNC01",
+        f"samples are {age:.2g} rollouts old on average, as the flags allow, and the policy has "
+        f"moved by {gap:.2g} in log-prob per token since (over {DRIFT_ROWS} steps; 0.1 is mostly harmless"
+        f"{mismatch})",
+        cause="Training uses answers that the current policy would hardly give.",
+        remedy="; ".join(filter(None, flags)),
+        evidence={"mean_abs_diff": gap, "fresh": fresh, "mean": age},
+        level=gap,
+        kind="drift",
     )
 
 
@@ -199,19 +191,16 @@ def unlikely_responses(now: StepContext) -> Alert | None:
         remedy = f"check --hf-checkpoint (`furlong check DIR` reads its tensors); then {remedy}"
     elif not config.data.apply_chat_template:
         remedy = f"add --apply-chat-template if the prompts are plain questions or messages; {remedy}"
-    return Alert(
-        diagnosis(
-            "TPL03",
-            f"step {now.step}: the trainer's mean log-prob of the first responses is {log_prob:.3f} per token "
-            f"(an instruct model in its own format is above {LIKELY})",
-            cause=cause,
-            remedy=remedy,
-            evidence={
-                "step": now.step,
-                "log_prob": log_prob,
-                "apply_chat_template": config.data.apply_chat_template,
-            },
-        )
+    return now.alert(
+        "TPL03",
+        f"the trainer's mean log-prob of the first responses is {log_prob:.3f} per token "
+        f"(an instruct model in its own format is above {LIKELY})",
+        cause=cause,
+        remedy=remedy,
+        evidence={
+            "log_prob": log_prob,
+            "apply_chat_template": config.data.apply_chat_template,
+        },
     )
 
 
@@ -237,16 +226,14 @@ def gradient(now: StepContext) -> Alert | None:
 
 def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> Alert:
     cause, remedy = _gradient_cause(now, name)
-    return Alert(
-        diagnosis(
-            "NUM03",
-            f"step {now.step}: {name} is {value:.4g}, {excess}",
-            cause=cause,
-            remedy=remedy,
-            evidence={"step": now.step, "metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
-        ),
-        value,
-        name,
+    return now.alert(
+        "NUM03",
+        f"{name} is {value:.4g}, {excess}",
+        cause=cause,
+        remedy=remedy,
+        evidence={"metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
+        level=value,
+        kind=name,
     )
 
 
@@ -276,12 +263,9 @@ def expert_routing(now: StepContext) -> Alert | None:
     agreement = now.row.get("train/routing_agreement")
     if agreement is None or agreement >= ROUTING or now.facts.config.moe.use_rollout_routing_replay:
         return None
-    return Alert(
-        diagnosis(
-            "NUM05",
-            f"step {now.step}: the trainer agrees with {agreement:.1%} of the engine's expert choices for the trained "
-            "tokens",
-            evidence={"step": now.step, "agreement": agreement},
-        ),
-        1 - agreement,
+    return now.alert(
+        "NUM05",
+        f"the trainer agrees with {agreement:.1%} of the engine's expert choices for the trained tokens",
+        evidence={"agreement": agreement},
+        level=1 - agreement,
     )

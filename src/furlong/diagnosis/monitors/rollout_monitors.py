@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from furlong.core.catalogue import diagnosis
-from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import Alert, Row, RunFacts, StepContext
 from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
@@ -50,19 +48,16 @@ def truncation(now: StepContext) -> Alert | None:
         remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
     if before < ENDED:  # with the same flags, responses ended before the weights changed
         note, cause, remedy = f" ({before:.0%} in the first step)", COLLAPSED_CAUSE, COLLAPSED_REMEDY
-    return Alert(
-        diagnosis(
-            "STOP02",
-            f"step {now.step}: {ratio:.0%} of the responses were cut off {place}, without an end of turn{note}",
-            cause=cause,
-            remedy=remedy,
-            evidence={
-                "step": now.step,
-                "truncated_ratio": ratio,
-                "longest": now.row.get("rollout/response_len/max"),
-                "max_response_len": limit,
-            },
-        )
+    return now.alert(
+        "STOP02",
+        f"{ratio:.0%} of the responses were cut off {place}, without an end of turn{note}",
+        cause=cause,
+        remedy=remedy,
+        evidence={
+            "truncated_ratio": ratio,
+            "longest": now.row.get("rollout/response_len/max"),
+            "max_response_len": limit,
+        },
     )
 
 
@@ -96,14 +91,12 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
 
 
 def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
-    return Alert(
-        diagnosis(
-            "REW02",
-            f"step {now.step}: the mean reward fell from {best:.3g} to {last:.3g}, {note}",
-            cause=COLLAPSED_CAUSE,
-            remedy=COLLAPSED_REMEDY,
-            evidence={"step": now.step, "best": best, "last": last},
-        ),
+    return now.alert(
+        "REW02",
+        f"the mean reward fell from {best:.3g} to {last:.3g}, {note}",
+        cause=COLLAPSED_CAUSE,
+        remedy=COLLAPSED_REMEDY,
+        evidence={"best": best, "last": last},
         kind="fall",
     )
 
@@ -148,21 +141,18 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
             "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
             "--n-samples-per-prompt, or use prompts that are sometimes answered right"
         )
-    return Alert(
-        diagnosis(
-            "REW02",
-            f"step {now.step}: {pattern} for {rows} steps in a row, so there is no learning signal",
-            cause=cause,
-            remedy=remedy,
-            evidence={
-                "step": now.step,
-                "raw_reward": reward,
-                "steps": rows,
-                "label_key": facts.config.data.label_key,
-            },
-        ),
-        rows,
-        pattern,
+    return now.alert(
+        "REW02",
+        f"{pattern} for {rows} steps in a row, so there is no learning signal",
+        cause=cause,
+        remedy=remedy,
+        evidence={
+            "raw_reward": reward,
+            "steps": rows,
+            "label_key": facts.config.data.label_key,
+        },
+        level=rows,
+        kind=pattern,
     )
 
 
@@ -203,19 +193,17 @@ def failed_rewards(now: StepContext) -> Alert | None:
     failed, timed_out, share = _failures(now, "reward")
     if not failed + timed_out:
         return None
-    return Alert(
-        diagnosis(
-            "REW03",
-            f"step {now.step}: {failed + timed_out:.0f} of about {now.facts.num_samples} reward calls gave no reward "
-            f"({failed:.0f} failed, {timed_out:.0f} timed out); those samples are left out, not counted as 0",
-            cause="The function or its server raised or did not answer in time; the log has the first reasons.",
-            remedy="fix the function; `furlong reward test` with the same flags runs it on rows of the data"
-            if failed >= timed_out
-            else "raise --reward-timeout or --num-reward-workers, or make the function faster",
-            severity="warning" if share >= FAILED_WARNING else "info",
-            evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
-        ),
-        share,
+    return now.alert(
+        "REW03",
+        f"{failed + timed_out:.0f} of about {now.facts.num_samples} reward calls gave no reward "
+        f"({failed:.0f} failed, {timed_out:.0f} timed out); those samples are left out, not counted as 0",
+        cause="The function or its server raised or did not answer in time; the log has the first reasons.",
+        remedy="fix the function; `furlong reward test` with the same flags runs it on rows of the data"
+        if failed >= timed_out
+        else "raise --reward-timeout or --num-reward-workers, or make the function faster",
+        severity="warning" if share >= FAILED_WARNING else "info",
+        evidence={"failed": failed, "timed_out": timed_out, "share": share},
+        level=share,
     )
 
 
@@ -224,22 +212,19 @@ def failed_generation(now: StepContext) -> Alert | None:
     failed, timed_out, share = _failures(now, "generate")
     if not failed + timed_out:
         return None
-    return Alert(
-        diagnosis(
-            "HOOK01",
-            f"step {now.step}: {failed + timed_out:.0f} of about {now.facts.num_samples} samples were not generated "
-            f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
-            cause="--custom-generate-function-path raised, or waited too long for something; the log has the first "
-            "reasons."
-            if now.facts.has_custom_generation
-            else "Responses took longer than --generate-timeout.",
-            remedy="fix the error in the log (`grep 'generate function failed' run.log`)"
-            if failed >= timed_out
-            else "raise --generate-timeout, or make what the function waits for faster",
-            severity="warning" if share >= FAILED_WARNING else "info",
-            evidence={"step": now.step, "failed": failed, "timed_out": timed_out, "share": share},
-        ),
-        share,
+    return now.alert(
+        "HOOK01",
+        f"{failed + timed_out:.0f} of about {now.facts.num_samples} samples were not generated "
+        f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
+        cause="--custom-generate-function-path raised, or waited too long for something; the log has the first reasons."
+        if now.facts.has_custom_generation
+        else "Responses took longer than --generate-timeout.",
+        remedy="fix the error in the log (`grep 'generate function failed' run.log`)"
+        if failed >= timed_out
+        else "raise --generate-timeout, or make what the function waits for faster",
+        severity="warning" if share >= FAILED_WARNING else "info",
+        evidence={"failed": failed, "timed_out": timed_out, "share": share},
+        level=share,
     )
 
 
@@ -249,14 +234,12 @@ def blocking_generation(now: StepContext) -> Alert | None:
     if blocked < BLOCKED_LEAST_S or blocked < BLOCKED_SHARE * whole:
         return None
     share = min(blocked / whole, 1.0)
-    return Alert(
-        diagnosis(
-            "HOOK02",
-            f"step {now.step}: --custom-generate-function-path blocked the event loop for {blocked:.3g} s of the "
-            f"rollout's {whole:.3g} s ({share:.0%}); other samples and requests waited",
-            evidence={"step": now.step, "held_s": blocked, "rollout_s": whole},
-        ),
-        share,
+    return now.alert(
+        "HOOK02",
+        f"--custom-generate-function-path blocked the event loop for {blocked:.3g} s of the "
+        f"rollout's {whole:.3g} s ({share:.0%}); other samples and requests waited",
+        evidence={"held_s": blocked, "rollout_s": whole},
+        level=share,
     )
 
 
@@ -271,15 +254,13 @@ def reward_wait(now: StepContext) -> Alert | None:
         return None
     seconds, whole = sum(reward_s) / len(reward_s), sum(rollout_s) / len(rollout_s)
     timed_out = now.row.get("rollout/reward_timed_out", 0.0)
-    return Alert(
-        diagnosis(
-            "REW04",
-            f"step {now.step}: for {seconds:.3g} s of a rollout's {whole:.3g} s ({seconds / whole:.0%}, mean of "
-            f"{REWARD_ROWS} steps) nothing was generated and rewards were awaited",
-            remedy="; ".join(_faster_rewards(now.facts, timed_out)),
-            evidence={"step": now.step, "reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
-        ),
-        seconds / whole,
+    return now.alert(
+        "REW04",
+        f"for {seconds:.3g} s of a rollout's {whole:.3g} s ({seconds / whole:.0%}, mean of "
+        f"{REWARD_ROWS} steps) nothing was generated and rewards were awaited",
+        remedy="; ".join(_faster_rewards(now.facts, timed_out)),
+        evidence={"reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
+        level=seconds / whole,
     )
 
 
@@ -317,16 +298,13 @@ def data_wait(now: StepContext) -> Alert | None:
     if share < DATA_SHARE or not (is_steady or mean_s >= DATA_MEAN_S):
         return None
     workers = now.facts.config.data.num_data_workers
-    return Alert(
-        diagnosis(
-            "DATA03",
-            f"step {now.step}: reading prompts takes {mean_s:.3g} s, {share:.0%} of a step "
-            f"(--num-data-workers {workers})",
-            remedy=f"use --num-data-workers {max(2 * workers, 4)}, --streaming-data, or `furlong data tokenize` before "
-            "the run; if you have a custom data source, make it faster",
-            evidence={"step": now.step, "data_s": mean_s, "share": share, "num_data_workers": workers},
-        ),
-        share,
+    return now.alert(
+        "DATA03",
+        f"reading prompts takes {mean_s:.3g} s, {share:.0%} of a step (--num-data-workers {workers})",
+        remedy=f"use --num-data-workers {max(2 * workers, 4)}, --streaming-data, or `furlong data tokenize` before "
+        "the run; if you have a custom data source, make it faster",
+        evidence={"data_s": mean_s, "share": share, "num_data_workers": workers},
+        level=share,
     )
 
 
@@ -341,21 +319,18 @@ def staleness(now: StepContext) -> Alert | None:
     if age <= bound + (1 if rollout.partial_rollout else 0):
         return None
     over_sampling = rollout.over_sampling_batch_size if rollout.partial_rollout else None
-    return Alert(
-        diagnosis(
-            "ASYNC01",
-            f"step {now.step}: samples are at most {oldest:.0f} and on average {mean:.2g} rollouts old; the flags "
-            f"promise {bound}",
-            remedy=(
-                f"lower --over-sampling-batch-size (now {over_sampling}): surplus samples are trained on later; "
-                if over_sampling
-                else ""
-            )
-            + "lower --async-buffer-size, set --update-weights-interval 1, or exclude old tokens from the loss with "
-            "--mask-offpolicy-in-partial-rollout",
-            evidence={"step": now.step, "max": oldest, "mean": mean, "bound": bound},
-        ),
-        age,
+    return now.alert(
+        "ASYNC01",
+        f"samples are at most {oldest:.0f} and on average {mean:.2g} rollouts old; the flags promise {bound}",
+        remedy=(
+            f"lower --over-sampling-batch-size (now {over_sampling}): surplus samples are trained on later; "
+            if over_sampling
+            else ""
+        )
+        + "lower --async-buffer-size, set --update-weights-interval 1, or exclude old tokens from the loss with "
+        "--mask-offpolicy-in-partial-rollout",
+        evidence={"max": oldest, "mean": mean, "bound": bound},
+        level=age,
     )
 
 
@@ -364,13 +339,11 @@ def tool_output(now: StepContext) -> Alert | None:
     samples = now.row.get("rollout/env_tokens_in_loss", 0.0)
     if not samples:
         return None
-    return Alert(
-        diagnosis(
-            "TOOL01",
-            f"step {now.step}: {samples:.0f} samples train on tokens that the policy did not sample",
-            evidence={"step": now.step, "samples": samples},
-        ),
-        samples,
+    return now.alert(
+        "TOOL01",
+        f"{samples:.0f} samples train on tokens that the policy did not sample",
+        evidence={"samples": samples},
+        level=samples,
     )
 
 
@@ -383,11 +356,9 @@ def full_context(now: StepContext) -> Alert | None:
     length = now.facts.config.rollout.rollout_max_context_len
     context = f"the context of {length} tokens" if length else "the model's context"
     after = f", after {turns:.1f} turns on average" if turns is not None else ""
-    return Alert(
-        diagnosis(
-            "TOOL02",
-            f"step {now.step}: {share:.0%} of the samples end because {context} is full{after}",
-            evidence={"step": now.step, "share": share, "context": length, "turns": turns},
-        ),
-        share,
+    return now.alert(
+        "TOOL02",
+        f"{share:.0%} of the samples end because {context} is full{after}",
+        evidence={"share": share, "context": length, "turns": turns},
+        level=share,
     )

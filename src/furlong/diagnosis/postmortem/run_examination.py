@@ -13,8 +13,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.files import is_locked
 from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import MonitorSuite
-from furlong.diagnosis.monitors.run_facts import RunFacts
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.signatures import (
     LogText,

@@ -16,9 +16,6 @@ from furlong.diagnosis.preflight import data_checks as data
 from furlong.diagnosis.preflight import flag_checks as flags
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.diagnosis.preflight import model_checks as model
-from furlong.diagnosis.preflight import reward_checks as reward
-from furlong.diagnosis.preflight import server_checks as servers
-from furlong.diagnosis.preflight import template_checks as template
 from furlong.diagnosis.preflight.context import PreflightContext
 
 Check = Callable[[PreflightContext], Iterable[Diagnosis]]
@@ -40,28 +37,28 @@ CHECKS: tuple[Check, ...] = (
     model.reference_tokens,
     checkpoint.layout,
     checkpoint.resume_plan,
-    template.no_template,
-    template.templated_twice,
-    template.of_another_family,
-    template.rewritten_history,
-    template.end_of_turn,
-    template.stop_ids,
+    model.no_template,
+    model.templated_twice,
+    model.of_another_family,
+    model.rewritten_history,
+    model.end_of_turn,
+    model.stop_ids,
     data.files,
     data.rows,
     data.prompts_again,
     data.lengths,
-    reward.own_reward,
-    reward.verifier_and_labels,
-    servers.remote_server,
+    data.own_reward,
+    data.verifier_and_labels,
+    machine.remote_server,
     machine.versions,
     machine.tracker_package,
     machine.threads,
     machine.gpus,
-    servers.ray_cluster,
+    machine.ray_cluster,
     machine.occupied_gpus,
-    servers.engine_servers,
-    servers.kept_routers,
-    servers.own_head,
+    machine.engine_servers,
+    model.kept_routers,
+    model.own_head,
     machine.reproducibility,
     machine.outputs,
     machine.disk,

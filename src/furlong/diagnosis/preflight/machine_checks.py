@@ -1,13 +1,15 @@
-"""ENV, DET, DISK, GPU and MEM01 rows: this machine's libraries, CPUs, GPUs, memory and disk."""
+"""ENV, DET, DISK, GPU, MEM01 and ENG05 rows: this machine's libraries, CPUs, GPUs, memory and disk, and servers."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
@@ -263,3 +265,54 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
             yield from cpu_findings(context.config, model, machine)
     except ConfigError:
         return  # a model with unknown dimensions; `furlong plan` names the missing one
+
+
+RAY_CONNECT_S = 3.0  # to connect to a running cluster
+CONNECT_S = 1.0  # to connect to a server
+
+
+def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
+    """GPU05: no Ray cluster at --ray-address; Ray itself would retry for minutes."""
+    address = context.config.cluster.ray_address
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal() or not uses_ray(context.config):
+        return  # `auto`: Ray finds a cluster on this machine
+    try:
+        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        yield diagnosis(
+            "GPU05",
+            f"--ray-address {address}: cannot connect ({error})",
+            evidence={"address": address},
+        )
+
+
+def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
+    """ENG05: external engines that do not listen."""
+    for address in context.config.cluster.rollout_external_engine_addrs or ():
+        url = address if "://" in address else f"http://{address}"
+        yield from _not_listening("ENG05", "--rollout-external-engine-addrs", address, url)
+
+
+def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:
+    """REW01: a --rm-url without a server."""
+    url = context.config.reward.rm_url
+    if url is not None and context.generates:
+        yield from _not_listening("REW01", "--rm-url", url, url)
+
+
+def _not_listening(row: str, flag: str, address: str, url: str) -> Iterator[Diagnosis]:
+    """Warn if `url` refuses a connection: the server may start later, or be reachable from elsewhere only."""
+    try:
+        where = urlsplit(url)
+        port = where.port or (443 if where.scheme == "https" else 80)
+        socket.create_connection((where.hostname or "", port), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        yield diagnosis(
+            row,
+            f"{flag} {address}: cannot connect ({error})",
+            cause="No server listens there, or this machine cannot reach it.",
+            remedy=f"start it before the run, or correct {flag}",
+            severity="warning",
+            evidence={"address": address},
+        )

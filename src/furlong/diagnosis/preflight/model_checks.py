@@ -1,17 +1,34 @@
-"""CKPT07, CKPT04, QNT and NUM01 rows: the model folder and the reference's."""
+"""CKPT07, CKPT04, QNT, NUM01, SYNC, TPL and STOP rows: the model folder, its reference, and its chat template."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import COMPLETE, check_folder, read_json
+from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.model_folder import check_model, completeness, quantization
-from furlong.tools.template_test import read_tokenizer
+from furlong.tools.template_test import (
+    Conversation,
+    ConversationCheck,
+    Template,
+    foreign_marker,
+    generation_ends,
+    marks_of,
+    prompt_findings,
+    read_tokenizer,
+    rewriting_findings,
+    stop_findings,
+)
 
 COMPLETE_MODEL = "use a complete Hugging Face model folder with --hf-checkpoint"
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
@@ -95,4 +112,200 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
             cause=cause,
             remedy=remedy,
             evidence={"moved": len(moved), "tokens": len(vocab)},
+        )
+
+
+SHOWN_CONVERSATIONS = 16
+
+
+def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
+    data, tokenizer = context.config.data, context.tokenizer
+    if not data.apply_chat_template or tokenizer is None:
+        return
+    if not tokenizer.chat_template:
+        yield diagnosis(
+            "TPL01",
+            f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
+            cause="It is the tokenizer of a base model.",
+            remedy="remove --apply-chat-template, or set a template with --chat-template-path",
+        )
+    elif problem := syntax_problem(tokenizer):
+        path = data.chat_template_path
+        yield diagnosis(
+            "TPL01",
+            f"--chat-template-path {path} {problem}" if path else f"the chat template of {context.model_dir} {problem}",
+            cause="It is not valid Jinja, so no prompt can be rendered.",
+            remedy="correct that line, or use another template with --chat-template-path (`furlong template list`)",
+        )
+
+
+def templated_twice(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL01: prompts that already contain what the template adds."""
+    if _template(context) is None:
+        return
+    prompts = context.prompts_as_written
+    yield from prompt_findings(prompts, context.tokenizer, name=f"--prompt-data {context.config.data.prompt_data}")
+
+
+def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL01: prompts rendered with another model's chat template, or messages stored as JSON text."""
+    if context.tokenizer is None or not context.generates:
+        return
+    prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
+    marker = foreign_marker(prompts, context.tokenizer)
+    if marker is not None:
+        mark, count = marker
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {count} of {len(prompts)} prompts contain {mark!r}, which is not a token of {context.model_dir} "
+            "and not in its chat template",
+            cause="They were rendered with another model's chat template; this model reads its markers as text.",
+            remedy="use plain questions or messages with --apply-chat-template, or prompts rendered with this model's "
+            "template",
+            severity="warning",
+            evidence={"mark": mark, "num_prompts": count},
+        )
+    key = context.config.data.input_key
+    quoted = [prompt for prompt in prompts if isinstance(prompt, str) and _is_quoted_conversation(prompt)]
+    if quoted and len(quoted) * 2 >= len(prompts):
+        yield diagnosis(
+            "TPL01",
+            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages stored as JSON text (the first starts "
+            f"{quoted[0][:60]!r}); the model would read the JSON itself",
+            cause="The column was exported as text.",
+            remedy=f"convert them to lists with `jq -c '.{key} |= fromjson'`, and add --apply-chat-template",
+            severity="warning",
+            evidence={"num_prompts": len(quoted)},
+        )
+
+
+def _is_quoted_conversation(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        return message_problem(json.loads(text)) is None
+    except ValueError:
+        return False
+
+
+def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL02: conversations in the data whose earlier turns the template renders differently later on."""
+    template = _template(context)
+    if template is None or not _trains_on_several_turns(context):
+        return
+    checks: list[ConversationCheck] = []
+    for number, prompt in enumerate(context.prompts_as_written[:SHOWN_CONVERSATIONS]):
+        if not isinstance(prompt, list):
+            continue
+        roles = [message["role"] for message in prompt]
+        if "assistant" not in roles or "user" not in roles:
+            continue
+        name = f"row {number} of {context.config.data.prompt_data}"
+        try:
+            checks.append(ConversationCheck(name, "as given", template.first_rewriting(Conversation(name, prompt))))
+        except TEMPLATE_ERRORS as error:  # data.rows reports rows that cannot be rendered
+            checks.append(ConversationCheck(name, "as given", refused=f"{type(error).__name__}: {error}"))
+    if any(check.rewriting is not None for check in checks):
+        for found in rewriting_findings(checks, name=f"the chat template of {context.model_dir}", suggested=None):
+            yield dataclasses.replace(found, severity="warning")  # a custom function may keep the original tokens
+
+
+def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
+    """STOP01: the token that ends a turn in the template does not end generation; without template, none does."""
+    rollout = context.config.rollout
+    folder, tokenizer, template = context.model_dir, context.tokenizer, _template(context)
+    if folder is None or tokenizer is None or not context.generates:
+        return
+    stop_ids, stop = rollout.rollout_stop_token_ids or (), rollout.rollout_stop or ()
+    if template is None and tokenizer.chat_template:
+        prompts = [text for text in context.prompts_as_written if isinstance(text, str)]
+        rendered = sum(any(mark in text for mark in marks_of(tokenizer)) for text in prompts)
+        if prompts and rendered * 2 >= len(prompts):  # rendered beforehand with this template
+            template = Template(tokenizer)
+    if template is not None:
+        try:
+            yield from stop_findings(tokenizer, folder, template, stop_token_ids=stop_ids, stop=stop)
+        except TEMPLATE_ERRORS:  # the template does not accept the probe conversation
+            return
+        return
+    if not (generation_ends(folder, tokenizer) or stop_ids or stop):
+        yield diagnosis(
+            "STOP01",
+            f"{folder}: neither generation_config.json, config.json nor the tokenizer has an end-of-text token",
+            cause="Every response would run to its length limit.",
+            remedy="set --rollout-stop-token-ids N, or --rollout-stop TEXT",
+            evidence={"folder": str(folder)},
+        )
+
+
+def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
+    """STOP01: --rollout-stop-token-ids outside of the vocabulary."""
+    if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
+        return
+    if unknown := [number for number in context.config.rollout.rollout_stop_token_ids or () if number >= size]:
+        yield diagnosis(
+            "STOP01",
+            f"--rollout-stop-token-ids {' '.join(map(str, unknown))}: {context.model_dir} has tokens 0 to {size - 1}",
+            cause="The ids belong to another tokenizer; no response would end there.",
+            remedy="use ids of this tokenizer's vocabulary, or texts with --rollout-stop",
+            evidence={"ids": unknown, "vocab_size": size},
+        )
+
+
+def _template(context: PreflightContext) -> Template | None:
+    """Return the template that prompts are rendered with, if any."""
+    data = context.config.data
+    if not data.apply_chat_template or context.tokenizer is None or not context.tokenizer.chat_template:
+        return None
+    kwargs: Mapping[str, Any] = data.apply_chat_template_kwargs
+    return Template(context.tokenizer, kwargs=kwargs)
+
+
+def _trains_on_several_turns(context: PreflightContext) -> bool:
+    """Whether the run may train on several turns of a conversation (SFT, or a generate function)."""
+    config = context.config
+    return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None
+
+
+ROUTERS = r"mlp\.gate\.weight"
+
+
+def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
+    """SYNC03: a trained router whose outdated copy SGLang keeps using."""
+    config, model = context.config, context.model
+    if config.cluster.engine != "sglang" or model is None or config.debug.debug_rollout_only:
+        return
+    family = model.text_config.get("model_type")
+    if family not in KEEPS_ROUTER:
+        return
+    only, frozen = config.train.only_train_params_name_list, config.train.freeze_params_name_list or ()
+    trained = [
+        name
+        for name in model.weight_map
+        if re.search(ROUTERS, name)
+        and (only is None or any(re.search(pattern, name) for pattern in only))
+        and not any(re.search(pattern, name) for pattern in frozen)
+    ]
+    if trained:
+        yield diagnosis(
+            "SYNC03",
+            f"{len(trained)} routers of this {family} model are trained ({trained[0]} is the first), but {HASHED[0]} "
+            "keeps using the weights that they had in its first forward pass",
+            evidence={"model_type": family, "routers": len(trained)},
+        )
+
+
+def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
+    """SYNC04: a tied output layer in a family that SGLang implements with a separate one."""
+    config, model = context.config, context.model
+    if config.cluster.engine != "sglang" or model is None:
+        return
+    family, is_tied = model.text_config.get("model_type"), model.text_config.get("tie_word_embeddings", False)
+    if family in OWN_HEAD and is_tied:
+        yield diagnosis(
+            "SYNC04",
+            f"the output layer of this {family} model is tied to its embedding (tie_word_embeddings in "
+            f"{model.folder}/config.json), but {HASHED[0]} has a separate one, which gets no weights",
+            evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )
