@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": INTERFACES
     | {"algo", "data", "rewards", "models", "inference", "training", "weight_sync", "sglang_layout"}
     | {"tracking", "rollout", "machine", "tools"},
-    "loop": INTERFACES | {"rollout"},
+    "loop": INTERFACES,
     "cluster": INTERFACES | {"training", "inference", "weight_sync", "machine"},
 }
 PARTS = set(ALLOWED)  # the packages above the parts may import all of them

@@ -20,7 +20,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ from furlong.core.checkpoint_folder import (
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts
-from furlong.rollout.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +162,14 @@ class Checkpoints:
         await self._writing.wait()
 
     async def save(
-        self, parts: Parts, stream: RolloutStream, step: int, *, position: dict[str, Any] | None = None
+        self,
+        parts: Parts,
+        finished: Callable[[], Awaitable[list[RolloutBatch]]],
+        step: int,
+        *,
+        position: dict[str, Any] | None = None,
     ) -> None:
-        """Write the checkpoint of `step`, including the rollouts generated ahead, which are waited for.
+        """Write the checkpoint of `step`, including the rollouts generated ahead, which `finished` waits for.
 
         With an earlier `position`, work started since then is left out; a resumed run starts it again. Waits for a
         background write first. Raises CheckpointError if either cannot be written.
@@ -176,7 +180,7 @@ class Checkpoints:
         if self.save_dir is None:
             return
         started = time.perf_counter()
-        batches = await stream.finished() if position is None else []
+        batches = await finished() if position is None else []
         folder = _make_partial(self.save_dir, step)
         async with parts.device_sharing.updating_weights():
             if self.in_background:

@@ -17,8 +17,7 @@ from furlong.core.checksums import file_checksum
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
-from furlong.rollout.rollout_stream import RolloutStream
+from furlong.loop.train import RolloutStream, RunSchedule, train
 
 
 def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> None:
@@ -29,7 +28,7 @@ def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> 
             parts = fake_parts(World(trained_steps=step))
             async with RolloutStream(parts, first=step, end=step + ahead, ahead=ahead, pause="finish") as stream:
                 stream.restore([tiny_batch(step + i, step) for i in range(ahead)])
-                await Checkpoints(save_dir=folder, keep=keep).save(parts, stream, step)
+                await Checkpoints(save_dir=folder, keep=keep).save(parts, stream.finished, step)
 
     asyncio.run(write())
 
@@ -101,7 +100,7 @@ def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their
         parts = fake_parts(World(trained_steps=3))
         async with RolloutStream(parts, first=3, end=6, ahead=3, pause="finish") as stream:
             stream.restore([tiny_batch(4, 3, groups=(3,)), tiny_batch(5, 3, groups=(4,))])
-            await Checkpoints(save_dir=tmp_path).save(parts, stream, 3)
+            await Checkpoints(save_dir=tmp_path).save(parts, stream.finished, 3)
 
     asyncio.run(write())
     checkpoints = Checkpoints(save_dir=tmp_path, load_dir=tmp_path)
@@ -292,7 +291,7 @@ def export(folder: Path, save_hf, finish=None) -> None:
         parts = dataclasses.replace(fake_parts(world), trainer=Trainer(world))
         checkpoints = Checkpoints(hf_folder=lambda step: folder, finish_export=finish)
         async with RolloutStream(parts, first=2, end=2, ahead=0, pause="finish") as stream:
-            await checkpoints.save(parts, stream, 2)
+            await checkpoints.save(parts, stream.finished, 2)
 
     asyncio.run(write())
 
