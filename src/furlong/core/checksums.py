@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20  # files up to this size are checked before anything is loaded
 MAX_THREADS = 8
 SUFFIX = ".xxh3"

@@ -1,0 +1,95 @@
+"""Measure what comparing checksums adds to the time that loading a checkpoint takes.
+
+    python benchmarks/cpu/checkpoint_load.py
+
+A trainer checkpoint (float32 weights and Adam's two moments) is loaded into the trainer, alternately with its manifest
+and with one of the older format, which has sizes only. The files are in the page cache, so the disk hides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from furlong.config.command_line import load
+from furlong.core.checkpoint_folder import MANIFEST, manifest_text, read_manifest, write_manifest
+from furlong.models.presets import write_preset
+from furlong.wiring.build import build
+
+
+def write_model(folder: Path, hidden: int, layers: int) -> int:
+    """Write a random model with the preset's tokenizer; return its number of parameters."""
+    write_preset("tiny", folder, seed=0)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    config = Qwen2Config(vocab_size=vocabulary, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+async def measure(folder: Path, rounds: int) -> tuple[list[float], list[float], int]:
+    """Return seconds of each load with and without checksums, and the bytes of the checkpoint."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "1+1=", "label": "2"}\n' * 4)
+    words = ["--hf-checkpoint", folder / "model", "--prompt-data", prompts, "--label-key", "label", "--rm-type", "math"]
+    words += ["--num-rollout", 1, "--rollout-batch-size", 1, "--n-samples-per-prompt", 2, "--num-threads", 1]
+    (folder / "run").mkdir()
+    built = build(load([str(word) for word in words]), folder / "run")
+    checkpoint = folder / "save" / "iter_0000001"
+    (checkpoint / "trainer").mkdir(parents=True)
+    times: dict[str, list[float]] = {}
+    try:
+        trainer = built.parts.trainer
+        await trainer.save(checkpoint / "trainer")
+        write_manifest(checkpoint, 1)
+        records = read_manifest(checkpoint)
+        sizes = {name: record.num_bytes for name, record in records.items()}
+        manifests = {
+            "with": manifest_text(1, records),
+            "without": json.dumps({"format": 1, "step": 1, "files": sizes}),
+        }
+        for number in range(2 * rounds + 2):
+            kind = ("with", "without")[number % 2]
+            (checkpoint / MANIFEST).write_text(manifests[kind])
+            started = time.perf_counter()
+            await trainer.load(checkpoint / "trainer")
+            if number >= 2:
+                times.setdefault(kind, []).append(time.perf_counter() - started)
+    finally:
+        await built.close()
+        built.close_files()
+    return times["with"], times["without"], sum(sizes.values())
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model")
+    parser.add_argument("--rounds", type=int, default=9, help="loads of each kind")
+    args = parser.parse_args()
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parameters = write_model(folder / "model", args.hidden, args.layers)
+        checked, plain, size = asyncio.run(measure(folder, args.rounds))
+    one, other = statistics.median(checked), statistics.median(plain)
+    print(f"{parameters / 1e6:.0f}M parameters, {size / 1e6:.0f} MB, medians of {args.rounds} loads")
+    print(f"with checksums {one * 1e3:.0f} ms, without {other * 1e3:.0f} ms, ratio {one / other:.3f}")
+
+
+if __name__ == "__main__":
+    main()
