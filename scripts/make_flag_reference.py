@@ -51,10 +51,21 @@ def flag_row(spec: FlagSpec) -> tuple[str, ...]:
     if spec.within:
         values += f" in {spec.within.text}"
     specs = flag_specs(Config)
-    needs = (any_of for any_of in spec.needs if any_of[0].operator != ".")  # met by all algorithms of furlong
-    needed = " and ".join(" or ".join(f"`{c.text(specs[c.field])}`" for c in any_of) for any_of in needs)
-    excluded = ", ".join(f"`{specs[name].flag}`" for name in spec.excludes)
-    facts = (f" Needs {needed}." if needed else "") + (f" Excludes {excluded}." if excluded else "")
+    needed: list[str] = []
+    excluded = [f"`{specs[name].flag}`" for name in spec.excludes]
+    for any_of in spec.needs:
+        first, other = any_of[0], specs[any_of[0].field]
+        if first.operator == ".":
+            continue  # met by all algorithms of furlong
+        if len(any_of) == 1 and first.operator == "!=":
+            excluded.append(f"`{other.flag} {first.value}`")
+        elif len(any_of) == 1 and other.kind == "off_switch":
+            excluded.append(f"`{other.flag}`")
+        else:
+            needed.append(" or ".join(f"`{c.text(specs[c.field])}`" for c in any_of))
+    facts = (f" Needs {' and '.join(needed)}." if needed else "") + (
+        f" Excludes {', '.join(excluded)}." if excluded else ""
+    )
     return f"`{spec.flag}`", values, shown_default(spec), spec.help + facts
 
 

@@ -140,6 +140,8 @@ class FlagSpec:
     def with_value(self, config: Any) -> str:
         """The flag as given: `--rollout-stop a b`; without the value of a secret."""
         value = self.value_in(config)
+        if self.kind == "tristate" and not value:
+            return self.flag.replace("--", "--no-", 1)
         if self.type is bool or self.is_secret:
             return self.flag
         return f"{self.flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"

@@ -110,14 +110,14 @@ def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
     samples = max(0, data.rollout_batch_size * data.n_samples_per_prompt)
     steps = train.num_steps_per_rollout
     if train.global_batch_size is not None:
-        if samples and samples % train.global_batch_size == 0:
+        if samples and train.global_batch_size > 0 and samples % train.global_batch_size == 0:
             steps = samples // train.global_batch_size
             put("num_steps_per_rollout", steps, "samples of a rollout / --global-batch-size")
     elif samples:
         if steps is None:
             steps = 1
             put("num_steps_per_rollout", 1, "one optimizer step per rollout")
-        if samples % steps == 0:
+        if steps > 0 and samples % steps == 0:
             put("global_batch_size", samples // steps, "samples of a rollout / --num-steps-per-rollout")
     if data.num_rollout and steps is not None:
         put("lr_decay_iters", data.num_rollout * steps, "--num-rollout x --num-steps-per-rollout")

@@ -113,7 +113,7 @@ def groups(*rows: str, more: str = "") -> str:
         (SPLIT, ("--sglang-router-strategy", "direct"), "--sglang-router-strategy direct"),
         (SPLIT, ("--engine", "embedded"), "which the embedded engine does not"),
         (SPLIT, ("--prefill-num-servers", "1"), "--prefill-num-servers 1 and --sglang-config"),
-        (SPLIT, ("--engine", "external"), "--sglang-config has no effect with --engine external"),
+        (SPLIT, ("--engine", "external"), "has no effect with --engine external; remove --sglang-config"),
     ],
 )
 def test_an_invalid_file_names_the_place_and_the_fix(tmp_path, text, words, message):

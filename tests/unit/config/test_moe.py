@@ -32,7 +32,7 @@ MEGATRON = {"train_backend": "megatron"}
     [
         ("qwen3", {"use_routing_replay": True}, "no experts"),
         ("qwen3", {"use_rollout_routing_replay": True}, "no experts"),
-        ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "which has no rollout"),
+        ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "--loss-type sft_loss"),
         ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "--debug-rollout-only"),
         ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "replay logs it"),
         ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": False}, "--no-log-routing"),

@@ -125,7 +125,7 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
         (["--placement-timeout", "5"], "--placement-timeout has no effect"),
         (["--actor-num-gpus-per-node", "2"], "--rollout-num-gpus"),
         (["--colocate", "--async-buffer-size", "1"], "--colocate with --async-buffer-size 1"),
-        (["--colocate", "--rollout-external-engine-addrs", "a:1"], "--colocate has no effect with external engines"),
+        (["--colocate", "--rollout-external-engine-addrs", "a:1"], "--colocate has no effect with --engine external"),
         (["--colocate", "--debug-train-only"], "--debug-train-only needs no engines; remove --colocate"),
         (
             ["--ray-address", "auto", "--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"],
@@ -138,7 +138,8 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
     ],
 )
 def test_incompatible_options_are_refused(words, problem):
-    assert any(problem in found for found in cluster_problems(parse(words).config))
+    config = parse(words).config
+    assert any(problem in message for message in (*declared_problems(config), *cluster_problems(config)))
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,6 @@ def _sharing(config: Config) -> Iterator[str]:
     """Problems of --colocate, with or without Ray."""
     if without := _without_engines(config):
         yield f"{without} needs no engines; remove --colocate"
-    if config.cluster.engine == "external":
-        yield "--colocate has no effect with external engines; remove it"
     if config.rollout.async_buffer_size:
         yield Problem(
             f"--colocate with --async-buffer-size {config.rollout.async_buffer_size}: engines cannot generate while "
@@ -95,6 +93,8 @@ def _size_problems(config: Config) -> Iterator[str]:
     num_ranks = Topology.of(config).num_ranks
     is_megatron = train.train_backend == "megatron"
     sizes = SIZES if is_megatron else SIZES[:2]  # the others are refused with FSDP
+    if any(getattr(train, name) < 1 for name in sizes):
+        return  # reported as outside of the range
     odd = [name for name in sizes if num_ranks % (size := getattr(train, name)) or (size > 1 and not num_ranks)]
     for name in odd:
         yield (

@@ -12,7 +12,6 @@ from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 
 SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have GPUs of their own
-ONLY_SERVED = ("sglang_router_request_timeout_secs", "sglang_server_concurrency", "sglang_api_key")
 
 
 def is_started(config: Config) -> bool:
@@ -42,8 +41,6 @@ def engine_problems(config: Config) -> Iterator[str]:
             "--sglang-api-key contains a line break, surrounding spaces or non-ASCII characters, which an HTTP header "
             "cannot contain; remove them, or use another key"
         )
-    if cluster.engine != "auto":
-        yield from _without_effect(config)
     if config.engines.sglang_options and cluster.engine not in ("sglang", "auto"):
         name = _first(config.engines.sglang_options)
         yield f"--sglang-{name} has no effect with --engine {cluster.engine}; remove it, or use --engine sglang"
@@ -60,32 +57,13 @@ def engine_problems(config: Config) -> Iterator[str]:
     yield from _transport(config)
 
 
-def _without_effect(config: Config) -> Iterator[str]:
-    """Flags that the chosen engine does not use."""
-    engine, specs = config.cluster.engine, flag_specs(Config)
-    if not is_served(config) and engine != "sglang":
-        for spec in (specs[name] for name in ONLY_SERVED):
-            if spec.is_set(config):
-                yield f"{spec.flag} has no effect with --engine {engine}; remove it"
-    if engine == "external" and specs["rollout_num_gpus"].is_set(config):
-        yield (
-            "--rollout-num-gpus has no effect with --engine external; remove it, or what makes engines external: "
-            "--sglang-router-ip, --rollout-external-engine-addrs"
-        )
-
-
 def _group_problems(config: Config) -> Iterator[str]:
     """Problems of heterogeneous engine groups (`--sglang-config`, `--prefill-num-servers`)."""
     flags = config.engines
-    asked = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
-    if not asked:
-        return
-    flag = flag_specs(Config)[asked[0]].flag
-    if len(asked) > 1:
-        return  # they cannot be combined
-    if config.cluster.engine == "external":
-        yield f"{flag} has no effect with --engine external; remove it"
-        return
+    requested = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
+    if len(requested) != 1 or config.cluster.engine == "external":
+        return  # two cannot be combined, and external engines have no groups: both are declared on the flags
+    flag = flag_specs(Config)[requested[0]].flag
     try:
         models = served_models(config)
     except ConfigError as error:
@@ -156,10 +134,9 @@ def _layouts(config: Config, prefix: str, groups: Sequence[EngineGroup], *, is_t
     publishes = is_trained and is_started(config) and not config.debug.debug_rollout_only
     for group in groups:
         options = {**config.engines.sglang_options, **group.options}
-        found = list(layout_problems(options, group.gpus_per_engine)) if group.role != "placeholder" else []
-        for problem in found:
-            yield prefix + problem
-        if not found and publishes and int(options.get("pp_size", 1)) > 1 and spec.pipeline_problem:
+        problems = [] if group.role == "placeholder" else list(layout_problems(options, group.gpus_per_engine))
+        yield from (prefix + problem for problem in problems)
+        if not problems and publishes and int(options.get("pp_size", 1)) > 1 and spec.pipeline_problem:
             yield (
                 f"{prefix}pp-size {options['pp_size']} with --update-weight-transport {transport}: "
                 f"{spec.pipeline_problem}"
@@ -212,16 +189,11 @@ def _sharing_problems(config: Config) -> Iterator[str]:
             f"--update-weights-interval {sync.update_weights_interval} with --colocate: offloaded engines lose their "
             "weights in each step; use 1, or --no-offload-rollout if both fit"
         )
-    ranks, wanted = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus
-    trains = not config.debug.debug_rollout_only
-    if (
-        trains
-        and transport_spec(sync.update_weight_transport).needs_shared_gpus
-        and wanted is not None
-        and wanted > ranks
-    ):
+    ranks, num_gpus = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, config.engines.rollout_num_gpus or 0
+    is_shared = transport_spec(sync.update_weight_transport).needs_shared_gpus
+    if is_shared and num_gpus > ranks and not config.debug.debug_rollout_only:
         yield (
-            f"--rollout-num-gpus {wanted} with --colocate on {ranks} training GPUs: engines on other GPUs cannot get "
+            f"--rollout-num-gpus {num_gpus} with --colocate on {ranks} training GPUs: engines on other GPUs cannot get "
             f"weights by {sync.update_weight_transport}; lower it, or use --update-weight-transport disk"
         )
 

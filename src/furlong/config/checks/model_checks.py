@@ -101,17 +101,11 @@ def _routing_problems(config: Config, flags: Sequence[FlagSpec], hf: HF) -> Iter
         for spec in flags:
             yield f"{spec.flag} has no effect: {config.rollout.hf_checkpoint} has no experts; remove it"
         return
-    if moe.moe_router_load_balancing_type == "none" and moe.moe_aux_loss_coeff:
-        yield "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; remove one of them"
     if moe.moe_router_enable_expert_bias and hf.get("model_type") not in SIGMOID_FAMILIES:
         yield (
             f"--moe-router-enable-expert-bias: routers of {hf.get('model_type')} have no selection bias, so "
             "transformers and engines would ignore it; remove it, or use --moe-aux-loss-coeff"
         )
-    if config.algo.loss_type == "sft_loss":
-        for spec in flags:
-            if spec.field in ("use_rollout_routing_replay", "log_routing_agreement", "use_routing_replay"):
-                yield f"{spec.flag} has no effect with --loss-type sft_loss, which has no rollouts; remove it"
     if moe.use_rollout_routing_replay and moe.log_routing_agreement is not None:
         no = "" if moe.log_routing_agreement else "no-"
         yield f"--{no}log-routing-agreement has no effect: --use-rollout-routing-replay logs it; remove one of them"

@@ -122,12 +122,8 @@ def _required(config: Config) -> Problems:
     own_data = data.data_source_path is not None or not data.rollout_global_dataset or debug.load_debug_rollout_data
     if data.prompt_data is None and not own_data and data.num_rollout != 0:
         yield "--prompt-data is missing: there are no prompts; give a .jsonl or .parquet file, or a --data-source-path"
-    if data.prompt_data is not None and not data.rollout_global_dataset:
-        yield f"--prompt-data {data.prompt_data} is not read with --disable-rollout-global-dataset; remove one of them"
     if data.prompt_data is not None and (problem := prompt_file_problem("--prompt-data", data.prompt_data)):
         yield problem
-    if not data.rollout_global_dataset and data.data_source_path is None and rollout.rollout_function_path is None:
-        yield "--disable-rollout-global-dataset without --rollout-function-path: no prompts; add that flag"
     if data.num_rollout and data.start_rollout_id is not None and data.start_rollout_id >= data.num_rollout:
         yield (
             f"--start-rollout-id {data.start_rollout_id} leaves no rollouts: --num-rollout {data.num_rollout} "
@@ -324,8 +320,6 @@ def _debugging(config: Config) -> Problems:
     if debug.debug_rollout_only and debug.debug_train_only:
         why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
         yield f"--debug-rollout-only and --debug-train-only cannot be combined{why}; remove one of them"
-    if debug.debug_train_only and debug.load_debug_rollout_data is None and config.algo.loss_type != "sft_loss":
-        yield "--debug-train-only has no data to train on; add --load-debug-rollout-data PATH_{rollout_id}"
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
     evaluates = config.eval.eval_prompt_data or config.eval.eval_config

@@ -31,13 +31,22 @@ class ClusterFlags:
     )
     sglang_router_port: int | None = flag(None, "Port of that router.", within="[1, 65535]", needs="sglang_router_ip")
     sglang_router_request_timeout_secs: int = flag(
-        14400, "Timeout of a request to a server, in seconds.", within="[1, inf)"
+        14400,
+        "Timeout of a request to a server, in seconds.",
+        within="[1, inf)",
+        needs="rollout_num_gpus or engine!=embedded",
     )
-    sglang_server_concurrency: int = flag(512, "Maximum number of concurrent requests per server.", within="[1, inf)")
+    sglang_server_concurrency: int = flag(
+        512,
+        "Maximum number of concurrent requests per server.",
+        within="[1, inf)",
+        needs="rollout_num_gpus or engine!=embedded",
+    )
     sglang_api_key: str | None = flag(
         None,
         "API key of the servers; servers that furlong starts are started with it. Prefer the environment variable "
         "FURLONG_API_KEY, which `ps` does not show.",
+        needs="rollout_num_gpus or engine!=embedded",
         secret=True,
     )
     actor_num_nodes: int = flag(1, "Number of training machines.", within="[1, inf)")
@@ -54,6 +63,7 @@ class ClusterFlags:
         False,
         "Run training and inference in turn on the same GPUs. Each releases its memory to the other, unless "
         "--no-offload-train or --no-offload-rollout is given.",
+        needs="engine!=external",
     )
     ray_address: str | None = flag(
         None,
@@ -108,6 +118,7 @@ class EnginesFlags:
         "--engine embedded this is the number of servers, also on CPUs; without this flag that engine runs in this "
         "process.",
         within="[1, inf)",
+        needs="engine!=external",
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine.", within="[1, inf)", needs="rollout_num_gpus")
     prefill_num_servers: int | None = flag(
@@ -115,13 +126,14 @@ class EnginesFlags:
         "Number of engines that only prefill; the others only decode, behind a router (--sglang-router-strategy). "
         "Requires --engine sglang.",
         within="[1, inf)",
-        needs="rollout_num_gpus",
+        needs="rollout_num_gpus; engine!=external",
         excludes="sglang_config",
     )
     sglang_config: str | None = flag(
         None,
         "YAML file of models and their engine groups: GPUs, role (regular, prefill, decode, placeholder) and "
         "options. Sets --rollout-num-gpus to their total. Exactly one model is trained.",
+        needs="engine!=external",
     )
     sglang_log_dir: str | None = flag(
         None, "Directory of the engine logs. Default: logs/ in the run directory.", needs="rollout_num_gpus"

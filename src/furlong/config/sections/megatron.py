@@ -99,12 +99,13 @@ class MoeFlags:
         False,
         "Reuse the expert choices of the log-prob pass in all optimizer steps of a rollout; the pass then always "
         "runs. Gating weights are recomputed.",
-        needs="compute_advantages_and_returns",
+        needs="compute_advantages_and_returns; loss_type!=sft_loss",
         excludes="debug_rollout_only",
     )
     use_rollout_routing_replay: bool = flag(
         False,
         "Reuse the engine's expert choices for training and log-probs. Takes precedence over --use-routing-replay.",
+        needs="loss_type!=sft_loss",
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = flag(
         "aux_loss",
@@ -113,7 +114,10 @@ class MoeFlags:
         needs="train_backend=megatron",
     )
     moe_aux_loss_coeff: float = flag(
-        0.0, "Weight of the load-balancing loss.", within="[0, inf)", needs="train_backend=megatron"
+        0.0,
+        "Weight of the load-balancing loss.",
+        within="[0, inf)",
+        needs="train_backend=megatron; moe_router_load_balancing_type!=none",
     )
     moe_z_loss_coeff: float | None = flag(
         None, "Weight of the loss that keeps router logits small.", within="[0, inf)", needs="train_backend=megatron"
@@ -149,6 +153,7 @@ class MoeFlags:
         None,
         "Log the fraction of the engine's expert choices that the trainer shares (`train/routing_agreement`). "
         "Default: on with --use-rollout-routing-replay and with an embedded engine in this process.",
+        needs="loss_type!=sft_loss",
     )
 
 

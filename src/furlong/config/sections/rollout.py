@@ -81,7 +81,11 @@ class RolloutFlags:
 class DataFlags:
     """Prompts, and the number of prompts per rollout."""
 
-    prompt_data: str | None = flag(None, "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.")
+    prompt_data: str | None = flag(
+        None,
+        "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.",
+        needs="rollout_global_dataset",
+    )
     rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[0, 1000000]")
     n_samples_per_prompt: int = flag(1, "Number of responses per prompt.", within="[1, inf)")
     num_rollout: int | None = flag(
@@ -112,7 +116,11 @@ class DataFlags:
     )
     rollout_shuffle: bool = flag(False, "Shuffle the prompts in every epoch.")
     rollout_seed: int = flag(42, "Seed of the prompt order and of sampling.", within="[0, 1e18]")
-    rollout_global_dataset: bool = flag(True, "Do not read --prompt-data; the rollout function provides its own data.")
+    rollout_global_dataset: bool = flag(
+        True,
+        "Do not read --prompt-data; the rollout function provides its own data.",
+        needs="rollout_function_path or data_source_path",
+    )
     data_source_path: str | None = flag(None, "User data source class. Default: --prompt-data is read.")
     buffer_filter_path: str | None = flag(
         None, "User function that selects groups from the buffer of unfinished ones. Default: oldest first."

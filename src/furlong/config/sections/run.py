@@ -155,7 +155,11 @@ class DebugFlags:
     """Dumps, replay, profiling, tracing and determinism checks."""
 
     debug_rollout_only: bool = flag(False, "Only generate and score; the trainer is not created.")
-    debug_train_only: bool = flag(False, "Only train, on --load-debug-rollout-data; no engine is created.")
+    debug_train_only: bool = flag(
+        False,
+        "Only train, on --load-debug-rollout-data; no engine is created.",
+        needs="load_debug_rollout_data or loss_type=sft_loss",
+    )
     save_debug_rollout_data: str | None = flag(
         None, "File for the samples of each rollout (safetensors); `{rollout_id}` is replaced."
     )
