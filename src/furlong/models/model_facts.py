@@ -120,7 +120,10 @@ def forward_flops(model: PreTrainedModel) -> FlopsModel:
             continue
         size = parameter.numel()
         matrices += size * routing.top_k / routing.num_experts if routing and ".experts." in name else size
-    coefficient = float(config.num_attention_heads * _score_and_value_width(config))
+    widths = 2 * head_width(config)
+    if getattr(config, "kv_lora_rank", None):
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    coefficient = float(config.num_attention_heads * widths)
     windows = [window for window in layer_windows(config) if window is not None]
     num_whole = config.num_hidden_layers - len(windows)
     sizes = sorted(set(windows))
@@ -140,8 +143,6 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _score_and_value_width(config: Any) -> int:
-    """Return the width of a query or key head plus that of a value head."""
-    if getattr(config, "kv_lora_rank", None):
-        return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def head_width(config: Any) -> int:
+    """Return the width of a head, which queries, keys and values share except with latent attention (MLA)."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

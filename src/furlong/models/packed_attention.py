@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 
 from furlong.errors import TrainerError
 from furlong.models import varlen_attention
+from furlong.models.model_facts import head_width
 from furlong.models.packed_layout import PackedLayout
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ def _traits(config: Any) -> tuple[str, ...]:
     """Return the features of a model that FlashAttention does not support."""
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     is_mla = getattr(config, "kv_lora_rank", None) is not None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_width(config)
     return tuple(
         name
         for name, is_so in {

@@ -9,8 +9,8 @@ from __future__ import annotations
 # pyright: reportAttributeAccessIssue=false
 import contextlib
 import logging
-from collections.abc import Generator, Iterator
-from functools import partial
+from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,25 @@ logger = logging.getLogger(__name__)
 class ModelWeights:
     """Reads a model folder one parameter at a time, in Megatron-core's form or Hugging Face's."""
 
-    def __init__(self, config: Any, stored: TensorSource | None, files: DistReader | None) -> None:
+    def __init__(self, config: Any, source: TensorSource | DistReader) -> None:
         initialize(Layout(), 0)
-        self.hf, self._stored, self._files = config, stored, files
+        self.hf = config
         self.chunks = empty_model(config, torch.float32)
-        if stored is not None:
-            names.check_names(config, self.chunks[0].config, stored)
-        if files is not None:
-            files.check()
-            self._places = DistPlaces.of(self.chunks, files)
-            self._places.check(files)
+        self._read: Callable[[names.Parameter], Tensor]
+        if isinstance(source, DistReader):
+            source.check()
+            places = DistPlaces.of(self.chunks, source)
+            places.check(source)
+            self._read = lambda parameter: places.read(source.read, 0, parameter.ours)
+        else:
+            names.check_names(config, self.chunks[0].config, source)
+            read_tensor = lru_cache(maxsize=1)(source.read)
+            self._read = lambda parameter: names.read(parameter, read_tensor, config)
 
     def wholes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[names.Parameter, Tensor]]:
         """Yield Megatron-core's parameters in `dtype` or as stored; expert biases always as stored."""
-        reader = None if self._stored is None else names.CachedReader(self._stored)
         for parameter in names.parameters(self.hf, self.chunks[0].config):
-            if self._files is not None:
-                whole = self._places.read(self._files.read, 0, parameter.ours)
-            else:
-                assert reader is not None
-                whole = names.read(parameter, reader.read, names.HeadShape.of(self.hf))
+            whole = self._read(parameter)
             yield parameter, whole.to(dtype) if dtype is not None and parameter.rule.is_trained else whole
 
     def theirs(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -72,14 +71,12 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[ModelWeights]:
     """
     config = hf.load_config(config_folder)
     if is_dist_folder(folder):
-        yield ModelWeights(config, None, DistReader(folder))
+        yield ModelWeights(config, DistReader(folder))
     elif (folder / trainer_files.META).is_file():
-        yield ModelWeights(
-            config, trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS), None
-        )
+        yield ModelWeights(config, trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS))
     else:
         with open_tensors(folder) as stored:
-            yield ModelWeights(config, stored, None)
+            yield ModelWeights(config, stored)
 
 
 def write_dist(weights: ModelWeights, folder: Path, *, dtype: torch.dtype | None, iteration: int) -> int:

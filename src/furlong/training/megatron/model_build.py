@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.errors import ConfigError, TrainerError
-from furlong.models.model_facts import layer_windows
+from furlong.models.model_facts import head_width, layer_windows
 from furlong.training.megatron.attention import MultiLatentAttention, PackedAttention
 from furlong.training.megatron.family import Architecture, Family, architecture_of, family_of
 from furlong.training.megatron.moe_layers import Experts, MoeRouter
@@ -121,7 +121,7 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
 
 
 def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
-    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    width = head_width(hf)
     _, factor = rotary_frequencies(hf)
     scale = factor * factor / width**0.5  # YaRN scales the cosines and sines of queries and of keys
     if architecture.is_mla:  # rotates a part of each head and applies the factor there
@@ -329,7 +329,7 @@ def rotary_frequencies(hf: Any) -> tuple[Tensor, float]:
         with torch.device("cpu"):  # also while the default device is "meta"
             inverse, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
         return inverse.float(), float(factor)
-    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    width = head_width(hf)
     rotated = int(width * rope.get("partial_rotary_factor", 1.0))
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), 1.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.hf_model import TensorSource
+from furlong.models.model_facts import head_width
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 logger = logging.getLogger(__name__)
@@ -88,22 +90,7 @@ def layer_places(config: Any) -> list[tuple[int, int, int]]:
     return [places[layer] for layer in range(config.num_layers)]
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """Number of query heads, number of key/value heads, and width of a head."""
-
-    queries: int
-    keys: int
-    width: int
-
-    @staticmethod
-    def of(hf: Any) -> HeadShape:
-        """Read them from a transformers config."""
-        width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        return HeadShape(hf.num_attention_heads, hf.num_key_value_heads, width)
-
-
-def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], heads: HeadShape) -> Tensor:
+def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], hf: Any) -> Tensor:
     """Join a rule's tensors into the whole parameter; for a packed rule, of one expert's row."""
     match rule.join:
         case "one":
@@ -117,11 +104,11 @@ def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], heads: HeadShape) 
             return torch.cat([rows[::2], rows[1::2]])
         case "qkv":
             rest = tensors[0].shape[1:]
-            parts = [tensor.reshape(heads.keys, -1, *rest) for tensor in tensors]
+            parts = [tensor.reshape(hf.num_key_value_heads, -1, *rest) for tensor in tensors]
             return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
-def split_tensors(rule: WeightRule, whole: Tensor, heads: HeadShape) -> tuple[Tensor, ...]:
+def split_tensors(rule: WeightRule, whole: Tensor, hf: Any) -> tuple[Tensor, ...]:
     """Inverse of `join_tensors`."""
     match rule.join:
         case "one":
@@ -134,26 +121,27 @@ def split_tensors(rule: WeightRule, whole: Tensor, heads: HeadShape) -> tuple[Te
             return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1).t(),)
         case "qkv":
             rest = whole.shape[1:]
-            group = heads.queries // heads.keys
-            parts = whole.reshape(heads.keys, (group + 2) * heads.width, *rest)
-            split = parts.split([group * heads.width, heads.width, heads.width], dim=1)
+            width, groups = head_width(hf), hf.num_key_value_heads
+            per_group = hf.num_attention_heads // groups
+            parts = whole.reshape(groups, (per_group + 2) * width, *rest)
+            split = parts.split([per_group * width, width, width], dim=1)
             return tuple(part.reshape(-1, *rest) for part in split)
 
 
-def read(parameter: Parameter, read_tensor: Callable[[str], Tensor], heads: HeadShape) -> Tensor:
+def read(parameter: Parameter, read_tensor: Callable[[str], Tensor], hf: Any) -> Tensor:
     """Read a whole parameter; `read_tensor` reads a tensor of the Hugging Face checkpoint by name."""
     tensors = [read_tensor(name) for name in parameter.theirs]
     if parameter.rule.is_packed:
         tensors = [tensor[parameter.expert] for tensor in tensors]
-    return join_tensors(parameter.rule, tensors, heads)
+    return join_tensors(parameter.rule, tensors, hf)
 
 
 def hf_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face tensors from whole parameters in the order of `parameters`."""
-    heads, last = HeadShape.of(hf), architecture_of(hf).num_experts - 1
+    last = architecture_of(hf).num_experts - 1
     packed: Tensor | None = None
     for parameter, whole in wholes:
-        parts = split_tensors(parameter.rule, whole, heads)
+        parts = split_tensors(parameter.rule, whole, hf)
         if not parameter.rule.is_packed:
             yield from zip(parameter.theirs, parts, strict=True)
             continue
@@ -165,36 +153,24 @@ def hf_tensors(wholes: Iterable[tuple[Parameter, Tensor]], hf: Any) -> Iterator[
             packed = None
 
 
-def split_shard(rule: WeightRule, whole: Tensor, num_ranks: int, rank: int) -> Tensor:
-    """Return one rank's shard of a parameter."""
-    if rule.axis is None or num_ranks == 1:
+def local_shard(rule: WeightRule, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter."""
+    group = _tensor_group(rule)
+    if rule.axis is None or group.size() == 1:
         return whole
     if rule.has_halves:
-        return torch.cat([half.chunk(num_ranks)[rank] for half in whole.chunk(2)])
-    return whole.chunk(num_ranks, dim=rule.axis)[rank]
+        return torch.cat([half.chunk(group.size())[group.rank()] for half in whole.chunk(2)])
+    return whole.chunk(group.size(), dim=rule.axis)[group.rank()]
 
 
 def join_shards(rule: WeightRule, shards: Sequence[Tensor]) -> Tensor:
-    """Inverse of `split_shard`, from the shards of all ranks."""
+    """Inverse of `local_shard`, from the shards of all ranks."""
     if rule.axis is None or len(shards) == 1:
         return shards[0]
     if rule.has_halves:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(list(shards), dim=rule.axis)
-
-
-class CachedReader:
-    """Reads a checkpoint and caches the last tensor, from which the experts of a packed tensor are read in turn."""
-
-    def __init__(self, stored: TensorSource) -> None:
-        self._stored, self._name, self._tensor = stored, "", torch.empty(0)
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor."""
-        if name != self._name:
-            self._name, self._tensor = name, self._stored.read(name)
-        return self._tensor
 
 
 @torch.no_grad()
@@ -211,17 +187,14 @@ def load(
     """
     local = local_tensors(chunks)
     missing = set(local)
-    config = chunks[0].config
-    check_names(hf, config, stored)
-    reader = CachedReader(stored)
-    for parameter in parameters(hf, config):
-        key = parameter.chunk, parameter.ours
-        if not _is_local(parameter):
+    check_names(hf, chunks[0].config, stored)
+    read_tensor = lru_cache(maxsize=1)(stored.read)  # the experts of a packed tensor are read one after another
+    for parameter, target in parameters_with_local(chunks, hf):
+        if target is None:
             continue
-        missing.discard(key)
-        whole = read(parameter, reader.read, HeadShape.of(hf))
+        missing.discard((parameter.chunk, parameter.ours))
+        whole = read(parameter, read_tensor, hf)
         shard = local_shard(parameter.rule, whole)
-        target = local[key]
         if shard.shape != target.shape:
             raise CheckpointError(
                 f"{' + '.join(parameter.theirs)} has shape {tuple(whole.shape)}, {tuple(shard.shape)} on each rank; "
@@ -273,11 +246,10 @@ def export(
 def _gather_parameters(
     chunks: Sequence[GPTModel], hf: Any, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[Parameter, Tensor]]:
-    local = local_tensors(chunks)
-    for parameter in parameters(hf, chunks[0].config):
+    for parameter, local in parameters_with_local(chunks, hf):
         whole: Tensor | None = None
-        if _is_local(parameter):
-            shard = value_of(local[parameter.chunk, parameter.ours])
+        if local is not None:
+            shard = value_of(local)
             shards, group = [shard], _tensor_group(parameter.rule)
             if parameter.rule.axis is not None and group.size() > 1:
                 shards = [torch.empty_like(shard) for _ in range(group.size())]
@@ -302,12 +274,6 @@ def _tensor_group(rule: WeightRule) -> Any:
     if rule.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
-
-
-def local_shard(rule: WeightRule, whole: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter."""
-    group = _tensor_group(rule)
-    return split_shard(rule, whole, group.size(), group.rank())
 
 
 def _is_local(parameter: Parameter) -> bool:
