@@ -11,7 +11,7 @@ import torch
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.megatron.moe_routing import LoadBalancing
-from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings
 
@@ -47,7 +47,6 @@ def backend_settings(
     folder: Path | str,
     *,
     layout: Layout | None = None,
-    compute: Compute | None = None,
     balancing: LoadBalancing | None = None,
     routing_replay: str = "none",
     offload_optimizer: str = "nothing",
@@ -56,7 +55,6 @@ def backend_settings(
     """Return settings. `values` may contain flags of any section, whole sections, and fields of `BackendSettings`."""
     values |= REPLAY[routing_replay] | OFFLOAD[offload_optimizer]
     values |= {} if layout is None else _layout_flags(layout)
-    values |= {} if compute is None else _compute_flags(compute)
     values |= {} if balancing is None else _balancing_flags(balancing)
     for section, kind in SECTIONS.items():
         flags = {field.name: values.pop(field.name) for field in dataclasses.fields(kind) if field.name in values}
@@ -76,16 +74,6 @@ def _layout_flags(layout: Layout) -> dict[str, Any]:
         "decoder_first_pipeline_num_layers": layout.first_layers,
         "decoder_last_pipeline_num_layers": layout.last_layers,
         "expert_tensor_parallel_size": layout.expert_tensor,
-    }
-
-
-def _compute_flags(compute: Compute) -> dict[str, Any]:
-    return {
-        "recompute_granularity": compute.granularity,
-        "recompute_method": compute.method,
-        "recompute_num_layers": compute.num_layers,
-        "recompute_modules": compute.modules,
-        "attention_backend": compute.attention,
     }
 
 

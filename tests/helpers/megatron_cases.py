@@ -40,7 +40,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from furlong.training.megatron import weight_names as names  # noqa: E402
 from furlong.training.megatron.megatron_backend import MegatronBackend  # noqa: E402
-from furlong.training.megatron.parallel_layout import Compute, Layout  # noqa: E402
+from furlong.training.megatron.parallel_layout import Layout  # noqa: E402
 
 OPTIM = OptimFlags(lr=1e-3, clip_grad=0.5, weight_decay=5.0)  # large, to expose decay of the wrong weights
 
@@ -106,8 +106,7 @@ def _built(
     backend: str,
     dtype: str = "float32",
     optimizer: str = "adam",
-    own: dict[str, Any] | None = None,
-    compute: dict[str, Any] | None = None,
+    flags: dict[str, Any] | None = None,
     initial_weights: Path | None = None,
     initial_optimizer: Path | None = None,
     train_only: list[str] | None = None,
@@ -116,7 +115,7 @@ def _built(
     compile_layers: Literal["auto", "on", "off"] = "auto",
     **sizes: Any,
 ) -> Any:
-    """Build a backend for a model's folder; `own`, `compute` and `sizes` (the layout) are for Megatron-core."""
+    """Build a backend for a model's folder; `flags` and `sizes` (the layout) are for Megatron-core."""
     shared: dict[str, Any] = {
         "optim": replace(OPTIM, optimizer=optimizer),
         "temperature": 0.9,
@@ -130,8 +129,8 @@ def _built(
     if backend == "fsdp":
         return fsdp_backend(model, ranks, **shared)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    shared |= {"layout": layout, "compute": Compute(**(compute or {})), "initial_optimizer": initial_optimizer}
-    return megatron_backend(model, ranks, **shared, **(own or {}))
+    shared |= {"layout": layout, "initial_optimizer": initial_optimizer}
+    return megatron_backend(model, ranks, **shared, **(flags or {}))
 
 
 def _exports(trained: Any, model: Path) -> bool:
@@ -213,7 +212,7 @@ def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
 
 
 def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the bytes kept for the backward pass and the gradient norm, for several `Compute` settings."""
+    """Return the bytes kept for the backward pass and the gradient norm, for several flags."""
     ((part, rows), *_) = steps_of(ranks)
     micro = pack_micro_batch(part, rows[0], part.columns["loss_weights"] * part.loss_masks)
     kept: list[int] = []
@@ -229,7 +228,7 @@ def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict
 
     found: dict[str, Any] = {}
     for way, how in ways.items():
-        trained = megatron_backend(folder / family, ranks, optim=OPTIM, compute=Compute(**how))
+        trained = megatron_backend(folder / family, ranks, optim=OPTIM, **how)
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trained.forward_backward(micro, CustomLoss(loss, needs_entropy=True, entropy_grad=True))

@@ -16,7 +16,7 @@ from furlong.core.metric import merge
 from furlong.models import hf_model as hf
 from furlong.training.megatron.megatron_backend import MegatronBackend
 from furlong.training.megatron.moe_routing import LoadBalancing
-from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM
@@ -48,8 +48,7 @@ def built(
     if backend == "fsdp":
         return fsdp_backend(folder, ranks, recompute_activations=recompute, **how)
     layout = Layout(ranks.tensor, ranks.pipeline, ranks.context, **sizes)
-    compute = Compute("full", "uniform", 1) if recompute else Compute()
-    return megatron_backend(folder, ranks, layout=layout, compute=compute, **how)
+    return megatron_backend(folder, ranks, layout=layout, recompute_activations=recompute, **how)
 
 
 def passed(trained: Any, micros: list[MicroBatch]) -> tuple[list[Any], list[Any]]:

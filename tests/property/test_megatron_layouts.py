@@ -55,9 +55,13 @@ LAYOUTS = {
     "sequence": ("qwen3", 2, {"tensor": 2, "sequence_parallel": True}),
     "sequence-moe": ("moe", 2, {"tensor": 2, "sequence_parallel": True}),
     "pipeline": ("tied", 2, {"pipeline": 2}),
-    "context": ("qwen3", 2, {"context": 2, "compute": {"attention": "unfused"}}),
+    "context": ("qwen3", 2, {"context": 2, "flags": {"attention_backend": "unfused"}}),
     "data": ("qwen3", 2, {}),
-    "experts": ("moe-normed", 2, {"expert": 2, "compute": {"granularity": "selective", "modules": ["moe"]}}),
+    "experts": (
+        "moe-normed",
+        2,
+        {"expert": 2, "flags": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+    ),
     "experts-shared": ("moe", 2, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}),
     "interleaved": ("deep", 2, {"pipeline": 2, "virtual": 3}),
     "interleaved-uneven": ("deep", 2, {"pipeline": 2, "virtual": 2, "first_layers": 2}),
@@ -69,7 +73,7 @@ LAYOUTS = {
     "four-experts": ("moe", 4, {"expert": 4}),
     "four-data": ("qwen3", 4, {}),
     "tensor-pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
-    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "own": {"overlap_grad_reduce": True}}),
+    "tensor-data": ("qwen3", 4, {"tensor": 2, "sequence_parallel": True, "flags": {"overlap_grad_reduce": True}}),
     "tensor-context": ("qwen3-logits", 4, {"tensor": 2, "sequence_parallel": True, "context": 2}),
     "tensor-pipeline-experts": ("moe", 4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "expert": 2}),
     "context-experts": ("moe-normed", 4, {"context": 2, "expert": 4}),
@@ -84,16 +88,16 @@ OTHERS = {
         {"tensor": 2, "sequence_parallel": True, "dtype": "bfloat16", "is_offloaded": True},
     ),
     "bfloat16-data": ("qwen3", 2, {"dtype": "bfloat16"}),
-    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "own": {"grad_reduce_in_bf16": True}}),
+    "bfloat16-moe": ("moe", 1, {"dtype": "bfloat16", "flags": {"grad_reduce_in_bf16": True}}),
 }
 COMPUTE = {
     "plain": {},
-    "full": {"granularity": "full", "method": "uniform", "num_layers": 1},
-    "by-two": {"granularity": "full", "method": "uniform", "num_layers": 2},
-    "first": {"granularity": "full", "method": "block", "num_layers": 1},
-    "mlp": {"granularity": "selective", "modules": ["mlp"]},
-    "moe": {"granularity": "selective", "modules": ["moe"]},
-    "unfused": {"attention": "unfused"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "by-two": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "first": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "unfused": {"attention_backend": "unfused"},
 }
 SHARED = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}
 # name: model, the case that saved after its first step; number of ranks and layout of the second step

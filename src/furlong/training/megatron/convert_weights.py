@@ -19,14 +19,14 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.hf_model import TensorSource, open_tensors
+from furlong.models.hf_model import TensorSource
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
+from furlong.training.checkpoint.dist_files import DistReader, DistWriter
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.packed_layer import sequence_params
-from furlong.training.megatron.parallel_layout import Compute, Layout
-from furlong.training.megatron.torch_dist import DistPlaces, common_state, empty_model
+from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.megatron.torch_dist import DistPlaces, common_state, empty_model, open_source
 from furlong.training.ranks import Ranks
 
 FORWARD_TOKENS = 24  # tokens of the forward comparison
@@ -70,13 +70,8 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[ModelWeights]:
     `config_folder` has the config.json. Raises CheckpointError if it is of another model than the weights.
     """
     config = hf.load_config(config_folder)
-    if is_dist_folder(folder):
-        yield ModelWeights(config, DistReader(folder))
-    elif (folder / trainer_files.META).is_file():
-        yield ModelWeights(config, trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS))
-    else:
-        with open_tensors(folder) as stored:
-            yield ModelWeights(config, stored)
+    with open_source(folder) as source:
+        yield ModelWeights(config, source)
 
 
 def write_dist(weights: ModelWeights, folder: Path, *, dtype: torch.dtype | None, iteration: int) -> int:
@@ -123,7 +118,7 @@ def check_forward(weights: ModelWeights, hf_folder: Path) -> float:
 
     Both models are in memory. Raises CheckpointError if the difference exceeds rounding.
     """
-    config = transformer_config(weights.hf, Layout(), torch.float32, compute=Compute())
+    config = transformer_config(weights.hf, Layout(), torch.float32)
     (model,) = build_chunks(config, weights.hf)
     local = names.local_tensors([model])
     for parameter, whole in weights.wholes():

@@ -49,7 +49,7 @@ from furlong.training.megatron.moe_layers import (
 )
 from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.packed_layer import PackedMicroBatch, prepare_layers
-from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
 from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
@@ -115,8 +115,7 @@ class MegatronBackend(PipelinedBackend):
     def _model_config(self) -> TransformerConfig:
         """Return Megatron-core's config of this model, with the run's MoE settings."""
         settings = self.settings
-        compute = Compute.of(settings.train, settings.megatron)
-        config = transformer_config(self.hf, self.layout, settings.dtype, compute=compute)
+        config = transformer_config(self.hf, self.layout, settings.dtype, settings.train, settings.megatron)
         config.moe_router_bias_update_rate = self.balancing.bias_rate
         if settings.moe.moe_grouped_gemm is not None:
             config.moe_grouped_gemm = settings.moe.moe_grouped_gemm

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,13 +39,15 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from furlong.config.sections.megatron import MegatronFlags
+from furlong.config.sections.train import TrainFlags
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.model_facts import head_width, layer_windows
 from furlong.training.megatron.attention import MultiLatentAttention, PackedAttention
 from furlong.training.megatron.family import Architecture, Family, architecture_of, family_of
 from furlong.training.megatron.moe_layers import Experts, MoeRouter
 from furlong.training.megatron.packed_layer import PackedLayer
-from furlong.training.megatron.parallel_layout import Compute, Layout, model_problems
+from furlong.training.megatron.parallel_layout import Layout, model_problems
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -68,8 +71,14 @@ def initialize(layout: Layout, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: Compute) -> TransformerConfig:
-    """Return Megatron-core's config of a Hugging Face model. Raises ConfigError for an unsupported model or layout."""
+def transformer_config(
+    hf: Any, layout: Layout, dtype: torch.dtype, train: TrainFlags | None = None, megatron: MegatronFlags | None = None
+) -> TransformerConfig:
+    """Return Megatron-core's config of a Hugging Face model. Raises ConfigError for an unsupported model or layout.
+
+    The flags choose activation recomputation and the attention kernel.
+    """
+    train, megatron = train or TrainFlags(), megatron or MegatronFlags()
     if problems := list(model_problems(hf.to_dict(), layout)):
         raise ConfigError("\n".join(problems))
     on_cpu = not torch.cuda.is_available()
@@ -107,16 +116,18 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, *, compute: 
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
     }
+    if train.recompute_activations:
+        megatron = replace(megatron, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     values |= {
-        "recompute_granularity": compute.granularity,
-        "recompute_method": compute.method,
-        "recompute_num_layers": compute.num_layers,
-        "recompute_modules": list(compute.modules),
+        "recompute_granularity": megatron.recompute_granularity,
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+        "recompute_modules": list(megatron.recompute_modules or ()),
     }
     values |= _attention_values(hf, architecture) | _mlp_values(hf, family, dtype)
     config: Any = TransformerConfig(**values)
     # Megatron-core's own setting changes environment variables for TransformerEngine
-    config.has_unfused_attention = compute.attention == "unfused"
+    config.has_unfused_attention = megatron.attention_backend == "unfused"
     return config
 
 

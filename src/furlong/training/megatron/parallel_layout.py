@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError
@@ -63,30 +63,6 @@ class Layout:
         if self.virtual == 1:
             return self.pipeline - stage
         return 2 * (self.pipeline - stage - 1) + (self.virtual - 1) * self.pipeline + 1
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Activation recomputation and the attention kernel."""
-
-    granularity: Literal["full", "selective"] | None = None
-    method: Literal["uniform", "block"] | None = None
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ()
-    attention: Literal["auto", "flash", "unfused"] = "auto"
-
-    @staticmethod
-    def of(flags: TrainFlags, megatron: MegatronFlags) -> Compute:
-        """Return the settings of the flags."""
-        if flags.recompute_activations:
-            return Compute("full", "uniform", 1, attention=megatron.attention_backend)
-        return Compute(
-            megatron.recompute_granularity,
-            megatron.recompute_method,
-            megatron.recompute_num_layers,
-            megatron.recompute_modules or (),
-            megatron.attention_backend,
-        )
 
 
 def described(layout: Mapping[str, Any] | None) -> str:

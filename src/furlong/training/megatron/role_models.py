@@ -16,9 +16,7 @@ from torch import Tensor
 
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
-from furlong.models.hf_model import open_tensors
-from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.dist_files import is_dist_folder
+from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
@@ -29,13 +27,11 @@ logger = logging.getLogger(__name__)
 
 def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
     """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
-    if (folder / trainer_files.META).exists():
-        names.load(chunks, hf, trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS))
-    elif is_dist_folder(folder):
-        torch_dist.load(chunks, folder)
-    else:
-        with open_tensors(folder) as stored:
-            names.load(chunks, hf, stored)
+    with torch_dist.open_source(folder) as source:
+        if isinstance(source, DistReader):
+            torch_dist.load(chunks, source)
+        else:
+            names.load(chunks, hf, source)
     logger.info("loaded weights from %s", folder)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 import argparse
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.training.checkpoint.dist_files import DistReader, DistWriter
+from furlong.models.hf_model import TensorSource, open_tensors
+from furlong.training.checkpoint import trainer_files
+from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import FRESH, MOMENTS, DistOptimizer
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.megatron.model_build import build_chunks, transformer_config
-from furlong.training.megatron.parallel_layout import Compute, Layout
+from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.weight_names import local_tensors
 from furlong.training.ranks import Ranks
 
@@ -41,7 +44,7 @@ NUMBERED_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
 def empty_model(hf: Any, dtype: torch.dtype) -> list[GPTModel]:
     """Build the whole model on the meta device. Needs Megatron-core's process groups of one rank."""
-    config = transformer_config(hf, Layout(), dtype, compute=Compute())
+    config = transformer_config(hf, Layout(), dtype)
     config.use_cpu_initialization = True  # on a machine with a GPU, too
     with torch.device("meta"):
         return build_chunks(config, hf)
@@ -152,10 +155,21 @@ def _read(read_box: ReadBox, part: ShardedTensor) -> Tensor:
     return stored.reshape(part.local_shape)
 
 
+@contextlib.contextmanager
+def open_source(folder: Path) -> Generator[TensorSource | DistReader]:
+    """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or a torch_dist checkpoint."""
+    if (folder / trainer_files.META).is_file():
+        yield trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS)
+    elif is_dist_folder(folder):
+        yield DistReader(folder)
+    else:
+        with open_tensors(folder) as stored:
+            yield stored
+
+
 @torch.no_grad()
-def load(chunks: Sequence[GPTModel], folder: Path) -> None:
+def load(chunks: Sequence[GPTModel], files: DistReader) -> None:
     """Load this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's."""
-    files = DistReader(folder)
     files.check()
     places = DistPlaces.of(chunks, files)
     places.check(files, is_whole=False)
