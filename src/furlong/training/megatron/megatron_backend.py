@@ -39,16 +39,9 @@ from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import OptimizerState, build_optimizer, data_parallel
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
-from furlong.training.megatron.moe_layers import (
-    RouterPass,
-    RouterReplay,
-    agreements,
-    balancing_metrics,
-    build_pass,
-    policy_routes,
-)
+from furlong.training.megatron.moe_layers import RouterReplay
 from furlong.training.megatron.moe_routing import LoadBalancing
-from furlong.training.megatron.packed_layer import PackedMicroBatch, prepare_layers
+from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
 from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
@@ -187,7 +180,6 @@ class MegatronBackend(PipelinedBackend):
                 StatsRequest(entropy),
                 forward_only=True,
                 replay=replay,
-                begin=lambda micro, part: self._pass(micro, part, replay),
             )
         last = outputs or [None] * len(micros)  # the other stages have none
         stats = [
@@ -195,8 +187,10 @@ class MegatronBackend(PipelinedBackend):
         ]
         if replay is None or self.settings.routing_replay != "policy":
             return stats
-        recorded = (policy_routes(one, replay.layers) for one, _ in passes)
-        return [dataclasses.replace(one, policy_routes=routes) for one, routes in zip(stats, recorded, strict=True)]
+        return [
+            dataclasses.replace(one, policy_routes=replay.policy_routes(routing))
+            for one, (routing, _) in zip(stats, passes, strict=True)
+        ]
 
     def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
         """Return the router replay of a model, None without routers or if routing is neither recorded nor replayed."""
@@ -206,9 +200,12 @@ class MegatronBackend(PipelinedBackend):
         if not is_used or role not in REPLAYED or not self.config.num_moe_experts:
             return None
         if role not in self._router_replays:
-            recomputes = self.config.recompute_granularity is not None
             self._router_replays[role] = RouterReplay(
-                self._models[role], recomputes=recomputes, balancing=self.balancing
+                self._models[role],
+                self.settings,
+                recomputes=self.config.recompute_granularity is not None,
+                is_split=self.layout.sequence_parallel,
+                balancing=self.balancing,
             )
         return self._router_replays[role]
 
@@ -241,22 +238,13 @@ class MegatronBackend(PipelinedBackend):
             StatsRequest.of(loss_fn),
             forward_only=False,
             replay=replay,
-            begin=lambda micro, part: self._pass(micro, part, replay),
         )
         shared = self._pipeline.broadcast_metrics(metrics)
         if replay is None:
             return shared
-        ran = [one for one, _ in passes]
-        agreed = agreements(ran, [part for _, part in passes], micros, replay.layers)
-        lost = balancing_metrics(ran, replay.layers, self.balancing, self.settings.device)
-        return [values | agreement | losses for values, agreement, losses in zip(shared, agreed, lost, strict=True)]
-
-    def _pass(self, micro: MicroBatch, part: PackedMicroBatch, replay: RouterReplay | None) -> RouterPass:
-        if replay is None:
-            return RouterPass()
-        is_replaying = self.settings.replays(micro)
-        split = self.layout.sequence_parallel
-        return build_pass(micro, part, replay.layers, is_replaying=is_replaying, split=split, balancing=self.balancing)
+        agreements = replay.agreements(passes, micros)
+        losses = replay.balancing_metrics([one for one, _ in passes], self.settings.device)
+        return [values | agreed | lost for values, agreed, lost in zip(shared, agreements, losses, strict=True)]
 
     # -- the optimizer
 

@@ -34,7 +34,6 @@ from furlong.models.router_hooks import check_routes
 from furlong.training.megatron.family import RoutingRule
 from furlong.training.megatron.moe_routing import (
     AttachLoss,
-    Kind,
     LoadBalancing,
     TokenSets,
     choose_experts,
@@ -44,6 +43,7 @@ from furlong.training.megatron.moe_routing import (
 )
 from furlong.training.megatron.packed_layer import PackedMicroBatch
 from furlong.training.round_metrics import agreement
+from furlong.training.settings import BackendSettings
 
 
 @dataclass
@@ -62,10 +62,21 @@ class RouterPass:
 
 
 class RouterReplay:
-    """Connects the routers of one model on this rank with the current `RouterPass`."""
+    """Connects the routers of one model on this rank with the current `RouterPass`.
 
-    def __init__(self, chunks: Iterable[Any], *, recomputes: bool, balancing: LoadBalancing) -> None:
-        self.recomputes = recomputes
+    is_split: tokens are split over tensor-parallel ranks (SP).
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[Any],
+        settings: BackendSettings,
+        *,
+        recomputes: bool,
+        is_split: bool,
+        balancing: LoadBalancing,
+    ) -> None:
+        self.settings, self.recomputes, self.is_split, self.balancing = settings, recomputes, is_split, balancing
         self.is_open = self._recomputes = False
         self._current: RouterPass | None = None
         self._pending: dict[int, deque[RouterPass]] = {}
@@ -106,6 +117,122 @@ class RouterReplay:
         if self._recomputes:
             self._pending[layer].append(self._current)
         return self._current
+
+    def build_pass(self, micro: MicroBatch, part: PackedMicroBatch) -> RouterPass:
+        """Build the pass of a micro-batch. Raises TrainerError for an incomplete record."""
+        is_counted = self.balancing.is_on and torch.is_grad_enabled()
+        counted = self._counted(micro, part) if is_counted else None
+        if not self.settings.replays(micro):
+            return RouterPass(counted=counted)
+        if micro.policy_routes is not None:
+            replayed_ltK = micro.policy_routes
+        else:
+            assert micro.routed_experts_TLK is not None  # checked by `BackendSettings.replays`
+            replayed_ltK = self._engine_rows(micro.routed_experts_TLK, part)
+            check_routes(replayed_ltK, self.layers)
+            replayed_ltK = self._local_rows(replayed_ltK, 1)
+        device = part.tokens.device
+        replayed = {n: experts.to(device) for n, experts in zip(self.layers, replayed_ltK, strict=True)}
+        return RouterPass(replayed, counted=counted)
+
+    def _counted(self, micro: MicroBatch, part: PackedMicroBatch) -> TokenSets:
+        """Return the rows that count for balancing losses, grouped by micro-batch or by sample."""
+        if not micro.step_tokens:
+            raise TrainerError(
+                "router losses are means over an optimizer step, whose size is not known; this is a bug, report it"
+            )
+        source = self._local_rows(part.source, 0)
+        ends = micro.cu_seqlens_S1[1:].to(source.device, torch.int64)
+        sample_t = torch.searchsorted(ends, source.clamp(min=0), right=True)
+        if self.balancing.kind == "seq_aux_loss":
+            weight_G = torch.full((len(ends),), 1 / micro.step_samples, device=source.device)
+        else:
+            sample_t = torch.zeros_like(sample_t)
+            weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
+        return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
+
+    def _local_rows(self, rows: Tensor, axis: int) -> Tensor:
+        """Return this rank's rows if tokens are split over tensor-parallel ranks."""
+        if not self.is_split:
+            return rows
+        return rows.chunk(_tensor_size(), axis)[parallel_state.get_tensor_model_parallel_rank()]
+
+    def _engine_rows(self, routed_experts_TLK: Tensor, part: PackedMicroBatch) -> Tensor:
+        """Return the engine's routes for the rows of this context-parallel rank, on the host; -1 for padding."""
+        source = part.source.cpu()
+        rows_lTK = routed_experts_TLK[:, self.layers].transpose(0, 1)
+        rows_ltK = rows_lTK[:, source.clamp(min=0)]
+        return rows_ltK.masked_fill((source < 0)[None, :, None], -1)
+
+    def policy_routes(self, one: RouterPass) -> Tensor:
+        """Return the routers' choices, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
+        if not self.layers:
+            return torch.zeros(0, 0, 0, dtype=torch.int16)
+        return torch.stack([one.chosen[layer] for layer in self.layers]).to(torch.int16).cpu()
+
+    def agreements(
+        self, passes: Sequence[tuple[RouterPass, PackedMicroBatch]], micros: Sequence[MicroBatch]
+    ) -> list[Metrics]:
+        """Return `routing_agreement` of each micro-batch, equal on all ranks that share it. A collective of those.
+
+        Empty if the engine recorded no routes.
+        """
+        if any(micro.routed_experts_TLK is None for micro in micros):
+            return [{} for _ in micros]
+        device = passes[0][1].tokens.device
+        counts = [torch.zeros(len(micro.response_pos_R), device=device) for micro in micros]
+        for (one, part), micro, count_R in zip(passes, micros, counts, strict=True):
+            if self.layers:
+                assert micro.routed_experts_TLK is not None
+                engine_ltK = self._engine_rows(micro.routed_experts_TLK, part).to(device, torch.int64)
+                own_ltK = _gather_rows(torch.stack([one.chosen[layer] for layer in self.layers]), part.tokens.shape[1])
+                engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
+                is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
+                count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
+        choices = [one.shape[-1] for one in passes[0][0].chosen.values()]
+        together = torch.cat([*counts, torch.tensor([float(sum(choices))], device=device)])
+        dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+        num_choices = float(together[-1])
+        shared = together[:-1]
+        dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
+        metrics: list[Metrics] = []
+        for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
+            assert micro.routed_experts_TLK is not None
+            is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
+            metrics.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
+        return metrics
+
+    def balancing_metrics(self, passes: Sequence[RouterPass], device: torch.device) -> list[Metrics]:
+        """Return the router losses of each micro-batch without coefficients, means over layers. A collective.
+
+        They add up to the losses of the step.
+        """
+        if not self.balancing.has_loss:
+            return [{} for _ in passes]
+        empty = torch.zeros(2, device=device)
+        losses = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
+        dist.all_reduce(losses, group=parallel_state.get_tensor_and_context_parallel_group())
+        together = torch.cat([losses.flatten(), torch.tensor([float(len(self.layers))], device=device)])
+        dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
+        means = (together[:-1] / together[-1]).view_as(losses).tolist()
+        is_on = {
+            "load_balancing_loss": self.balancing.kind != "none" and self.balancing.coeff > 0,
+            "z_loss": self.balancing.z_coeff > 0,
+        }
+        return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
+
+
+def _gather_rows(own_ltK: Tensor, num_rows: int) -> Tensor:
+    """Gather the rows of all tensor-parallel ranks, if they are split."""
+    if own_ltK.shape[1] == num_rows:
+        return own_ltK
+    parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]
+    dist.all_gather(parts, own_ltK.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, 1)
+
+
+def _tensor_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
 
 
 class MoeRouter(TopKRouter):
@@ -209,131 +336,3 @@ def gated_activation(gate: Tensor, up: Tensor, config: TransformerConfig) -> Ten
     if (limit := config.activation_func_clamp_value) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return config.activation_func(gate) * (up + config.glu_linear_offset)
-
-
-def build_pass(
-    micro: MicroBatch,
-    part: PackedMicroBatch,
-    layers: Sequence[int],
-    *,
-    is_replaying: bool,
-    split: bool,
-    balancing: LoadBalancing,
-) -> RouterPass:
-    """Build the pass of a micro-batch; with `is_replaying`, routers replay its recorded routes.
-
-    split: tokens are split over tensor-parallel ranks (SP). Raises TrainerError for an incomplete record.
-    """
-    is_counted = balancing.is_on and torch.is_grad_enabled()
-    counted = _counted(micro, part, split=split, kind=balancing.kind) if is_counted else None
-    if not is_replaying:
-        return RouterPass(counted=counted)
-    if micro.policy_routes is not None:
-        replayed_ltK = micro.policy_routes
-    else:
-        assert micro.routed_experts_TLK is not None  # checked by `BackendSettings.replays`
-        replayed_ltK = _engine_rows(micro.routed_experts_TLK, part, layers)
-        check_routes(replayed_ltK, layers)
-        if split:
-            replayed_ltK = replayed_ltK.chunk(_tensor_size(), 1)[parallel_state.get_tensor_model_parallel_rank()]
-    device = part.tokens.device
-    return RouterPass({n: experts.to(device) for n, experts in zip(layers, replayed_ltK, strict=True)}, counted=counted)
-
-
-def _counted(micro: MicroBatch, part: PackedMicroBatch, *, split: bool, kind: Kind) -> TokenSets:
-    """Return the rows that count for balancing losses, grouped by micro-batch or by sample."""
-    if not micro.step_tokens:
-        raise TrainerError(
-            "router losses are means over an optimizer step, whose size is not known; this is a bug, report it"
-        )
-    source = (
-        part.source.chunk(_tensor_size())[parallel_state.get_tensor_model_parallel_rank()] if split else part.source
-    )
-    ends = micro.cu_seqlens_S1[1:].to(source.device, torch.int64)
-    sample_t = torch.searchsorted(ends, source.clamp(min=0), right=True)
-    if kind == "seq_aux_loss":
-        weight_G = torch.full((len(ends),), 1 / micro.step_samples, device=source.device)
-    else:
-        sample_t = torch.zeros_like(sample_t)
-        weight_G = torch.full((1,), len(micro.tokens_T) / micro.step_tokens, device=source.device)
-    return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
-
-
-def _engine_rows(routed_experts_TLK: Tensor, part: PackedMicroBatch, layers: Sequence[int]) -> Tensor:
-    """Return the engine's routes for the rows of this context-parallel rank, on the host; -1 for padding."""
-    source = part.source.cpu()
-    rows_lTK = routed_experts_TLK[:, list(layers)].transpose(0, 1)
-    rows_ltK = rows_lTK[:, source.clamp(min=0)]
-    return rows_ltK.masked_fill((source < 0)[None, :, None], -1)
-
-
-def policy_routes(one: RouterPass, layers: Sequence[int]) -> Tensor:
-    """Return the routers' choices, int16 [l, t, K] on the host: `MicroBatch.policy_routes` of this rank."""
-    if not layers:
-        return torch.zeros(0, 0, 0, dtype=torch.int16)
-    return torch.stack([one.chosen[layer] for layer in layers]).to(torch.int16).cpu()
-
-
-def agreements(
-    passes: Sequence[RouterPass], parts: Sequence[PackedMicroBatch], micros: Sequence[MicroBatch], layers: Sequence[int]
-) -> list[Metrics]:
-    """Return `routing_agreement` of each micro-batch, equal on all ranks that share it. A collective of those.
-
-    Empty if the engine recorded no routes.
-    """
-    if any(micro.routed_experts_TLK is None for micro in micros):
-        return [{} for _ in micros]
-    device = parts[0].tokens.device
-    counts = [torch.zeros(len(micro.response_pos_R), device=device) for micro in micros]
-    for one, part, micro, count_R in zip(passes, parts, micros, counts, strict=True):
-        if layers:
-            assert micro.routed_experts_TLK is not None
-            engine_ltK = _engine_rows(micro.routed_experts_TLK, part, layers).to(device, torch.int64)
-            own_ltK = _gather_rows(torch.stack([one.chosen[layer] for layer in layers]), part.tokens.shape[1])
-            engine_lrK, own_lrK = engine_ltK[:, part.predict], own_ltK[:, part.predict]
-            is_other_lrK = (engine_lrK[..., :, None] != own_lrK[..., None, :]).all(-1)
-            count_R[part.response] = is_other_lrK.sum((0, 2)).to(count_R.dtype)
-    choices = [one.shape[-1] for one in passes[0].chosen.values()]
-    together = torch.cat([*counts, torch.tensor([float(sum(choices))], device=device)])
-    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
-    num_choices = float(together[-1])
-    shared = together[:-1]
-    dist.all_reduce(shared, group=parallel_state.get_context_parallel_group())
-    metrics: list[Metrics] = []
-    for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
-        assert micro.routed_experts_TLK is not None
-        is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
-        metrics.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
-    return metrics
-
-
-def balancing_metrics(
-    passes: Sequence[RouterPass], layers: Sequence[int], balancing: LoadBalancing, device: torch.device
-) -> list[Metrics]:
-    """Return the router losses of each micro-batch without coefficients, means over layers. A collective.
-
-    They add up to the losses of the step.
-    """
-    if not balancing.has_loss:
-        return [{} for _ in passes]
-    empty = torch.zeros(2, device=device)
-    losses = torch.stack([sum((value for value in one.losses.values()), empty) for one in passes])
-    dist.all_reduce(losses, group=parallel_state.get_tensor_and_context_parallel_group())
-    together = torch.cat([losses.flatten(), torch.tensor([float(len(layers))], device=device)])
-    dist.all_reduce(together, group=parallel_state.get_pipeline_model_parallel_group())
-    means = (together[:-1] / together[-1]).view_as(losses).tolist()
-    is_on = {"load_balancing_loss": balancing.kind != "none" and balancing.coeff > 0, "z_loss": balancing.z_coeff > 0}
-    return [{name: total(value) for name, value in zip(is_on, row, strict=True) if is_on[name]} for row in means]
-
-
-def _gather_rows(own_ltK: Tensor, num_rows: int) -> Tensor:
-    """Gather the rows of all tensor-parallel ranks, if they are split."""
-    if own_ltK.shape[1] == num_rows:
-        return own_ltK
-    parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]
-    dist.all_gather(parts, own_ltK.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat(parts, 1)
-
-
-def _tensor_size() -> int:
-    return parallel_state.get_tensor_model_parallel_world_size()

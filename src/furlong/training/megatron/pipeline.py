@@ -57,13 +57,11 @@ class Pipeline:
         *,
         forward_only: bool,
         replay: RouterReplay | None,
-        begin: Callable[[MicroBatch, PackedMicroBatch], RouterPass],
     ) -> list[tuple[RouterPass, PackedMicroBatch]]:
         """Run micro-batches through the stages; the last one calls `loss_of` for each, in order.
 
         `loss_of` receives the response tokens' statistics (`request`) and returns the loss to differentiate.
-        `begin` returns the routers' pass for a micro-batch. Returns these passes, filled in if there is a `replay`, and
-        the packed micro-batches.
+        Returns the routers' passes, which are empty without a `replay`, and the packed micro-batches.
         """
         context = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
@@ -72,7 +70,7 @@ class Pipeline:
             micros = [*micros, *[_filler(self.device)] * (-len(micros) % self.layout.pipeline)]
         packed = [pack(m, align=self.layout.align(), context=context, context_rank=rank) for m in micros]
         work = list(zip(packed, micros, range(len(micros)), strict=True))
-        passes = [begin(m, p) if i < num_real else RouterPass() for p, m, i in work]
+        passes = [RouterPass() if replay is None or i >= num_real else replay.build_pass(m, p) for p, m, i in work]
         forwards = itertools.count()
 
         anchor = torch.zeros((), dtype=self.settings.dtype, device=self.device, requires_grad=not forward_only)
