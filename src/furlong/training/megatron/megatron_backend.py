@@ -173,14 +173,7 @@ class MegatronBackend(PipelinedBackend):
         chunks = self._models[model]
         replay = self._router_replay(model, micros)
         with torch.no_grad():
-            passes = self._pipeline.run(
-                chunks,
-                micros,
-                keep,
-                StatsRequest(entropy),
-                forward_only=True,
-                replay=replay,
-            )
+            passes = self._pipeline.run(chunks, micros, keep, StatsRequest(entropy), forward_only=True, replay=replay)
         last = outputs or [None] * len(micros)  # the other stages have none
         stats = [
             self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in zip(micros, last, strict=True)
@@ -232,12 +225,7 @@ class MegatronBackend(PipelinedBackend):
             self._is_fresh = False
         replay = self._router_replay("actor", micros)
         passes = self._pipeline.run(
-            self._chunks,
-            micros,
-            loss_of,
-            StatsRequest.of(loss_fn),
-            forward_only=False,
-            replay=replay,
+            self._chunks, micros, loss_of, StatsRequest.of(loss_fn), forward_only=False, replay=replay
         )
         shared = self._pipeline.broadcast_metrics(metrics)
         if replay is None:

@@ -135,9 +135,7 @@ class Pipeline:
         also = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
         if request.logits:
             logits_RV = gathered_logits(hidden_RD, weight, group=group, temperature=self.settings.temperature)
-            if self.layout.context > 1:
-                size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-                logits_RV = cast("Tensor", GatherTokens.apply(logits_RV, part.response, size, group_cp))
+            logits_RV = self._gather(logits_RV, part, micro)
             stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
         options: dict[str, Any] = {
@@ -150,15 +148,15 @@ class Pipeline:
         else:
             first = group.rank() * len(weight)
             stats = vocab_parallel_token_stats(hidden_RD, weight, targets_R, first_token=first, group=group, **options)
-        if parallel_state.get_context_parallel_world_size() == 1:
-            return stats
-        size, group_cp = len(micro.response_pos_R), parallel_state.get_context_parallel_group()
-        shared = [
-            None if values is None else cast("Tensor", GatherTokens.apply(values, part.response, size, group_cp))
-            for values in (stats.log_probs_R, stats.entropy_R)
-        ]
-        assert shared[0] is not None
-        return TokenStats(shared[0], shared[1])
+        entropy_R = None if stats.entropy_R is None else self._gather(stats.entropy_R, part, micro)
+        return TokenStats(self._gather(stats.log_probs_R, part, micro), entropy_R)
+
+    def _gather(self, values: Tensor, part: PackedMicroBatch, micro: MicroBatch) -> Tensor:
+        """Gather values of this rank's response tokens over context-parallel ranks."""
+        if self.layout.context == 1:
+            return values
+        group = parallel_state.get_context_parallel_group()
+        return cast("Tensor", GatherTokens.apply(values, part.response, len(micro.response_pos_R), group))
 
     def from_last_stage(self, micro: MicroBatch, stats: TokenStats | None, entropy: bool) -> TokenStats:
         """Broadcast the last stage's log-probs and entropies to the other stages."""
