@@ -198,7 +198,6 @@ class MegatronBackend(PipelinedBackend):
                 self.settings,
                 recomputes=self.config.recompute_granularity is not None,
                 is_split=self.layout.sequence_parallel,
-                balancing=self.balancing,
             )
         return self._router_replays[role]
 

@@ -67,22 +67,15 @@ class RouterReplay:
     is_split: tokens are split over tensor-parallel ranks (SP).
     """
 
-    def __init__(
-        self,
-        chunks: Iterable[Any],
-        settings: BackendSettings,
-        *,
-        recomputes: bool,
-        is_split: bool,
-        balancing: LoadBalancing,
-    ) -> None:
-        self.settings, self.recomputes, self.is_split, self.balancing = settings, recomputes, is_split, balancing
+    def __init__(self, chunks: Iterable[Any], settings: BackendSettings, *, recomputes: bool, is_split: bool) -> None:
+        self.settings, self.recomputes, self.is_split = settings, recomputes, is_split
+        self.balancing = LoadBalancing.of(settings.moe)
         self.is_open = self._recomputes = False
         self._current: RouterPass | None = None
         self._pending: dict[int, deque[RouterPass]] = {}
         routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "replay")]
         for router in routers:
-            router.replay, router.balancing = self, balancing
+            router.replay, router.balancing = self, self.balancing
         self.layers = sorted(router.layer_number - 1 for router in routers)
 
     @contextmanager
