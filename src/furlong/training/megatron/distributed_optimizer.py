@@ -21,28 +21,30 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.config.sections import OptimFlags
+from furlong.config.sections import MegatronFlags, OptimFlags
 from furlong.training.optimizer import MOMENTS
 
 MASTER = "master"
 
 
 def data_parallel(
-    chunks: Sequence[GPTModel], config: TransformerConfig, dtype: torch.dtype, *, in_float32: bool, overlap: bool
+    chunks: Sequence[GPTModel], config: TransformerConfig, dtype: torch.dtype, flags: MegatronFlags
 ) -> list[Any]:
     """Wrap a rank's chunks of the trained model in DDP, which sums gradients over data-parallel ranks.
 
-    With `overlap`, the reduction starts during the backward pass of the last micro-batch.
+    With --overlap-grad-reduce, the reduction starts during the backward pass of the last micro-batch.
     """
     reduction = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=in_float32, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+        grad_reduce_in_fp32=not flags.grad_reduce_in_bf16,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=flags.overlap_grad_reduce,
     )
     inner: list[Any] = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, reduction, module, disable_bucketing=number > 0)
         for number, module in enumerate(inner)
     ]
-    if overlap:
+    if flags.overlap_grad_reduce:
         waits: list[Any] = [chunk.no_sync for chunk in wrapped]
         wait: Any = waits if len(waits) > 1 else waits[0]
         config.no_sync_func = wait

@@ -71,21 +71,9 @@ class MegatronBackend(PipelinedBackend):
         initialize(self.layout, settings.train.seed)
         self.config = self._model_config()
         self._pipeline = Pipeline(self.layout, settings, ties_head=self.hf.tie_word_embeddings)
-        start, whole = settings.initial_weights or settings.hf_checkpoint, settings.hf_checkpoint
-        self._models = RoleModels(self._load, start=start, whole=whole, folders=settings.role_folders)
-        trained = set_trainable(
-            self._models["actor"],
-            self.hf,
-            train_only=settings.train.only_train_params_name_list,
-            freeze=settings.train.freeze_params_name_list,
-        )
-        self._chunks = data_parallel(
-            self._models["actor"],
-            self.config,
-            settings.dtype,
-            in_float32=not settings.megatron.grad_reduce_in_bf16,
-            overlap=settings.megatron.overlap_grad_reduce,
-        )
+        self._models = RoleModels(self._load, settings)
+        trained = set_trainable(self._models["actor"], self.hf, settings.train)
+        self._chunks = data_parallel(self._models["actor"], self.config, settings.dtype, settings.megatron)
         timed = self._models["actor"] if ranks.world_size > 1 else []
         self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
         self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)

@@ -39,8 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from furlong.config.sections.megatron import MegatronFlags
-from furlong.config.sections.train import TrainFlags
+from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.model_facts import head_width, layer_windows
 from furlong.training.megatron.attention import MultiLatentAttention, PackedAttention

@@ -6,7 +6,7 @@ from __future__ import annotations
 # pyright: reportArgumentType=false
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from furlong.config.sections import TrainFlags
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
-from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, matching_names
+from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, BackendSettings, matching_names
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,13 @@ def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
 class RoleModels:
     """This rank's chunks of each model. Frozen models are built on first use.
 
-    load: builds a model from a folder. start: the actor's initial weights; whole: --hf-checkpoint; folders: of frozen
-    models. diverged: frozen models whose weights are no longer those of their folder.
+    load: builds a model from a folder. diverged: frozen models whose weights are no longer those of their folder.
     """
 
-    def __init__(
-        self, load: Callable[[Path], list[GPTModel]], *, start: Path, whole: Path, folders: Mapping[Role, Path]
-    ) -> None:
-        self._load, self._whole = load, whole
-        self._folders: dict[Role, Path] = {"ref": whole, **folders}
-        self._of: dict[Role, list[GPTModel]] = {"actor": load(start)}
+    def __init__(self, load: Callable[[Path], list[GPTModel]], settings: BackendSettings) -> None:
+        self._load, self._whole = load, settings.hf_checkpoint
+        self._folders: dict[Role, Path] = {"ref": self._whole, **settings.role_folders}
+        self._of: dict[Role, list[GPTModel]] = {"actor": load(settings.initial_weights or self._whole)}
         self.diverged: set[Role] = set()
 
     def __getitem__(self, role: Role) -> list[GPTModel]:
@@ -92,9 +90,7 @@ def _tensors(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
         yield from (tensor for _, tensor in names.checkpoint_tensors(chunk))
 
 
-def set_trainable(
-    chunks: Sequence[GPTModel], hf: Any, *, train_only: Sequence[str] | None = None, freeze: Sequence[str] | None = None
-) -> frozenset[str]:
+def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> frozenset[str]:
     """Set `requires_grad` of a rank's model chunks; returns the Hugging Face names of the trained tensors.
 
     Expressions are searched in Megatron's name in the whole model (`decoder.layers.7.mlp.linear_fc1.weight`) and in the
@@ -103,6 +99,7 @@ def set_trainable(
     """
     pairs = (pair for pair in names.parameters_with_local(chunks, hf) if pair[0].rule.is_trained)
     every, local = zip(*pairs, strict=True)
+    train_only, freeze = flags.only_train_params_name_list, flags.freeze_params_name_list
     selected = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
     trained = selected - (_matching(every, freeze, FREEZE_FLAG) if freeze else set[int]())
     if not trained:
