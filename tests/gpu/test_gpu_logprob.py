@@ -7,7 +7,7 @@ import torch
 
 from furlong.algo import logprob_compiled
 from furlong.algo.logprob import stats_from_logits, token_stats
-from furlong.models.working_memory import logits_bytes
+from furlong.models.model_facts import logits_bytes
 
 pytestmark = [
     pytest.mark.gpu,

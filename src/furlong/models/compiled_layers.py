@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from furlong.models.model_facts import BACKWARD_ROWS, HEADROOM_FRAC
 from furlong.models.packed_layout import PackedLayout
-from furlong.models.working_memory import BACKWARD_ROWS, HEADROOM_FRAC
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Facts about a transformers model: whether it can run packed sequences, its attention windows and its FLOPs.
+"""Facts about a transformers model that need no torch: whether it can run packed sequences, its FLOPs, its memory.
 
 Packing several sequences in one row is correct if tokens mix only in attention, the attention is furlong's, and the
 model uses the caller's position ids. Otherwise some models can still run one sequence at a time.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from furlong.core.batch import FlopsModel
 from furlong.core.routing import RoutingShape
 from furlong.errors import ConfigError
 
-if TYPE_CHECKING:  # it takes a second to import
+if TYPE_CHECKING:  # they take seconds to import
     from transformers import PreTrainedModel
+
+    from furlong.core.batch import FlopsModel
 
 # Kinds of layers in which tokens attend to earlier tokens, or a window of them.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -27,6 +28,11 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", 
 WINDOW_IN_MASKS = frozenset({"phimoe"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
 REMEDY = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
+
+# Memory of training steps.
+HEADROOM_FRAC = 0.04  # fraction of the device left free for fragmentation and estimation errors
+BACKWARD_ROWS = 6  # rows of the MLP's intermediate width per token that exist at once in a layer's backward pass
+COMPILED_FROM = 250_000_000  # parameters; above this, compiling the decoder layers on a GPU (about a minute) pays off
 
 
 def layer_kinds(config: Any) -> set[str]:
@@ -110,6 +116,8 @@ def _untrainable(model: PreTrainedModel) -> str:
 
 def forward_flops(model: PreTrainedModel) -> FlopsModel:
     """Return the FLOPs model of an unsharded model, which may be on the meta device."""
+    from furlong.core.batch import FlopsModel
+
     config: Any = model.config.get_text_config()
     routing = RoutingShape.of(config.to_dict())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -146,3 +154,17 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 def head_width(config: Any) -> int:
     """Return the width of a head, which queries, keys and values share except with latent attention (MLA)."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def logits_bytes(*, on_cpu: bool) -> int:
+    """Return the bytes of float32 logits that exist at a time if --log-probs-chunk-size is not set."""
+    return 2**27 if on_cpu else 2**30
+
+
+def chunk_rows(chosen: int, vocab_size: int, *, on_cpu: bool) -> int:
+    """Return the response tokens whose logits exist at a time: `chosen` if positive, otherwise by memory.
+
+    >>> chunk_rows(-1, 151_936, on_cpu=False), chunk_rows(-1, 151_936, on_cpu=True), chunk_rows(64, 8, on_cpu=True)
+    (1766, 220, 64)
+    """
+    return chosen if chosen > 0 else max(logits_bytes(on_cpu=on_cpu) // (4 * vocab_size), 1)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from furlong.models.working_memory import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, logits_bytes
+from furlong.models.model_facts import BACKWARD_ROWS, COMPILED_FROM, HEADROOM_FRAC, logits_bytes
 from furlong.tools.memory_model import (
     ModelSize,
     PipelineStage,

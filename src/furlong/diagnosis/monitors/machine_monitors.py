@@ -16,7 +16,7 @@ LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over th
 SLOW_SYNC_SHARE, SLOW_SYNC_S, SLOW_SYNC_ROWS = 0.5, 10.0, 3  # of a step, in seconds, over this many steps
 UNCHANGED_UPDATES = 4  # in a row; experts without tokens stay unchanged for one or two
 KEPT_SHARE = 0.05  # of the device's memory: a CUDA context and NCCL take 1 to 2 GiB
-# Of the device. A trainer that recomputes activations as needed leaves 4 % free (models.working_memory), which includes
+# Of the device. A trainer that recomputes activations as needed leaves 4 % free (models.model_facts), which includes
 # its CUDA context.
 FULL = 0.97
 STATIC_SHARE = 0.95  # of the device, at most, for an engine's weights and cache

@@ -9,7 +9,7 @@ from typing import Any
 from furlong.config.sections import Config
 from furlong.machine import MemoryUse
 from furlong.models.hf_folder import read_json
-from furlong.models.working_memory import HEADROOM_FRAC
+from furlong.models.model_facts import HEADROOM_FRAC
 from furlong.tools.gpu_memory import local_device
 from furlong.tools.memory_model import ModelSize
 from furlong.tools.memory_phases import usable

@@ -34,9 +34,8 @@ from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
 from furlong.models import hf_model as hf
-from furlong.models.model_facts import forward_flops
+from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
-from furlong.models.working_memory import COMPILED_FROM, chunk_rows, logits_bytes
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint

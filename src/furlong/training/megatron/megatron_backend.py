@@ -30,8 +30,7 @@ from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, OptimReport, PipelinedBackend, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
-from furlong.models.model_facts import forward_flops
-from furlong.models.working_memory import COMPILED_FROM
+from furlong.models.model_facts import COMPILED_FROM, forward_flops
 from furlong.training.checkpoint import trainer_files
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint

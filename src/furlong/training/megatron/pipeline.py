@@ -27,7 +27,7 @@ from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
-from furlong.models.working_memory import chunk_rows, logits_bytes
+from furlong.models.model_facts import chunk_rows, logits_bytes
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron.moe_layers import RouterPass, RouterReplay
 from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
