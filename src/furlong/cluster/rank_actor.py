@@ -126,7 +126,7 @@ def written_marker(folder: Path, rank: int) -> Path:
 
 
 class TrainerRank:
-    """The actor. Methods return their result or a `Failure` and never raise, so that Ray does not wrap exceptions."""
+    """The actor. The driver calls its methods through `call`."""
 
     def __init__(self, settings: RankSettings, ranks: Ranks) -> None:
         die_with_parent()
@@ -145,6 +145,14 @@ class TrainerRank:
         self._sync: RankSync | None = None
         self._writing: CheckpointWriter | None = None
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method or a `Failure`. Never raises, so that Ray does not wrap exceptions."""
+        try:
+            return getattr(self, method)(*arguments)
+        except Exception as error:
+            logger.exception("%s", type(error).__name__)
+            return Failure.of(error)
+
     def location(self) -> RankLocation:
         """Return where this rank runs."""
         return RankLocation(socket.gethostname(), local_address(), os.getpid(), self._log)
@@ -162,9 +170,6 @@ class TrainerRank:
 
     def start(self, address: str, port: int) -> Any:
         """Join the process group at `address`:`port` and build the model; return its FLOPs model."""
-        return self._tried(lambda: self._start(address, port))
-
-    def _start(self, address: str, port: int) -> Any:
         settings, ranks = self._settings, self._ranks
         if settings.trace is not None:
             tracer.start(Path(settings.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
@@ -195,70 +200,63 @@ class TrainerRank:
         )
         return self._parts.worker.flops
 
-    def train(self, part: RankPart, preprocess_s: float) -> Metrics | Failure:
+    def train(self, part: RankPart, preprocess_s: float) -> Metrics:
         """Run all optimizer steps of this rank's part of a rollout."""
-        return self._tried(lambda: self.parts.worker.train_part(part, preprocess_s=preprocess_s))
+        return self.parts.worker.train_part(part, preprocess_s=preprocess_s)
 
-    def save(self, folder: str) -> Failure | None:
+    def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""
-        return self._tried(lambda: self.parts.worker.save(Path(folder), is_first=self._ranks.rank == 0))
+        self.parts.worker.save(folder, is_first=self._ranks.rank == 0)
 
-    def snapshot(self, folder: str) -> Failure | None:
+    def snapshot(self, folder: Path) -> None:
         """Copy this rank's part of a checkpoint and start writing it in the background."""
-
-        def copy() -> None:
-            files = self.parts.worker.snapshot(Path(folder), is_first=self._ranks.rank == 0)
-            self._writing = CheckpointWriter(files, Path(folder), self._ranks.rank)
-
-        return self._tried(copy)
+        files = self.parts.worker.snapshot(folder, is_first=self._ranks.rank == 0)
+        self._writing = CheckpointWriter(files, folder, self._ranks.rank)
 
     def writing(self) -> Failure | None:
         """Return the error of the background write, if it failed."""
         return None if self._writing is None else self._writing.failure
 
-    def load(self, folder: str) -> Failure | None:
+    def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        return self._tried(lambda: self.parts.worker.load(Path(folder)))
+        self.parts.worker.load(folder)
 
-    def save_hf(self, folder: str) -> Failure | None:
+    def save_hf(self, folder: Path) -> None:
         """Write this rank's part of a folder that transformers loads."""
-        return self._tried(lambda: self.parts.worker.awake.save_hf(Path(folder)))
+        self.parts.worker.awake.save_hf(folder)
 
-    def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord | Failure | None:
+    def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord | None:
         """Send this rank's part of the weights; rank 0 returns the record of what was sent."""
+        if self._sync is None:
+            self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
+        sent = asyncio.run(self._sync.send_weights(addresses, version))
+        sent.finish()  # it must be complete to be sent to another process
+        return sent if self._ranks.rank == 0 else None
 
-        def send() -> WeightRecord | None:
-            if self._sync is None:
-                self._sync = self.parts.sync([str(address.info.get("device_type")) for address in addresses])
-            sent = asyncio.run(self._sync.send_weights(addresses, version))
-            sent.finish()  # it must be complete to be sent to another process
-            return sent if self._ranks.rank == 0 else None
-
-        return self._tried(send)
-
-    def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool | Failure:
+    def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Load `version` into these servers from a stored copy, if there is one."""
-        return self._tried(lambda: self._sync is not None and asyncio.run(self._sync.resend(addresses, version)))
+        return self._sync is not None and asyncio.run(self._sync.resend(addresses, version))
 
-    def offload(self) -> MemoryTransfer | Failure:
+    def offload(self) -> MemoryTransfer:
         """Move the trainer's state to host memory."""
-        return self._tried(lambda: self.parts.worker.offload())
+        return self.parts.worker.offload()
 
-    def onload(self) -> MemoryTransfer | Failure:
+    def onload(self) -> MemoryTransfer:
         """Undo `offload`."""
-        return self._tried(lambda: self.parts.worker.onload())
+        return self.parts.worker.onload()
 
-    def empty_cache(self) -> Failure | None:
+    def empty_cache(self) -> None:
         """Free cached device memory."""
-        return self._tried(empty_cache)
+        empty_cache()
 
-    def device_memory(self) -> DeviceMemory | Failure | None:
+    def device_memory(self) -> DeviceMemory | None:
         """Return the memory use of the device; None on a CPU."""
-        return self._tried(lambda: device_memory(self.parts.worker.backend.device))
+        return device_memory(self.parts.worker.backend.device)
 
-    def close_sync(self) -> Failure | None:
+    def close_sync(self) -> None:
         """Release the process groups, folders and buffers of weight sync."""
-        return self._tried(lambda: None if self._sync is None else asyncio.run(self._sync.close_sync()))
+        if self._sync is not None:
+            asyncio.run(self._sync.close())
 
     def end(self) -> None:
         """Flush traces before the process is killed."""
@@ -269,13 +267,6 @@ class TrainerRank:
         """The parts that `start` built."""
         assert self._parts is not None
         return self._parts
-
-    def _tried(self, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as error:
-            logger.exception("%s", type(error).__name__)
-            return Failure.of(error)
 
 
 def _write_to(path: Path, level: str) -> None:

@@ -105,12 +105,12 @@ class RayTrainer(Trainer):
         slots = self._placement.trainers
         unknown = [RankLocation("?", slot.address, 0, self._settings.log_of(n)) for n, slot in enumerate(slots)]
         self.ranks = [Rank(n, self._actor(n), where) for n, where in enumerate(unknown)]
-        locations = await self._all("location", lambda _: ())
+        locations = await self._all("location")
         self.ranks = [replace(rank, where=where) for rank, where in zip(self.ranks, locations, strict=True)]
         await self.check_outputs()
         address = self.ranks[0].where.address
-        port = (await self._all("listen", lambda _: (address,), self.ranks[:1]))[0]
-        self._flops = (await self._all("start", lambda _: (address, port)))[0]
+        port = (await self._all("listen", address, ranks=self.ranks[:1]))[0]
+        self._flops = (await self._all("start", address, port))[0]
         for rank in self.ranks:
             logger.info("%s; log %s", rank, rank.where.log)
 
@@ -118,8 +118,7 @@ class RayTrainer(Trainer):
         """Check that all ranks see the output folders, before the first checkpoint fails on it."""
         with marker_files(self._outputs) as markers:
             for flag, marker in markers.items():
-                path = str(marker)
-                exists = await self._all("path_exists", lambda _, path=path: (path,))
+                exists = await self._all("path_exists", str(marker))
                 if blind := [rank for rank, seen in zip(self.ranks, exists, strict=True) if not seen]:
                     raise ClusterError(
                         f"{flag}: {blind[0]} does not see what the driver writes into {marker.parent}, so checkpoints "
@@ -145,7 +144,7 @@ class RayTrainer(Trainer):
         started = time.perf_counter()
         refs, costs = await asyncio.to_thread(self._put, batch)
         spent = time.perf_counter() - started
-        metrics = await self._all("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
+        metrics = await self._call("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
         self._report_times(batch.rollout_id, metrics, costs, time.perf_counter() - started)
         # the last rank of each part: of a pipeline, the one that computes the loss
         parts = {self._place_of(number).data_rank: values for number, values in enumerate(metrics)}
@@ -168,7 +167,7 @@ class RayTrainer(Trainer):
 
     async def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and RNG into `folder`, which all machines see."""
-        await self._all("save", lambda _: (str(folder.resolve()),))
+        await self._all("save", folder.resolve())
 
     async def snapshot(self, folder: Path) -> PendingFiles:
         """Have all ranks copy what `save` writes and start writing it. Writing the returned files waits for all ranks.
@@ -176,7 +175,7 @@ class RayTrainer(Trainer):
         `folder` must be on a file system that all machines share.
         """
         folder = folder.resolve()
-        await self._all("snapshot", lambda _: (str(folder),))
+        await self._all("snapshot", folder)
         loop, files = asyncio.get_running_loop(), PendingFiles()
         files.add(lambda: asyncio.run_coroutine_threadsafe(self._written(folder), loop).result())
         return files
@@ -201,36 +200,36 @@ class RayTrainer(Trainer):
 
     async def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        await self._all("load", lambda _: (str(folder.resolve()),))
+        await self._all("load", folder.resolve())
 
     async def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers loads."""
-        await self._all("save_hf", lambda _: (str(folder.resolve()),))
+        await self._all("save_hf", folder.resolve())
 
     async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
         """Have all ranks send their parts of the weights; return rank 0's record."""
         self._has_sent_weights = True
-        return (await self._all("send_weights", lambda _: (addresses, version), may_fail=True))[0]
+        return (await self._all("send_weights", addresses, version, may_fail=True))[0]
 
     async def resend(self, addresses: Sequence[EngineAddress], version: int) -> bool:
         """Have rank 0 load `version` into these servers from a stored copy; False if there is none."""
-        return (await self._all("resend", lambda _: (addresses, version), self.ranks[:1], may_fail=True))[0]
+        return (await self._all("resend", addresses, version, ranks=self.ranks[:1], may_fail=True))[0]
 
     async def offload(self) -> MemoryTransfer:
         """Offload all ranks; return the total bytes and the time of the slowest."""
-        return _together(await self._all("offload", lambda _: ()))
+        return _together(await self._all("offload"))
 
     async def onload(self) -> MemoryTransfer:
         """Undo `offload`; return the same."""
-        return _together(await self._all("onload", lambda _: ()))
+        return _together(await self._all("onload"))
 
     async def empty_cache(self) -> None:
         """Free cached device memory on all ranks."""
-        await self._all("empty_cache", lambda _: ())
+        await self._all("empty_cache")
 
     async def device_memory(self) -> DeviceMemory | None:
         """Return the memory use of the device with the least free memory; None on CPUs."""
-        devices = [memory for memory in await self._all("device_memory", lambda _: ()) if memory is not None]
+        devices = [memory for memory in await self._all("device_memory") if memory is not None]
         return min(devices, key=lambda memory: memory.total - memory.used, default=None)
 
     async def close_sync(self) -> None:
@@ -239,7 +238,7 @@ class RayTrainer(Trainer):
             return
         try:
             async with asyncio.timeout(END_S):
-                await self._all("close_sync", lambda _: ())
+                await self._all("close_sync")
         except TimeoutError:
             logger.warning("trainer ranks are busy and do not release their weight sync resources: they will be killed")
 
@@ -274,7 +273,7 @@ class RayTrainer(Trainer):
         if self._settings.trace is not None and self.ranks and not self._is_ended:
             with contextlib.suppress(TimeoutError, FurlongError):  # a rank died or hangs
                 async with asyncio.timeout(END_S):
-                    await self._all("end", lambda _: ())
+                    await self._all("end")
         self._kill()
 
     def _kill(self) -> None:
@@ -283,6 +282,12 @@ class RayTrainer(Trainer):
             ray.kill(rank.actor)
 
     async def _all(
+        self, method: str, *arguments: Any, ranks: Sequence[Rank] | None = None, may_fail: bool = False
+    ) -> list[Any]:
+        """Call a method with the same arguments on all ranks, or on `ranks`."""
+        return await self._call(method, lambda _: arguments, ranks, may_fail=may_fail)
+
+    async def _call(
         self,
         method: str,
         arguments: Callable[[Rank], tuple[Any, ...]],
@@ -327,7 +332,7 @@ async def call_all(
 
     async def one(rank: Rank) -> Any:
         try:
-            answer = await getattr(rank.actor, method).remote(*arguments(rank))
+            answer = await rank.actor.call.remote(method, *arguments(rank))
         except RayActorError as error:
             raise _CrashedError(rank, _reason(error), WORKER_DIED) from None
         except OutOfMemoryError as error:

@@ -29,11 +29,11 @@ SETTING = RankSettings(
 
 
 class FakeActor:
-    """Answers `work` with what a coroutine returns or raises."""
+    """Answers a call with what a coroutine returns or raises."""
 
-    def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
-        self.work = self
-        self.remote = answer
+    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
+        self.call = self
+        self.remote = lambda _method, *arguments: answer(*arguments)
 
 
 async def never() -> None:
@@ -152,11 +152,6 @@ def test_a_rank_that_dies_while_idle_is_detected(monkeypatch):
     monkeypatch.setattr("furlong.cluster.ray_trainer.POLL_S", 0.001)
     monkeypatch.setattr("furlong.cluster.ray_trainer.ray.kill", lambda actor: None)
 
-    class DyingActor(FakeActor):
-        def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
-            super().__init__(answer)
-            self.location = self.save = self
-
     async def scenario() -> BaseException:
         trainer = RayTrainer(SETTING, Placement(None, [], []), split=lambda batch, flops: [])  # type: ignore[arg-type]
         gone, answer = asyncio.Event(), asyncio.Event()
@@ -167,7 +162,7 @@ def test_a_rank_that_dies_while_idle_is_detected(monkeypatch):
             elif gone.is_set():
                 raise RayActorError(error_msg="gone")
 
-        trainer.ranks = [Rank(0, DyingActor(work), RankLocation("vm", "10.0.0.1", 7, "none"))]
+        trainer.ranks = [Rank(0, FakeActor(work), RankLocation("vm", "10.0.0.1", 7, "none"))]
         watching = asyncio.create_task(trainer.wait_for_failure())
         saving = asyncio.create_task(trainer.save(Path("folder")))
         await asyncio.sleep(0)
@@ -187,26 +182,25 @@ class Copied:
     def __init__(self, number: int, *, busy: bool = False, fails: Exception | None = None) -> None:
         self.number, self.gate, self.fails = number, threading.Event(), fails
         self.is_busy, self.is_gone = busy, False
-        self.snapshot = self.call(self.copy)
-        self.writing = self.call(lambda: self.written.failure)
+        self.call = self
 
-    def call(self, work: Callable[..., Any]) -> Any:
-        async def answer(*arguments: Any) -> Any:
-            if self.is_gone:
-                raise RayActorError(error_msg="gone")
-            if self.is_busy and not arguments:
-                await never()
-            return work(*arguments)
+    async def remote(self, method: str, *arguments: Any) -> Any:
+        if self.is_gone:
+            raise RayActorError(error_msg="gone")
+        if method == "snapshot":
+            return self.copy(*arguments)
+        assert method == "writing"
+        if self.is_busy:
+            await never()
+        return self.written.failure
 
-        return FakeActor(answer).work
-
-    def copy(self, folder: str) -> None:
+    def copy(self, folder: Path) -> None:
         files = PendingFiles()
         files.add(lambda: self.gate.wait(20))
         if self.fails is not None:
             files.add(self.fail)
-        files.add_text(Path(folder) / f"part_{self.number}", "all of it")
-        self.written = CheckpointWriter(files, Path(folder), self.number)
+        files.add_text(folder / f"part_{self.number}", "all of it")
+        self.written = CheckpointWriter(files, folder, self.number)
 
     def fail(self) -> None:
         assert self.fails is not None
@@ -268,7 +262,7 @@ class Machine:
             self.asked.append(path)
             return len(self.asked) <= sees
 
-        self.path_exists = FakeActor(answer).work
+        self.call = FakeActor(answer)
 
 
 @pytest.mark.parametrize(("sees", "flag"), [(0, "--save"), (1, "--save-hf"), (2, None)])
