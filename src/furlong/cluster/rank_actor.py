@@ -256,7 +256,7 @@ class TrainerRank:
     def close_sync(self) -> None:
         """Release the process groups, folders and buffers of weight sync."""
         if self._sync is not None:
-            asyncio.run(self._sync.close())
+            asyncio.run(self._sync.close_sync())
 
     def end(self) -> None:
         """Flush traces before the process is killed."""
