@@ -59,9 +59,9 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_step(name, batch,
     num_ranks = data.draw(st.sampled_from([r for r in (1, 2, 3) if n % r == 0]))
     balance = data.draw(st.sampled_from(["none", "tokens"]))
     max_tokens = data.draw(st.sampled_from([None, 8, 20, 10_000]))
-    step = plan(
-        batch.lengths, batch.sample_ids, Packing(max_tokens=max_tokens, balance=balance), num_ranks=num_ranks
-    ).steps[0]
+    step = plan(batch.lengths, batch.sample_ids, Packing(max_tokens=max_tokens, balance=balance), num_ranks=num_ranks)[
+        0
+    ]
     _same(run_step(batch, flag, [rows for rank in step.micro_batches for rows in rank]), whole)
 
 

@@ -48,9 +48,9 @@ def test_every_sample_is_in_exactly_one_micro_batch_under_the_cap_and_ranks_are_
         assume(False)
         return
     lengths, ids, cap = request["lengths"], request["rollout_ids"], request["max_tokens"]
-    rows = [r for s in p.steps for rank in s.micro_batches for m in rank for r in m.tolist()]
+    rows = [r for s in p for rank in s.micro_batches for m in rank for r in m.tolist()]
     assert sorted(rows) == list(range(len(lengths)))
-    for step in p.steps:
+    for step in p:
         assert len(step.micro_batches) == request["num_ranks"]
         assert len({len(rank) for rank in step.micro_batches}) == 1
         assert step.num_rollouts == len(np.unique(ids[step.rows]))
@@ -74,9 +74,9 @@ def test_rollouts_are_whole_and_steps_are_full_in_first_seen_order(request):
     ids, size = request["rollout_ids"], request["global_batch_size"]
     seen = list(dict.fromkeys(ids.tolist()))
     size = len(seen) if size is None else size
-    for number, step in enumerate(p.steps):
+    for number, step in enumerate(p):
         assert set(ids[step.rows].tolist()) == set(seen[number * size : (number + 1) * size])
-    assert [s.num_rollouts for s in p.steps] == [size] * len(p.steps)
+    assert [s.num_rollouts for s in p] == [size] * len(p)
 
 
 @QUICK

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.algo.advantage import discounted_returns, normalize_rewards, overlong_penalty, whiten
-from furlong.algo.log_ratio import importance_correction, kl_estimate
+from furlong.algo.log_ratio import importance_weights, kl_estimate
+from oracles.cases import flags
 from oracles.papers import Response, group_advantage
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -102,9 +103,9 @@ def test_correction_weights_stay_in_their_bounds_and_are_one_where_policies_agre
     train, rollout = torch.tensor(pairs, dtype=torch.float64).T
     mask, seq = torch.ones(len(pairs)), torch.arange(len(pairs)) // 3
     args = (mask, seq, int(seq[-1]) + 1)
-    kwargs = {"level": level, "mode": mode, "low": low, "high": high}
-    weight = importance_correction(train, rollout, *args, **kwargs).weight_R
+    settings = flags(tis_level=level, tis_mode=mode, tis_clip_low=low, tis_clip=high)
+    weight, _ = importance_weights(settings, train, rollout, *args)
     assert (weight <= high).all()
     inside = weight >= (0.0 if mode == "truncate" else low)
     assert (inside | ((weight == 0) & torch.tensor(mode == "mask"))).all()
-    assert (importance_correction(train, train, *args, **kwargs).weight_R == 1).all()
+    assert (importance_weights(settings, train, train, *args)[0] == 1).all()

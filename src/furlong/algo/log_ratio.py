@@ -14,18 +14,16 @@ of the loss; its denominator is that of the original mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from furlong.algo.reduce import sequence_mean
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import sum_rows
 
 KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
-TisMode = Literal["truncate", "clip", "mask"]
-TisLevel = Literal["token", "sequence", "geometric"]
 
 LOW_VAR_BOUND = 10.0
 LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from overflow
@@ -71,42 +69,31 @@ def sequence_log_ratio(log_ratio_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, nu
     return mean_S[seq_of_R] + (log_ratio_R - log_ratio_R.detach())
 
 
-@dataclass(frozen=True)
-class Correction:
-    """Weight of each token's policy loss, without gradient, and per-token metrics."""
-
-    weight_R: Tensor
-    metrics_R: dict[str, Tensor]
-
-
-def importance_correction(
+def importance_weights(
+    flags: AlgoFlags,
     train_log_probs_R: Tensor,
     rollout_log_probs_R: Tensor,
     mask_R: Tensor,
     seq_of_R: Tensor,
     num_sequences: int,
-    *,
-    level: TisLevel,
-    mode: TisMode,
-    low: float,
-    high: float,
-    veto: float | None = None,
-) -> Correction:
-    """Weight tokens by bounded w: the token's ratio, or the product or geometric mean over its sequence.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weight of each token's policy loss by the `--tis-*` flags, without gradient, and per-token metrics.
 
-    Outside [low, high]: "truncate" limits at `high` only, "clip" at both, "mask" gives weight 0 (rejection). A sequence
-    with a token ratio below `veto` gets weight 0. Metrics: `tis` the unbounded weight, `tis_clipfrac` tokens changed by
-    a bound or veto, `tis_abs` |w - 1|, `tis_vetofrac` tokens of vetoed sequences.
+    The weight is a bounded w: the token's ratio, or the product or geometric mean over its sequence. Outside the
+    bounds, "truncate" limits above only, "clip" on both sides, "mask" gives weight 0 (rejection). A sequence with a
+    token ratio below --tis-veto gets weight 0. Metrics: `tis` the unbounded weight, `tis_clipfrac` tokens changed by a
+    bound or veto, `tis_abs` |w - 1|, `tis_vetofrac` tokens of vetoed sequences.
     """
+    low, high, veto = flags.tis_clip_low, flags.tis_clip, flags.tis_veto
     keep_R = mask_R > 0
     log_w_R = torch.where(keep_R, train_log_probs_R.detach() - rollout_log_probs_R.detach(), 0.0)
     token_log_w_R = log_w_R
-    if level == "sequence":
+    if flags.tis_level == "sequence":
         log_w_R = sum_rows(log_w_R, seq_of_R, num_sequences)[seq_of_R]
-    elif level == "geometric":
+    elif flags.tis_level == "geometric":
         log_w_R = sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences)[seq_of_R]
     raw_R = log_w_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    match mode:
+    match flags.tis_mode:
         case "truncate":
             weight_R = raw_R.clamp_max(high)
         case "clip":
@@ -120,7 +107,7 @@ def importance_correction(
         weight_R = torch.where(vetoed_R, 0.0, weight_R)
         metrics["tis_vetofrac"] = vetoed_R.to(raw_R.dtype)
     metrics["tis_clipfrac"] = (weight_R != raw_R).to(raw_R.dtype)
-    return Correction(weight_R, metrics)
+    return weight_R, metrics
 
 
 def mismatch_metrics(train_log_probs_R: Tensor, rollout_log_probs_R: Tensor, mask_R: Tensor) -> dict[str, Tensor]:

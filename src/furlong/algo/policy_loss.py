@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from furlong.algo.log_ratio import (
-    importance_correction,
+    importance_weights,
     kl_estimate,
     mismatch_metrics,
     off_policy_mask,
@@ -182,14 +182,8 @@ class PolicyLoss:
         metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": log_ratio_R.detach().exp()}
         if not self.flags.use_opsm:
             return terms.loss_R, metrics
-        dropped_R = off_policy_mask(
-            token_log_ratio_R,
-            advantages_R,
-            micro.mask_R,
-            micro.seq_of_R,
-            micro.num_sequences,
-            delta=self.flags.opsm_delta,
-        )
+        sequences = micro.mask_R, micro.seq_of_R, micro.num_sequences
+        dropped_R = off_policy_mask(token_log_ratio_R, advantages_R, *sequences, delta=self.flags.opsm_delta)
         metrics["opsm_clipfrac"] = dropped_R
         return torch.where(dropped_R > 0, 0.0, terms.loss_R), metrics
 
@@ -200,19 +194,9 @@ def tis_correction(flags: AlgoFlags) -> CustomCorrection:
     def correct(
         micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
     ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        corrected = importance_correction(
-            train_log_probs_R,
-            _column(micro, "rollout_log_probs"),
-            micro.mask_R,
-            micro.seq_of_R,
-            micro.num_sequences,
-            level=flags.tis_level,
-            mode=flags.tis_mode,
-            low=flags.tis_clip_low,
-            high=flags.tis_clip,
-            veto=flags.tis_veto,
-        )
-        return pg_loss_R * corrected.weight_R, micro.mask_R, corrected.metrics_R
+        rollout_R, sequences = _column(micro, "rollout_log_probs"), (micro.mask_R, micro.seq_of_R, micro.num_sequences)
+        tis_R, metrics = importance_weights(flags, train_log_probs_R, rollout_R, *sequences)
+        return pg_loss_R * tis_R, micro.mask_R, metrics
 
     return correct
 

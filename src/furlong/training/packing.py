@@ -54,23 +54,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """The optimizer steps of one rollout."""
-
-    steps: tuple[StepPlan, ...]
-
-    @property
-    def step_rows(self) -> list[IntArray]:
-        """Rows of each step, for `reduce.loss_weights`."""
-        return [step.rows for step in self.steps]
-
-    def rank_rows(self, rank: int) -> IntArray:
-        """Return the rows of data-parallel rank `rank`, ascending."""
-        parts = [rows for step in self.steps for rows in step.micro_batches[rank]]
-        return np.sort(np.concatenate(parts))
-
-
-@dataclass(frozen=True)
 class RankPart:
     """One data-parallel rank's part of a rollout. Contains only arrays, so it can be sent to another process.
 
@@ -97,34 +80,33 @@ def split_batch(
 
     Loss weights are computed here over the whole batch, so that the losses of all parts add up to the step's loss.
     """
-    layout = plan(batch.lengths, batch.rollout_ids, packing, num_ranks=num_ranks, flops=flops)
+    steps = plan(batch.lengths, batch.rollout_ids, packing, num_ranks=num_ranks, flops=flops)
     mode, constant_len = denominator(algo, max_response_len=max_response_len)
-    weights = loss_weights(batch, layout.step_rows, mode=mode, constant_len=constant_len)
+    weights = loss_weights(batch, [step.rows for step in steps], mode=mode, constant_len=constant_len)
     whole = batch.with_columns(loss_weights=weights)
-    return [_part(whole, layout, rank) for rank in range(num_ranks)]
+    return [_part(whole, steps, rank) for rank in range(num_ranks)]
 
 
-def _part(batch: RolloutBatch, layout: BatchPlan, rank: int) -> RankPart:
+def _part(batch: RolloutBatch, steps: list[StepPlan], rank: int) -> RankPart:
     """Select the samples of one rank; its micro-batches become rows of them."""
-    rows = layout.rank_rows(rank)
-    steps = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in layout.steps]
-    is_whole = len(rows) == len(batch)
+    rows = np.sort(np.concatenate([micro for step in steps for micro in step.micro_batches[rank]]))
+    local = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in steps]
     return RankPart(
-        batch if is_whole else batch.select(rows),
-        cast("list[list[IntArray]]", steps),
-        [step.num_rollouts for step in layout.steps],
-        [(int(batch.lengths[rows].sum()), len(rows)) for rows in layout.step_rows],
+        batch if len(rows) == len(batch) else batch.select(rows),
+        cast("list[list[IntArray]]", local),
+        [step.num_rollouts for step in steps],
+        [(int(batch.lengths[step.rows].sum()), len(step.rows)) for step in steps],
     )
 
 
 def plan(
     lengths: IntArray, rollout_ids: IntArray, packing: Packing, *, num_ranks: int, flops: FlopsModel | None = None
-) -> BatchPlan:
+) -> list[StepPlan]:
     """Plan one rollout of N samples with total `lengths` [N]; `flops` is needed to balance by FLOPs.
 
     Raises ConfigError if rollouts are left over, or if a step has fewer samples than ranks.
 
-    >>> plan(np.array([5, 3, 4, 4]), np.arange(4), Packing(max_tokens=8), num_ranks=2).steps[0].micro_batches
+    >>> plan(np.array([5, 3, 4, 4]), np.arange(4), Packing(max_tokens=8), num_ranks=2)[0].micro_batches
     ((array([0, 1]),), (array([2, 3]),))
     """
     max_tokens, micro_batch_size, balance = packing.max_tokens, packing.micro_batch_size, packing.balance
@@ -153,7 +135,7 @@ def plan(
         else:
             bins = _capped_bins(rows, lengths, costs, max_tokens, num_ranks, balance)
         steps.append(StepPlan(_deal(bins, costs, num_ranks, balance), num_rollouts))
-    return BatchPlan(tuple(steps))
+    return steps
 
 
 def _steps(rollout_ids: IntArray, global_batch_size: int | None) -> list[tuple[IntArray, int]]:

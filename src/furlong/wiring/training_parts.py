@@ -106,7 +106,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
             raise ConfigError("\n".join(problems))
         if start is not None and is_dist_folder(start) and not checkpoint.finetune:
             initial_optimizer = optimizer_to_continue(
-                start, wanted=not checkpoint.no_load_optim, start=config.data.start_rollout_id
+                start, loads_states=not checkpoint.no_load_optim, start=config.data.start_rollout_id
             )
     return BackendSettings(
         hf_checkpoint=context.model_dir,

@@ -78,18 +78,18 @@ def test_flat_buffers_are_refused_unless_only_weights_are_loaded(tmp_path):
     writer.close({"iteration": 5, "optimizer": ONE})
     fix = r"iter_0000005.*dp_reshardable.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim.*--finetune"
     with pytest.raises(CheckpointError, match=fix):
-        optimizer_to_continue(folder, wanted=True, start=5)
+        optimizer_to_continue(folder, loads_states=True, start=5)
     with pytest.raises(CheckpointError, match=fix):
         DistOptimizer(DistReader(folder))
-    assert optimizer_to_continue(folder, wanted=False, start=5) is None
+    assert optimizer_to_continue(folder, loads_states=False, start=5) is None
     assert not DistReader(folder).read(WEIGHTS[0], (0, 0), (4, 5)).any()
 
 
 def test_a_later_iteration_needs_the_rollout_to_start_at(tmp_path):
     folder = write(tmp_path / "iter_0000005")
     with pytest.raises(CheckpointError, match=r"iteration 5\b.*--start-rollout-id 5 .*slime: 6.*--finetune"):
-        optimizer_to_continue(folder, wanted=False, start=None)
-    assert optimizer_to_continue(folder, wanted=True, start=0) == folder
-    assert optimizer_to_continue(folder, wanted=False, start=5) is None
+        optimizer_to_continue(folder, loads_states=False, start=None)
+    assert optimizer_to_continue(folder, loads_states=True, start=0) == folder
+    assert optimizer_to_continue(folder, loads_states=False, start=5) is None
     released = write(tmp_path / "release", states={})
-    assert optimizer_to_continue(released, wanted=True, start=None) is None
+    assert optimizer_to_continue(released, loads_states=True, start=None) is None

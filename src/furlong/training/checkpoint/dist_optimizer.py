@@ -31,11 +31,11 @@ SAVE_AGAIN = "have Megatron-LM save it again with --dist-ckpt-optim-fully-reshar
 FRESH = "or start from its weights with a fresh optimizer: --no-load-optim"
 
 
-def optimizer_to_continue(folder: Path, *, wanted: bool, start: int | None) -> Path | None:
-    """Return the Megatron-LM checkpoint whose optimizer states --load resumes; None without states, or unless `wanted`.
+def optimizer_to_continue(folder: Path, *, loads_states: bool, start: int | None) -> Path | None:
+    """Return the Megatron-LM checkpoint whose optimizer states --load resumes; None if it has none.
 
-    start: --start-rollout-id. Raises CheckpointError if a checkpoint of a later iteration would restart at rollout 0,
-    or if its states are flat buffers (dp_reshardable).
+    loads_states: without --no-load-optim. start: --start-rollout-id. Raises CheckpointError if a checkpoint of a later
+    iteration would restart at rollout 0, or if its states are flat buffers (dp_reshardable).
     """
     match = ITERATION.fullmatch(folder.name)
     iteration = 0 if match is None else int(match[1])
@@ -45,7 +45,7 @@ def optimizer_to_continue(folder: Path, *, wanted: bool, start: int | None) -> P
             f"prompts; add --start-rollout-id {iteration} to resume there (slime: {iteration + 1}) with the first "
             "prompts, or --finetune to start at 0 with its weights alone"
         )
-    if not wanted:
+    if not loads_states:
         return None
     reader = DistReader(folder)
     _refuse_buffers(reader)

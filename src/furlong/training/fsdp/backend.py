@@ -79,7 +79,9 @@ class FsdpBackend(Backend):
         )
         # Loaded now and not at first use: transformers sets PyTorch's default dtype while loading, which would affect
         # the engine's thread once it generates.
-        self._frozen: dict[Role, PackedModel] = {r: self._load_frozen(f) for r, f in settings.role_folders.items()}
+        self._frozen: dict[Role, PackedModel] = {
+            r: self._load(f, prepare=_freeze) for r, f in settings.role_folders.items()
+        }
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self._layer_times = LayerTimes(layers, settings.device)
@@ -97,23 +99,24 @@ class FsdpBackend(Backend):
         choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
-        """Load a model; the only place where parameters are placed on devices."""
-        dtype = self.settings.dtype
-        return self.sharding.load(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
-
-    def _load_start(self, folder: Path) -> PackedModel:
-        """Load the initial policy from a Hugging Face folder, or from the weights of a trainer checkpoint."""
-        whole = self.settings.hf_checkpoint
-        if is_dist_folder(folder):
-            raise ConfigError(
-                f"{folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
-                f"Hugging Face folder: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {whole}"
-            )
+        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
         is_checkpoint = (folder / trainer_files.META).exists()
-        packed = self._load(whole if is_checkpoint else folder, prepare=self._prepare, is_trained=True)
+        source, dtype = self.settings.hf_checkpoint if is_checkpoint else folder, self.settings.dtype
+        packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
         if is_checkpoint:
             meta = trainer_files.read_meta(folder)
             fsdp_checkpoint.load_weights(folder, meta, trainer_files.WEIGHTS, packed.model, self.sharding)
+        return packed
+
+    def _load_start(self, folder: Path) -> PackedModel:
+        """Load the initial policy."""
+        if is_dist_folder(folder):
+            raise ConfigError(
+                f"{folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
+                f"Hugging Face folder: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint "
+                f"{self.settings.hf_checkpoint}"
+            )
+        packed = self._load(folder, prepare=self._prepare, is_trained=True)
         logger.info("loaded weights from %s", folder)
         return packed
 
@@ -131,8 +134,8 @@ class FsdpBackend(Backend):
     def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
         """Return whether compiling the decoder layers, which takes a minute, pays off."""
         size = sum(p.numel() for p in model.parameters())
-        is_wide = size >= COMPILED_FROM
-        is_worth_it = self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and is_wide
+        is_bfloat16 = self.settings.dtype == torch.bfloat16
+        is_worth_it = self.device.type == "cuda" and is_bfloat16 and size >= COMPILED_FROM
         if is_worth_it:
             logger.info(
                 "decoder layers are compiled during the first micro-batches: %.1f B parameters on a GPU", size / 1e9
@@ -370,17 +373,8 @@ class FsdpBackend(Backend):
                 raise TrainerError(
                     f"this run has no model {role!r}, only {sorted({'actor', *self._role_folders, *self._frozen})}"
                 )
-            self._frozen[role] = self._load_frozen(self._role_folders[role])
+            self._frozen[role] = self._load(self._role_folders[role], prepare=_freeze)
         return self._frozen[role]
-
-    def _load_frozen(self, folder: Path) -> PackedModel:
-        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
-        if not (folder / trainer_files.META).exists():
-            return self._load(folder, prepare=_freeze)
-        packed = self._load(self.settings.hf_checkpoint, prepare=_freeze)
-        meta = trainer_files.read_meta(folder)
-        fsdp_checkpoint.load_weights(folder, meta, trainer_files.WEIGHTS, packed.model, self.sharding)
-        return packed
 
     def _stats(
         self, packed: PackedModel, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest
