@@ -162,19 +162,31 @@ class Alert:
     kind: str = ""
 
 
-class AlertDetails(TypedDict, total=False):
-    """Optional parts of an alert. Remedy, cause and severity default to those of the catalogue's row."""
+class RowDetails(TypedDict, total=False):
+    """Parts of a diagnosis that default to those of the catalogue's row."""
 
     remedy: str | None
     cause: str | None
     severity: Severity | None
+
+
+class AlertDetails(RowDetails, total=False):
+    """Optional parts of an alert."""
+
     level: float
     kind: str
 
 
-def alert(id: str, finding: str, *, evidence: Mapping[str, Any], **details: Unpack[AlertDetails]) -> Alert:
+def alert(
+    id: str,
+    finding: str,
+    *,
+    evidence: Mapping[str, Any],
+    level: float = 1.0,
+    kind: str = "",
+    **details: Unpack[RowDetails],
+) -> Alert:
     """Make an alert."""
-    level, kind = details.pop("level", 1.0), details.pop("kind", "")
     return Alert(diagnosis(id, finding, evidence=evidence, **details), level, kind)
 
 
