@@ -75,7 +75,6 @@ class GroupReward:
         self._sandboxes: dict[str, Sandbox] = {}
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
         self._functions: dict[str, CustomReward] = {}
-        self._verifiers: dict[str, Verifier] = {}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         if callable(custom_rm):
             name = getattr(custom_rm, "__qualname__", type(custom_rm).__name__)
@@ -196,11 +195,8 @@ class GroupReward:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _verifier_of(self, sample: Sample) -> Verifier:
-        name = sample.metadata.get("rm_type")
-        if name:
-            if name not in self._verifiers:
-                self._verifiers[name] = find_verifier(str(name))
-            return self._verifiers[name]
+        if name := sample.metadata.get("rm_type"):
+            return find_verifier(str(name))
         if self._verifier is None:
             raise ConfigError(
                 "no reward is configured for this sample; pass --rm-type or --custom-rm-path, or set rm_type in the "

@@ -6,6 +6,7 @@ They run in the driver. `math` and `deepscaler` compare equal text, plain number
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import string
@@ -443,6 +444,7 @@ _ROWS = (
 REWARDS = {row.name: row for row in _ROWS}
 
 
+@functools.cache
 def find_verifier(name: str) -> Verifier:
     """Return the verifier called `name`; the prefix `boxed_` works with those that read the response.
 
