@@ -34,13 +34,12 @@ class DemonstrationRollout:
         max_len: int | None = None,
         eval_sets: Sequence[EvalSet] = (),
         report: SampleReport | None = None,
-        args: Any = None,
         suggest_template: Callable[[], str | None] | None = None,
     ) -> None:
         self._suggest_template = suggest_template
         self._tokenizer, self._source, self._ledger = tokenizer, source, ledger
         self._batch_size, self._max_len = batch_size, max_len
-        self._eval_sets, self._args = eval_sets, args
+        self._eval_sets = eval_sets
         self._report = report or SampleReport()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
@@ -66,7 +65,7 @@ class DemonstrationRollout:
                 for group in kept:
                     self._ledger.dropped(group, "end_of_data")
                 return None
-        batch = batch_from_groups(rollout_id, kept, Conversion(args=self._args))
+        batch = batch_from_groups(rollout_id, kept, Conversion())
         batch.metrics["rollout/response_len/mean"] = mean(float(batch.response_lengths.mean()), len(batch))
         batch.metrics["rollout/too_long_frac"] = mean(too_long / (too_long + len(kept)), too_long + len(kept))
         return batch

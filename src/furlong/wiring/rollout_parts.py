@@ -113,7 +113,6 @@ def _training_rollout(
             max_len=config.rollout.rollout_max_context_len,
             eval_sets=eval_sets,
             report=_report(context),
-            args=context.args,
             suggest_template=partial(suggested_template, context.tokenizer),
         )
     assert engine is not None
