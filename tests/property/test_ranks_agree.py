@@ -133,11 +133,8 @@ def test_run_resumes_from_a_checkpoint_with_any_number_of_ranks(results, name, w
 
 def test_a_checkpoint_of_several_ranks_is_several_files_none_of_them_a_pickle(results):
     first = results["save-moe"][0]["files"]
-    assert {name.rpartition(".")[2] for name in first} == {
-        "json",
-        "safetensors",
-        "xxh3",
-    }  # checksums, until the manifest has them
+    # checksums (xxh3) are files until the manifest of the checkpoint has them
+    assert {name.rpartition(".")[2] for name in first} == {"json", "safetensors", "xxh3"}
     assert {"trainer_weights.safetensors", "trainer_weights-1.safetensors", "trainer_optimizer-1.safetensors"} < {
         *first
     }

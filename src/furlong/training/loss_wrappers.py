@@ -30,13 +30,17 @@ class StatsRequest:
         return StatsRequest(loss.needs_entropy, loss.entropy_grad, loss.needs_logits)
 
 
-class WithLogProbs:
-    """A loss that also reports the live log-probs, for rounds without a log-prob pass before the step."""
+class _Wrapper:
+    """A loss that needs what `loss` needs."""
 
     def __init__(self, loss: LossFn) -> None:
         self.loss = loss
         self.needs_entropy, self.entropy_grad = loss.needs_entropy, loss.entropy_grad
         self.needs_logits = loss.needs_logits
+
+
+class WithLogProbs(_Wrapper):
+    """A loss that also reports the live log-probs, for rounds without a log-prob pass before the step."""
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         """Return the loss, with `rollout/log_probs` among its metrics."""
@@ -47,13 +51,11 @@ class WithLogProbs:
         return loss, metrics
 
 
-class LogProbRecorder:
+class LogProbRecorder(_Wrapper):
     """A loss that records the log-probs of every micro-batch."""
 
     def __init__(self, loss: LossFn) -> None:
-        self.loss = loss
-        self.needs_entropy, self.entropy_grad = loss.needs_entropy, loss.entropy_grad
-        self.needs_logits = loss.needs_logits
+        super().__init__(loss)
         self._parts: list[tuple[IntArray, Tensor]] = []
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:

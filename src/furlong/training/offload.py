@@ -191,11 +191,11 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Tensor
 class HostMemory:
     """Blocks of host memory, reassigned at each `place`.
 
-    device: where the tensors live; memory for CPU tensors is not pinned. left: returns the free bytes of the machine.
+    device: where the tensors live; memory for CPU tensors is not pinned. free_bytes: returns those of the machine.
     """
 
-    def __init__(self, device: torch.device, *, left: Callable[[], int | None] = available_memory) -> None:
-        self._device, self._left = device, left
+    def __init__(self, device: torch.device, *, free_bytes: Callable[[], int | None] = available_memory) -> None:
+        self._device, self._free_bytes = device, free_bytes
         self._blocks: list[Tensor] = []
         self._registered: list[Tensor] = []  # blocks registered with CUDA
         weakref.finalize(self, _unregister, self._registered).atexit = False
@@ -217,11 +217,11 @@ class HostMemory:
 
     def _allocate(self, sizes: Sequence[int]) -> None:
         """Add blocks."""
-        left = self._left()
-        if left is not None and sum(sizes) > left:
+        free = self._free_bytes()
+        if free is not None and sum(sizes) > free:
             raise TrainerError(
                 f"offloading needs {sum(sizes) / 2**30:.1f} GiB of host memory in addition to "
-                f"{self.num_bytes / 2**30:.1f} GiB, but {left / 2**30:.1f} GiB are free; give the machine (or the "
+                f"{self.num_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free; give the machine (or the "
                 "container) more memory, use more GPUs, or do not offload: --no-offload-train, without "
                 "--offload-optimizer-states and --optimizer-cpu-offload"
             )

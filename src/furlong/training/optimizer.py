@@ -237,8 +237,8 @@ class MasterOptimizer:
 
     def moments(self) -> Iterator[Tensor]:
         """Yield every tensor that the optimizer keeps between steps."""
-        for kept in self.optimizer.state.values():
-            yield from (tensor for tensor in kept.values() if isinstance(tensor, Tensor))
+        for states in self.optimizer.state.values():
+            yield from (tensor for tensor in states.values() if isinstance(tensor, Tensor))
 
     def _norm(self, grads: list[Tensor]) -> float:
         """Return the global norm of the gradients over all shards."""
@@ -259,7 +259,7 @@ class MasterOptimizer:
         """Return the parameters that `write_back` can restore from master weights on the device."""
         return [w.parameter for w in self.weights if w.is_rounded] if self._offload != "all" else []
 
-    def coming_bytes(self) -> list[int]:
+    def unallocated_bytes(self) -> list[int]:
         """Return the bytes of each moment that does not exist yet and will stay on the device between steps."""
         num_moments = 2 if self.flags.optimizer == "adam" else 1
         resident = self.master_weights if self._offload == "nothing" else []
@@ -268,7 +268,7 @@ class MasterOptimizer:
     @property
     def pending_bytes(self) -> int:
         """Bytes that the next backward pass and step will allocate for gradients and moments."""
-        return sum(self.coming_bytes()) + sum(m.nbytes for m in self.master_weights if m.grad is None)
+        return sum(self.unallocated_bytes()) + sum(m.nbytes for m in self.master_weights if m.grad is None)
 
     def reset(self) -> None:
         """Reset the moments; the schedule continues."""

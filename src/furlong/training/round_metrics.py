@@ -83,9 +83,9 @@ def batch_metrics(batch: RolloutBatch, kl_kind: KlKind) -> Metrics:
         "truncated": batch.truncated,
     }
     for name, values in per_sample.items():
-        known = values[~np.isnan(values)]  # a sample whose reward call failed has no raw reward
-        if len(known):
-            metrics[f"rollout/{name}"] = mean(float(np.mean(known, dtype=np.float64)), len(known))
+        numbers = values[~np.isnan(values)]  # a sample whose reward call failed has no raw reward
+        if len(numbers):
+            metrics[f"rollout/{name}"] = mean(float(np.mean(numbers, dtype=np.float64)), len(numbers))
     return metrics
 
 

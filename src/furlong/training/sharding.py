@@ -43,7 +43,7 @@ class Sharding:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
         self.index, self.count = 0, 1
-        self.kept: frozenset[str] = frozenset()  # parameters that are not cast to the compute dtype
+        self.uncast: frozenset[str] = frozenset()  # parameters that are not cast to the compute dtype
         self.mesh: Any = None
         self.group: Any = None
         self.context: ContextParallel | None = None  # context-parallel group of this rank
@@ -127,8 +127,8 @@ class Sharding:
         with self.ranks.agreed(TrainerError):
             if self.ranks.rank == 0:
                 source = hf.load_model(folder, dtype=dtype)
-        kept = [] if source is None else [name for name, p in source.named_parameters() if p.dtype != dtype]
-        self.kept = frozenset(self.ranks.share(kept))
+        uncast = [] if source is None else [name for name, p in source.named_parameters() if p.dtype != dtype]
+        self.uncast = frozenset(self.ranks.share(uncast))
         packed = self.build(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=pack)
         self._fill(packed.model, source)
         return packed
@@ -146,7 +146,7 @@ class Sharding:
 
         Raises ConfigError for a model without a list of layers.
         """
-        stored = torch.promote_types(dtype, torch.float32) if is_trained or self.kept else dtype
+        stored = torch.promote_types(dtype, torch.float32) if is_trained or self.uncast else dtype
         model = hf.build_empty(folder, dtype=stored).eval()
         layers = getattr(model.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList):
@@ -154,7 +154,7 @@ class Sharding:
                 f"{type(model).__name__} has no list of decoder layers, so it cannot be sharded; train it on one rank"
             )
         prepare(model)
-        for owner in {model.get_submodule(name.rpartition(".")[0]) for name in self.kept}:
+        for owner in {model.get_submodule(name.rpartition(".")[0]) for name in self.uncast}:
             self._unit(owner, stored, stored)
         for layer in layers:
             self._unit(layer, stored, dtype)
@@ -176,12 +176,12 @@ class Sharding:
 
     def _fill(self, model: PreTrainedModel, source: PreTrainedModel | None) -> None:
         """Copy rank 0's `source` into a sharded model, one tensor at a time."""
-        have = dict(tensors_of(source)) if source is not None else {}
-        dtypes = self.ranks.share({name: str(t.dtype).removeprefix("torch.") for name, t in have.items()})
+        sources = dict(tensors_of(source)) if source is not None else {}
+        dtypes = self.ranks.share({name: str(t.dtype).removeprefix("torch.") for name, t in sources.items()})
         for name, tensor in list(tensors_of(model)):
             whole = torch.empty(tensor.shape, dtype=getattr(torch, dtypes[name]), device=self.device)
             if self.ranks.rank == 0:
-                whole.copy_(have[name].detach())
+                whole.copy_(sources[name].detach())
             dist.broadcast(whole, 0)
             _put(model, name, tensor, whole[self.rows(len(whole))] if isinstance(tensor, DTensor) else whole)
 

@@ -53,7 +53,7 @@ def test_reserved_memory_is_allocated_at_once_and_used_later():
 
 
 def test_too_little_host_memory_is_an_error_with_the_bytes_and_allocates_nothing():
-    memory = HostMemory(CPU, left=lambda: 3 << 30)
+    memory = HostMemory(CPU, free_bytes=lambda: 3 << 30)
     with pytest.raises(TrainerError, match=r"5\.0 GiB.* 0\.0 GiB.* 3\.0 GiB.*--no-offload-train"):
         memory.place([1 << 30], reserve=[4 << 30])
     assert memory.num_bytes == 0
@@ -90,7 +90,7 @@ def test_blocks_are_registered_with_cuda_once_and_unregistered_with_their_owner(
     monkeypatch.setattr(offload, "_cudart", Cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(offload, "BLOCK_BYTES", 1 << 20)
-    memory = HostMemory(torch.device("cuda"), left=lambda: None)
+    memory = HostMemory(torch.device("cuda"), free_bytes=lambda: None)
     found = memory.place([3 << 20, 1 << 20, 1 << 20, 5])
     assert sum(known.values()) == memory.num_bytes
     assert len(known) == 4

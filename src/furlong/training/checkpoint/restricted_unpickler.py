@@ -36,9 +36,9 @@ class Placeholder:
 
     def __new__(cls, *args: Any, **_: Any) -> Placeholder:
         """Record the arguments of a constructor or function."""
-        made = super().__new__(cls)
-        made.args = args
-        return made
+        placeholder = super().__new__(cls)
+        placeholder.args = args
+        return placeholder
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

@@ -242,7 +242,7 @@ class FsdpBackend(Backend):
             self._parts(),
             deferred=optimizer.moments(),
             discarded=optimizer.rounded(),
-            reserve=optimizer.coming_bytes(),
+            reserve=optimizer.unallocated_bytes(),
         )
 
     def onload(self) -> MemoryTransfer:
@@ -264,8 +264,8 @@ class FsdpBackend(Backend):
         rounded = {id(parameter) for parameter in self.optimizer.rounded()}
         for packed in (self.actor, *self._frozen.values()):
             reshard(packed)
-            kept = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
-            yield from (self.sharding.local(tensor) for tensor in kept)
+            tensors = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
+            yield from map(self.sharding.local, tensors)
         yield from self.optimizer.master_weights
 
     def layer_seconds(self) -> float | None:
@@ -292,7 +292,9 @@ class FsdpBackend(Backend):
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of the policy is used in computation."""
-        is_cast = self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.kept
+        is_cast = (
+            self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.uncast
+        )
         return self.settings.dtype if is_cast else tensor.dtype
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
