@@ -141,5 +141,6 @@ def test_environment_continues_from_the_actions_of_the_policy():
     assert first.startswith("42+")
     assert second.startswith("50+")
     assert trained_text(sample) == "42507"
+    assert isinstance(sample.reward, float)
     assert 1 / 3 <= sample.reward < 1
     assert play("environment/cash_register.py", ["no"], prompt="12+30=", metadata={"seed": 1}).reward == 0
