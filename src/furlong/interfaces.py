@@ -31,9 +31,6 @@ PauseMode = Literal["finish", "hold", "abort"]
 Role = Literal["actor", "ref", "old_actor", "teacher"]
 
 
-# Generation
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one completion, under SGLang's names.
@@ -133,9 +130,6 @@ class Engine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release all resources; running requests fail with EngineError."""
-
-
-# Training
 
 
 @dataclass(frozen=True)
@@ -238,22 +232,14 @@ class LossFn(Protocol):
 
     The loss is a sum of per-token terms times `micro.weight_R`, so the losses of all micro-batches and ranks add up to
     the loss of the optimizer step.
+
+    needs_entropy: whether `stats.entropy_R` must be computed. entropy_grad: whether the gradient flows through it.
+    needs_logits: whether `stats.logits_RV` must be kept (custom losses; costs [R, V] memory).
     """
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `stats.entropy_R` must be computed."""
-        ...
-
-    @property
-    def entropy_grad(self) -> bool:
-        """Whether the gradient flows through the entropy."""
-        ...
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether `stats.logits_RV` must be kept (custom losses; costs [R, V] memory)."""
-        ...
+    needs_entropy: bool
+    entropy_grad: bool
+    needs_logits: bool
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         """Return the scalar loss and metrics."""
@@ -425,9 +411,6 @@ async def _keep_memory(engine: EngineMemory) -> None:
     del engine
 
 
-# Data and rewards
-
-
 class DataSource(Protocol):
     """Hands out prompt groups, each exactly once per epoch."""
 
@@ -475,9 +458,6 @@ class Rollout(Protocol):
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Generate and score the evaluation sets."""
         ...
-
-
-# Records
 
 
 class Tracker(Protocol):

@@ -109,8 +109,8 @@ def test_every_weight_update_arrives_bit_for_bit(way, url, folder, state, tmp_pa
             for version in (11, 12, 13):
                 changed(state, version)
                 reports.append(await sync.update_weights(version))
-                held, _ = await client.checksums()
-                assert held == {name: checksum(tensor) for name, tensor in state.items()}
+                loaded, _ = await client.checksums()
+                assert loaded == {name: checksum(tensor) for name, tensor in state.items()}
                 assert await client.served_version() == str(version)
             completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2))
             assert completion.versions == [13, 13]
@@ -126,19 +126,21 @@ def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
     config = family_config("qwen3_moe")
     models = [hf.build_model(config, seed=seed) for seed in (0, 1)]
     hf.save_model(models[0], tmp_path / "first")
-    wanted = {n: t for name, held in hf.named_tensors(models[1]) for n, t in hf.on_disk(models[1], name, held.detach())}
+    expected = {
+        n: t for name, loaded in hf.named_tensors(models[1]) for n, t in hf.on_disk(models[1], name, loaded.detach())
+    }
 
     async def body():
         served = EmbeddedEngine(tmp_path / "first", dtype=torch.float32, num_slots=2)
         async with (
             running_server(served) as url,
-            syncing(url, Untrained(wanted), transport_of(way, tmp_path, tmp_path / "first")) as (sync, _, client),
+            syncing(url, Untrained(expected), transport_of(way, tmp_path, tmp_path / "first")) as (sync, _, client),
         ):
             for version in (1, 2):
                 await sync.update_weights(version)
-                held, _ = await client.checksums()
-                assert held == {name: checksum(tensor) for name, tensor in wanted.items()}
-                changed(wanted, version)
+                loaded, _ = await client.checksums()
+                assert loaded == {name: checksum(tensor) for name, tensor in expected.items()}
+                changed(expected, version)
         await served.close()
 
     with torch.no_grad():
@@ -244,8 +246,8 @@ def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, st
         with pytest.raises(SyncError, match=rf"{what}.*{server.url}: did not answer within 0\.05 s") as caught:
             await sync.update_weights(1)
         assert caught.value.late is not None
-        [found] = MonitorSuite(MONITORS, RunFacts()).event({"event": "weight_update_timeout", **caught.value.late})
-        assert (found.id, server.url in found.finding, found.cause) == (
+        [warning] = MonitorSuite(MONITORS, RunFacts()).event({"event": "weight_update_timeout", **caught.value.late})
+        assert (warning.id, server.url in warning.finding, warning.cause) == (
             "SYNC01",
             True,
             transport_spec(transport.name).timeout_cause,

@@ -41,11 +41,11 @@ def test_greedy_output_is_that_of_transformers_generate(family):
     for prompt, done in zip(
         PROMPTS, generate_all(engine, PROMPTS, SamplingParams(max_new_tokens=24, temperature=0.0)), strict=True
     ):
-        wanted = model.generate(
+        expected = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False
         )[0, len(prompt) :].tolist()
-        assert done.tokens == wanted
-        assert done.finish_reason == ("stop" if wanted[-1] == 3 else "length")
+        assert done.tokens == expected
+        assert done.finish_reason == ("stop" if expected[-1] == 3 else "length")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,16 +58,16 @@ def test_log_probs_equal_a_full_forward(family):
         for i in range(len(prompts))
     ]
     for prompt, done in zip(prompts, generate_all(engine, prompts, params), strict=True):
-        wanted = reference_log_probs(model, prompt, done.tokens, 0.7)
-        torch.testing.assert_close(torch.tensor(done.log_probs), wanted, atol=1e-5, rtol=0)
+        expected = reference_log_probs(model, prompt, done.tokens, 0.7)
+        torch.testing.assert_close(torch.tensor(done.log_probs), expected, atol=1e-5, rtol=0)
 
 
 def test_bfloat16_stays_near_float32(qwen):
     config, model = qwen
     engine = tiny_engine(config, model.state_dict(), dtype=torch.bfloat16)
     for prompt, done in zip(PROMPTS, generate_all(engine, PROMPTS, SamplingParams(max_new_tokens=20)), strict=True):
-        wanted = reference_log_probs(model, prompt, done.tokens)
-        assert (torch.tensor(done.log_probs) - wanted).abs().max() < 0.15
+        expected = reference_log_probs(model, prompt, done.tokens)
+        assert (torch.tensor(done.log_probs) - expected).abs().max() < 0.15
 
 
 def test_waiting_requests_of_one_prompt_are_prefilled_once(qwen):
@@ -259,8 +259,8 @@ def test_experts_load_one_by_one_under_checkpoint_names():
         return await engine.generate(PROMPTS[1], SamplingParams(max_new_tokens=5, ignore_eos=True))
 
     done = run(engine, body)
-    wanted = reference_log_probs(model, PROMPTS[1], done.tokens)
-    torch.testing.assert_close(torch.tensor(done.log_probs), wanted, atol=1e-5, rtol=0)
+    expected = reference_log_probs(model, PROMPTS[1], done.tokens)
+    torch.testing.assert_close(torch.tensor(done.log_probs), expected, atol=1e-5, rtol=0)
 
 
 def test_nan_weights_fail_every_request_and_the_engine_recovers(qwen):

@@ -51,9 +51,9 @@ def test_samples_follow_the_filtered_distribution(params, vocab):
     uniform = (np.arange(n) + 0.5) / n  # stratified, so that counts are n p to within one per token
     tokens, _ = draw(logits_V.repeat(n, 1), [params] * n, uniform)
     counts = np.bincount(tokens.numpy(), minlength=vocab)
-    wanted = allowed_by_definition(logits_V, params)
-    assert set(np.flatnonzero(counts)) <= set(wanted)
-    for token, p in wanted.items():
+    reference = allowed_by_definition(logits_V, params)
+    assert set(np.flatnonzero(counts)) <= set(reference)
+    for token, p in reference.items():
         assert abs(counts[token] - n * p) <= 1.5
 
 
@@ -73,8 +73,8 @@ def test_log_probs_are_of_the_tempered_distribution_before_filters():
     logits = torch.randn(6, 300) * 3
     params = [SamplingParams(temperature=0.5, top_k=3, top_p=0.8)] * 6
     tokens, log_probs = draw(logits, params, np.linspace(0, 0.99, 6))
-    wanted = torch.log_softmax(logits / 0.5, -1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(log_probs, wanted, atol=1e-5, rtol=0)
+    reference = torch.log_softmax(logits / 0.5, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, reference, atol=1e-5, rtol=0)
 
 
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
@@ -99,8 +99,8 @@ def test_a_flat_distribution_under_top_p_needs_more_candidates_and_stays_exact()
     params = SamplingParams(top_p=0.5)
     logits_V = torch.linspace(0, 1e-3, 3000)
     tokens, _ = draw(logits_V.repeat(64, 1), [params] * 64, (np.arange(64) + 0.5) / 64)
-    wanted = allowed_by_definition(logits_V, params)
-    assert set(tokens.tolist()) <= set(wanted)
+    reference = allowed_by_definition(logits_V, params)
+    assert set(tokens.tolist()) <= set(reference)
     assert len(set(tokens.tolist())) == 64
 
 
@@ -128,10 +128,10 @@ def test_uniform_streams_differ_by_seed_and_kind_and_have_random_access():
 
 def test_samples_do_not_depend_on_the_default_dtype_which_another_thread_may_have_set():
     params = [SamplingParams(temperature=0.7)] * 4
-    wanted = draw(torch.linspace(-1, 1, 37).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
+    reference = draw(torch.linspace(-1, 1, 37).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
     try:
         torch.set_default_dtype(torch.bfloat16)
-        found = draw(torch.linspace(-1, 1, 37, dtype=torch.float32).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
+        result = draw(torch.linspace(-1, 1, 37, dtype=torch.float32).expand(4, -1), params, [0.1, 0.4, 0.6, 0.9])
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference, result, strict=True))

@@ -88,11 +88,11 @@ def test_every_tensor_of_a_model_with_experts_is_compared(answer):
 
 @pytest.mark.parametrize("piece", ["0.gate_proj", "1.up_proj", f"{LAST}.down_proj"])
 def test_one_wrong_bit_of_an_expert_is_found(piece):
-    held = {name: tensor.clone() for name, tensor in STATE.items()}
-    held[f"{LAYER}.{piece}.weight"] = held[f"{LAYER}.{piece}.weight"].bfloat16()
-    held[f"{LAYER}.{piece}.weight"].view(torch.int16)[-1, -1] ^= 1
+    stored = {name: tensor.clone() for name, tensor in STATE.items()}
+    stored[f"{LAYER}.{piece}.weight"] = stored[f"{LAYER}.{piece}.weight"].bfloat16()
+    stored[f"{LAYER}.{piece}.weight"].view(torch.int16)[-1, -1] ^= 1
     with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w"):
-        check(Sglang(held), STATE.items())
+        check(Sglang(stored), STATE.items())
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,12 @@ def test_every_tensor_of_a_known_family_is_compared(dtype):
 
 @pytest.mark.parametrize("name", list(STATE))
 def test_one_wrong_element_of_any_tensor_is_found(name):
-    held = {key: tensor.clone() for key, tensor in STATE.items()}
-    held[name].view(-1)[-1] += 1
+    stored = {key: tensor.clone() for key, tensor in STATE.items()}
+    stored[name].view(-1)[-1] += 1
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        held["model.embed_tokens.weight"] = held["lm_head.weight"] = held[name]
+        stored["model.embed_tokens.weight"] = stored["lm_head.weight"] = stored[name]
     with pytest.raises(SyncError, match=r"http://engine: .*CKPT03|http://engine: .*differ"):
-        check(Sglang(held))
+        check(Sglang(stored))
 
 
 def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():

@@ -109,10 +109,10 @@ def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path)
     written(tmp_path / "d", base, new)
     local.apply(tmp_path / "d")
     assert local.version == 8
-    found = {}
+    loaded = {}
     for path in sorted(local.folder.glob("*.safetensors")):
-        found |= load_file(path)
-    assert all(torch.equal(found[name], new[name]) for name in new)
+        loaded |= load_file(path)
+    assert all(torch.equal(loaded[name], new[name]) for name in new)
     with pytest.raises(SyncError, match=r"version 8\b.* applies to version"):
         local.apply(tmp_path / "d")
     folders.close()

@@ -32,14 +32,14 @@ TENSORS = [
 def test_tensors_in_a_shared_buffer_are_read_by_their_description():
     buffer = SharedBuffer(2048)
     layout = orjson.loads(orjson.dumps(buffer.fill(TENSORS)))
-    found = open_shared(buffer.name, layout)
-    for (name, tensor), (its_name, its) in zip(TENSORS, found, strict=True):
+    loaded = open_shared(buffer.name, layout)
+    for (name, tensor), (its_name, its) in zip(TENSORS, loaded, strict=True):
         assert name == its_name
         assert its.dtype == tensor.dtype
         assert torch.equal(its, tensor)
     buffer.close()
     assert not (folder() / buffer.name).exists()
-    assert torch.equal(found[0][1], TENSORS[0][1])  # the memory lives on
+    assert torch.equal(loaded[0][1], TENSORS[0][1])  # the memory lives on
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_a_message_to_sglang_names_only_what_its_unpickler_allows():
     arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
     entry = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
     message = handle_message((rebuild_cuda_tensor, arguments), "GPU-uuid", [entry])
-    found = {}
+    loaded = {}
 
     class Listed(pickle.Unpickler):
         def find_class(self, module, name):
             assert (module + ".").startswith(("types.", "torch.", "builtins.", "collections.", "copyreg."))
             if name == "rebuild_cuda_tensor":
-                return lambda *given: found.setdefault("arguments", given)
+                return lambda *values: loaded.setdefault("arguments", values)
             return super().find_class(module, name)
 
     read = Listed(io.BytesIO(message)).load()
-    assert found["arguments"] == (*arguments[:6], "GPU-uuid", *arguments[7:])
-    assert read["flattened_tensor"] == found["arguments"]
+    assert loaded["arguments"] == (*arguments[:6], "GPU-uuid", *arguments[7:])
+    assert read["flattened_tensor"] == loaded["arguments"]
     assert read["metadata"] == [entry]
 
 
@@ -108,9 +108,9 @@ class Crowd:
     def exchange(self, message):
         self._board[self.rank] = message
         self._barrier.wait(10)
-        found = list(self._board)
+        loaded = list(self._board)
         self._barrier.wait(10)
-        return found
+        return loaded
 
 
 class Shared:
@@ -120,13 +120,13 @@ class Shared:
 
     def __init__(self, first_rank, fail_at=None):
         self.url, self.first_rank, self.fail_at = f"http://engine{first_rank}", first_rank, fail_at
-        self.held, self.buckets = {}, 0
+        self.stored, self.buckets = {}, 0
 
     async def load_shared(self, name, tensors, version, *, is_last):
         self.buckets += 1
         if self.buckets == self.fail_at:
             raise EngineError("out of memory")
-        self.held |= {name: tensor.clone() for name, tensor in open_shared(name, tensors)}
+        self.stored |= {name: tensor.clone() for name, tensor in open_shared(name, tensors)}
         self.is_done = is_last
 
 
@@ -173,7 +173,7 @@ def test_each_engine_gets_the_buffers_of_the_ranks_on_its_gpus():
     results, _ = publish(servers, 2)
     for server in servers:
         assert server.is_done
-        assert all(torch.equal(server.held[name], tensor) for name, tensor in STATE.items())
+        assert all(torch.equal(server.stored[name], tensor) for name, tensor in STATE.items())
     assert results[0].num_bytes == 2800
     assert set(folder().glob("furlong-weights-*")) <= before
 

@@ -28,17 +28,17 @@ class Copying(FakeEngineControl):
     def __init__(self, dtype=torch.float32, spoil=None) -> None:
         super().__init__(World())
         self.dtype, self.spoil, self.loads = dtype, spoil, 0
-        self.held: dict[str, torch.Tensor] = {}
+        self.stored: dict[str, torch.Tensor] = {}
 
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
         self.loads += 1
-        self.held = {name: tensor.to(self.dtype, copy=True) for name, tensor in source.open()}
+        self.stored = {name: tensor.to(self.dtype, copy=True) for name, tensor in source.open()}
         if self.spoil is not None:
-            self.spoil(self.held)
+            self.spoil(self.stored)
         return await self.checksums()
 
     async def checksums(self) -> dict[str, str]:
-        return {name: checksum(tensor) for name, tensor in self.held.items()}
+        return {name: checksum(tensor) for name, tensor in self.stored.items()}
 
 
 def sync_of(trainer, engine, **options) -> MemorySync:
@@ -50,7 +50,7 @@ def test_report_counts_what_was_sent_and_has_its_checksums():
     report = asyncio.run(sync_of(trainer, engine).update_weights(3))
     assert (report.version, report.num_tensors, report.num_bytes) == (3, 2, 40)
     assert report.checksums == {name: checksum(t) for name, t in trainer.tensors.items()}
-    assert torch.equal(engine.held["a"], trainer.tensors["a"])
+    assert torch.equal(engine.stored["a"], trainer.tensors["a"])
 
 
 def test_engine_of_lower_precision_is_verified_in_that_precision():
@@ -62,11 +62,11 @@ def test_engine_of_lower_precision_is_verified_in_that_precision():
     ("spoil", "message"),
     [
         (
-            lambda held: held["b"].view(torch.int32).bitwise_xor_(1),
+            lambda stored: stored["b"].view(torch.int32).bitwise_xor_(1),
             r"of 2 tensors, 1 differ \(first: b, \(4,\) float32",
         ),
-        (lambda held: held.pop("a"), r"1 did not arrive \(first: a, "),
-        (lambda held: held.update(c=torch.zeros(1)), r"1 were never sent \(first: c\)"),
+        (lambda stored: stored.pop("a"), r"1 did not arrive \(first: a, "),
+        (lambda stored: stored.update(c=torch.zeros(1)), r"1 were never sent \(first: c\)"),
     ],
 )
 def test_tensor_that_differs_from_the_sent_one_ends_the_run(spoil, message):
@@ -89,12 +89,12 @@ def test_first_weight_update_is_checked_by_a_second_one(caplog):
 def test_tensor_that_changes_in_the_engine_between_two_weight_updates_is_detected():
     engine = Copying()
 
-    async def held() -> dict[str, str]:
-        engine.held["a"] += 1
+    async def stored() -> dict[str, str]:
+        engine.stored["a"] += 1
         return await engine.checksums()
 
     with pytest.raises(SyncError, match=r"1 differ \(first: a\)"):
-        asyncio.run(sync_of(Weights(), engine, engine_checksums=held).update_weights(0))
+        asyncio.run(sync_of(Weights(), engine, engine_checksums=stored).update_weights(0))
 
 
 def test_every_tensor_is_logged_if_asked(caplog):

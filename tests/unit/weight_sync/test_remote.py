@@ -209,8 +209,8 @@ def test_verification_during_serving_ends_before_training_and_removes_a_wrong_se
 
     async def later(self):
         await allowed.wait()
-        found, digest = await checksums(self)
-        return found | wrong, digest
+        loaded, digest = await checksums(self)
+        return loaded | wrong, digest
 
     monkeypatch.setattr(SglangServer, "checksums", later)
 
@@ -242,8 +242,8 @@ def test_next_weight_update_waits_for_the_previous_verification(tmp_path, monkey
     checksums = SglangServer.checksums
 
     async def wrong(self):
-        found, digest = await checksums(self)
-        return found | {"model.norm.weight": "0" * 32}, digest
+        loaded, digest = await checksums(self)
+        return loaded | {"model.norm.weight": "0" * 32}, digest
 
     monkeypatch.setattr(SglangServer, "checksums", wrong)
 
@@ -262,8 +262,8 @@ class Shown:
 
     checksum_dtype, device_dtypes = torch.float32, frozenset()
 
-    def __init__(self, url, held, *, is_dead=False):
-        self.url, self.address, self.held, self.is_dead, self.loading = url, EngineAddress(url), held, is_dead, []
+    def __init__(self, url, stored, *, is_dead=False):
+        self.url, self.address, self.stored, self.is_dead, self.loading = url, EngineAddress(url), stored, is_dead, []
 
     def begin_loading(self, version):
         self.loading = [version]
@@ -278,7 +278,7 @@ class Shown:
 
     async def checksums(self):
         await asyncio.sleep(0)
-        return self.held, ""
+        return self.stored, ""
 
 
 class Quick:

@@ -58,7 +58,6 @@ class GenerateRequest:
     rid: str
     ids: list[int]
     params: SamplingParams
-    top: bool = False
     routes_from: int = 0
 
 
@@ -125,14 +124,21 @@ def requests_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list
     skipped = body.get("routed_experts_start_len") or 0
     if type(skipped) is not int or skipped < 0:
         raise RequestError(f"routed_experts_start_len is {skipped!r}, must be an integer >= 0")
+    parsed = [dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed) for fields in per_row]
+    return sample_requests(rids, rows, parsed, routes_from=skipped), is_list or n > 1
+
+
+def sample_requests(
+    rids: list[str], rows: list[list[int]], params: list[SamplingParams], *, routes_from: int = 0
+) -> list[GenerateRequest]:
+    """Return an equal number of requests for each prompt, one per id. Samples of a prompt have consecutive seeds."""
     requests: list[GenerateRequest] = []
-    for row, fields in zip(rows, per_row, strict=True):
-        base = dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed)
-        for sample in range(n):
+    for row, base in zip(rows, params, strict=True):
+        for sample in range(len(rids) // len(rows)):
             seed = None if base.sampling_seed is None else base.sampling_seed + sample
             sample_params = dataclasses.replace(base, sampling_seed=seed)
-            requests.append(GenerateRequest(rids[len(requests)], row, sample_params, routes_from=skipped))
-    return requests, is_list or n > 1
+            requests.append(GenerateRequest(rids[len(requests)], row, sample_params, routes_from))
+    return requests
 
 
 def num_samples(name: str, value: Any) -> int:

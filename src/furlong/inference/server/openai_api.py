@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -24,6 +23,7 @@ from furlong.inference.server.generate_api import (
     num_samples,
     progress,
     reject_unsupported,
+    sample_requests,
     sampling_params,
     sse,
 )
@@ -102,13 +102,9 @@ def _requests(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_c
     fields["sampling_seed"] = body.get("seed")
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     fields["max_new_tokens"] = limit if limit is not None else (128 if is_chat else 16)
-    base, n = sampling_params(fields), num_samples("n", body.get("n"))
-    seeds = [None if base.sampling_seed is None else base.sampling_seed + i for i in range(n)]
-    pairs = [(row, seed) for row in rows for seed in seeds]
-    return [
-        GenerateRequest(f"{name}-{i}", row, dataclasses.replace(base, sampling_seed=seed))
-        for i, (row, seed) in enumerate(pairs)
-    ]
+    n = num_samples("n", body.get("n"))
+    rids = [f"{name}-{i}" for i in range(len(rows) * n)]
+    return sample_requests(rids, rows, [sampling_params(fields)] * len(rows))
 
 
 async def _answer(
