@@ -126,9 +126,7 @@ def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
     config = family_config("qwen3_moe")
     models = [hf.build_model(config, seed=seed) for seed in (0, 1)]
     hf.save_model(models[0], tmp_path / "first")
-    expected = {
-        n: t for name, loaded in hf.named_tensors(models[1]) for n, t in hf.on_disk(models[1], name, loaded.detach())
-    }
+    expected = {n: t for name, p in hf.named_tensors(models[1]) for n, t in hf.on_disk(models[1], name, p.detach())}
 
     async def body():
         served = EmbeddedEngine(tmp_path / "first", dtype=torch.float32, num_slots=2)
