@@ -23,10 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.errors import RewardError
-from furlong.rewards.sandbox_worker import HEADER, apply_changes, decode_message, encode_frame, split_args
+from furlong.rewards.sandbox_worker import HEADER, apply_changes, encode_frame, split_args
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"
@@ -328,7 +330,7 @@ class _Worker:
     async def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         head = await self._process.stdout.readexactly(HEADER.size)
-        return decode_message(await self._process.stdout.readexactly(HEADER.unpack(head)[0]))
+        return orjson.loads(await self._process.stdout.readexactly(HEADER.unpack(head)[0]))
 
     def _send(self, frame: bytes) -> None:
         assert self._process.stdin is not None

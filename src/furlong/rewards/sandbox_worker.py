@@ -83,7 +83,7 @@ async def _answer(
     function: CustomReward, args: SandboxArgs, request: Message, write: Callable[[Message], None], timeout_s: float
 ) -> None:
     _REQUEST.set(request["id"])
-    before = decode_message(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
+    before = orjson.loads(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
     samples = [Sample.from_dict(data) for data in request["samples"]]
     scoring = asyncio.create_task(function.score(args, samples))
     done, _ = await asyncio.wait({scoring}, timeout=timeout_s if function.is_async else None)
@@ -132,7 +132,7 @@ def _read(source: int) -> Message | None:
     if head is None:
         return None
     body = _read_exactly(source, HEADER.unpack(head)[0])
-    return None if body is None else decode_message(body)
+    return None if body is None else orjson.loads(body)
 
 
 def _read_exactly(source: int, size: int) -> bytes | None:
@@ -166,11 +166,6 @@ def encode_frame(message: Any) -> bytes:
     """Encode one message. Raises TypeError with the type that JSON cannot represent."""
     body = orjson.dumps(message, default=_json_value, option=_OPTIONS)
     return HEADER.pack(len(body)) + body
-
-
-def decode_message(body: bytes) -> Any:
-    """Decode the body of a frame."""
-    return orjson.loads(body)
 
 
 def changed_fields(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _engine_rollout(
         print_every=config.debug.debug_rollout_print_every,
         eval_sets=eval_sets,
         report=_report(context),
-        on_groups=context.dumps.save if context.dumps.template is not None else None,
+        on_groups=context.dumps.save,
         order=_order(context),
     )
 
@@ -268,7 +268,7 @@ def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
         generation=generation,
         reward_key=spec.reward_key,
         pass_k=context.config.eval.eval_pass_k or True,
-        on_samples=context.dumps.save_evaluation if context.dumps.template is not None else None,
+        on_samples=context.dumps.save_evaluation,
     )
 
 
