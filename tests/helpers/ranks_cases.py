@@ -172,7 +172,7 @@ def frozen_models(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 def save_half(ranks: Ranks, folder: Path, *, family: str, to: str, file_bytes: int, **options: Any) -> dict[str, Any]:
     """Train, save halfway into several files, continue, and return the final weights."""
     trained = backend(ranks, folder, family, **options)
-    trainer_files.write.__kwdefaults__["max_bytes"] = file_bytes
+    trainer_files.FILE_BYTES = file_bytes
     run = worker(ranks, trained)
     run.train(batch(0))
     trained.copy_weights("actor", "old_actor")

@@ -162,11 +162,10 @@ def write(
     tensors: Iterable[tuple[str, Tensor]],
     ranks: Ranks,
     *,
-    max_bytes: int = FILE_BYTES,
     later: PendingFiles | None = None,
     save: Callable[..., None] = save_tensors,
 ) -> dict[str, tuple[str, int]]:
-    """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most `max_bytes` each; a larger tensor gets its own file.
+    """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most FILE_BYTES each; a larger tensor gets its own file.
 
     With `later` this rank's files are only copied to host memory and added there; without it, `save(path, tensors,
     metadata)` writes each. A collective. Returns file and bytes of each tensor. Raises CheckpointError on all ranks if
@@ -191,7 +190,7 @@ def write(
             buffered.clear()
 
         for name, tensor in tensors:
-            if size and size + tensor.nbytes > max_bytes:
+            if size and size + tensor.nbytes > FILE_BYTES:
                 end_file()
                 number, size = number + 1, 0
             size += tensor.nbytes
