@@ -173,17 +173,18 @@ def test_prompts_with_labels_are_learned_and_evaluated(model, tmp_path):
 @pytest.mark.parametrize("has_own_folder", [False, True])
 def test_the_reference_is_loaded_before_anything_is_generated(has_own_folder, model, data, tmp_path, monkeypatch):
     seen = []
-    load, generate = FsdpBackend._load_frozen, EmbeddedEngine.generate
+    load, generate = FsdpBackend._load, EmbeddedEngine.generate
 
-    def loading(backend, folder):
-        seen.append("loaded")
-        return load(backend, folder)
+    def loading(backend, folder, *, prepare, is_trained=False):
+        if not is_trained:
+            seen.append("loaded")
+        return load(backend, folder, prepare=prepare, is_trained=is_trained)
 
     async def generating(engine, *args, **kwargs):
         seen.append("generated")
         return await generate(engine, *args, **kwargs)
 
-    monkeypatch.setattr(FsdpBackend, "_load_frozen", loading)
+    monkeypatch.setattr(FsdpBackend, "_load", loading)
     monkeypatch.setattr(EmbeddedEngine, "generate", generating)
     own = {"ref_load": model} if has_own_folder else {}
     assert train(flags(model, data, tmp_path / "run", num_rollout=1, **KL_LOSS, **own)) == 1
