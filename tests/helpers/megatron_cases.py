@@ -74,15 +74,15 @@ def two_steps(
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
-    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "data_rank": ranks.data_rank}
-    found["is_exported_as_loaded"] = _exports(trained, folder / family)
+    results: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "data_rank": ranks.data_rank}
+    results["is_exported_as_loaded"] = _exports(trained, folder / family)
     if is_published:
-        found["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
+        results["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
     first = int(resume is not None or core is not None)
     assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
     for number, (part, rows) in enumerate(steps_of(ranks)[first:], first):
-        take_step(trained, part, rows, loss, found)
-        found.setdefault("untrained", list(found["log_probs"]))
+        take_step(trained, part, rows, loss, results)
+        results.setdefault("untrained", list(results["log_probs"]))
         if is_offloaded:
             kept = [tensor for own, moments in trained.state.slices() for tensor in (own, *moments.values())]
             assert not any(tensor.untyped_storage().size() for tensor in kept)
@@ -90,13 +90,13 @@ def two_steps(
             _offload_and_reload(trained)
         if number == 0 and save_as:
             _save(trained, folder / "half" / save_as, ranks)
-    found["weights"] = weights(trained)
+    results["weights"] = weights(trained)
     if is_megatron:
         assert ranks.data_rank == parallel_state.get_data_parallel_rank()
         assert ranks.context_rank == parallel_state.get_context_parallel_rank()
     if is_megatron and resume is None and save_as:
-        found |= _restored(trained, folder / "whole" / save_as, ranks)
-    return found
+        results |= _restored(trained, folder / "whole" / save_as, ranks)
+    return results
 
 
 def _built(
@@ -143,28 +143,28 @@ def _exports(trained: Any, model: Path) -> bool:
 
 def each_layout(ranks: Ranks, folder: Path, *, layouts: dict[str, dict[str, Any]], **args: Any) -> dict[str, Any]:
     """Run `two_steps` with several layouts, in the same processes."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, layout in layouts.items():
         sys.stderr.write(f"{name}\n")
         own = {axis: layout.get(axis, 1) for axis in ("tensor", "pipeline", "context")}
         rest = {field: value for field, value in layout.items() if field not in own}
-        found[name] = two_steps(replace(ranks, **own), folder, **{"backend": "megatron", **args, **rest})
+        results[name] = two_steps(replace(ranks, **own), folder, **{"backend": "megatron", **args, **rest})
         parallel_state.destroy_model_parallel()  # a process has one layout at a time
-    return found
+    return results
 
 
 def each_family(
     ranks: Ranks, folder: Path, *, families: list[str], dtypes: list[str], **args: Any
 ) -> dict[str, dict[str, Any]]:
     """Return losses and gradient norms of `two_steps` with both backends, for several families."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for family in families:
         for dtype in dtypes:
             for backend in ("fsdp", "megatron"):
                 seen = two_steps(ranks, folder, family=family, backend=backend, dtype=dtype, offloads=False, **args)
                 kept = ("losses", "norms", "is_exported_as_loaded")
-                found[f"{backend} {family} {dtype}"] = {name: seen[name] for name in kept}
-    return found
+                results[f"{backend} {family} {dtype}"] = {name: seen[name] for name in kept}
+    return results
 
 
 def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
@@ -179,7 +179,7 @@ def steps_of(ranks: Ranks) -> list[tuple[Any, Any]]:
     return [(part.batch, rows) for rows in part.steps]
 
 
-def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: dict[str, Any]) -> None:
+def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, results: dict[str, Any]) -> None:
     """Take one optimizer step and append its results to `found`."""
     weights_R = part.columns["loss_weights"] * part.loss_masks
     micros = [pack_micro_batch(part, rows, weights_R, device=trained.device) for rows in rows_of_micros]
@@ -189,20 +189,20 @@ def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, found: di
         groups = [group for chunk in trained._chunks for group in chunk.bucket_groups]
         sent = [group.grad_reduce_handle is not None for group in groups]
         is_overlapping = (
-            trained._chunks[0].ddp_config.overlap_grad_reduce and found["norms"]
+            trained._chunks[0].ddp_config.overlap_grad_reduce and results["norms"]
         )  # overlap starts after the first step
         assert all(sent) if is_overlapping else not any(sent)
     else:
         stats = [trained.log_probs(micro, entropy=True) for micro in micros]
         metrics = [trained.forward_backward(micro, loss) for micro in micros]
-    found["log_probs"] += [
+    results["log_probs"] += [
         [int(row), *s.log_probs_R[m.seq_of_R == i].tolist(), *s.entropy_R[m.seq_of_R == i].tolist()]
         for m, s in zip(micros, stats, strict=True)
         for i, row in enumerate(part.sample_ids[m.rows])
     ]
     merged = merge(metrics)["loss"]
-    found["losses"].append([merged.total, merged.weight])
-    found["norms"].append(trained.optim_step().grad_norm)
+    results["losses"].append([merged.total, merged.weight])
+    results["norms"].append(trained.optim_step().grad_norm)
 
 
 def _save(trained: Any, folder: Path, ranks: Ranks) -> None:
@@ -226,14 +226,14 @@ def saved_bytes(ranks: Ranks, folder: Path, *, family: str, ways: dict[str, dict
         before_loss.append(sum(kept))
         return PolicyLoss(SETTINGS)(micro, stats)
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for way, how in ways.items():
         trained = megatron_backend(folder / family, ranks, optim=OPTIM, **how)
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             trained.forward_backward(micro, CustomLoss(loss, needs_entropy=True, entropy_grad=True))
-        found[way] = [before_loss[-1], trained.optim_step().grad_norm]
-    return found
+        results[way] = [before_loss[-1], trained.optim_step().grad_norm]
+    return results
 
 
 def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
@@ -297,7 +297,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9}
     trained = megatron_backend(folder / family, ranks, **how)
     errors: list[str] = []
-    found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+    results: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
     (part, rows), *_ = steps_of(ranks)
     micros = [pack_micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
     trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
@@ -308,8 +308,8 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
         trained.optim_step()
     except TrainerError as error:
         errors.append(str(error))
-    take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
-    return {"errors": errors, "norms": found["norms"]}
+    take_step(trained, part, rows, PolicyLoss(SETTINGS), results)
+    return {"errors": errors, "norms": results["norms"]}
 
 
 def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:

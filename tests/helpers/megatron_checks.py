@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from models_zoo import family_config
 
-Found = dict[str, list[Any]]
+Results = dict[str, list[Any]]
 
 
 def changed_config(family: str, changes: dict[str, Any]) -> PretrainedConfig:
@@ -26,17 +26,17 @@ def losses_of(ranks: list[Any]) -> list[float]:
     return [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
 
 
-def assert_trains_as(found: Found, name: str, reference: str, *, rel: float, loss_abs: float) -> None:
+def assert_trains_as(results: Results, name: str, reference: str, *, rel: float, loss_abs: float) -> None:
     """Assert that losses and gradient norms of both steps equal those of another case."""
-    assert losses_of(found[name]) == pytest.approx(losses_of(found[reference]), rel=rel, abs=loss_abs)
-    for rank in found[name]:
-        assert rank["norms"] == pytest.approx(found[reference][0]["norms"], rel=rel)
+    assert losses_of(results[name]) == pytest.approx(losses_of(results[reference]), rel=rel, abs=loss_abs)
+    for rank in results[name]:
+        assert rank["norms"] == pytest.approx(results[reference][0]["norms"], rel=rel)
 
 
-def assert_exports_as(found: Found, name: str, reference: str, *, rel: float, near: float) -> None:
+def assert_exports_as(results: Results, name: str, reference: str, *, rel: float, near: float) -> None:
     """Assert that exports equal the loaded weights, and that weights after both steps equal another case's."""
-    (other,) = found[reference]
-    for rank in found[name]:
+    (other,) = results[reference]
+    for rank in results[name]:
         assert rank["is_exported_as_loaded"]
         assert rank["weights"].keys() == other["weights"].keys()
         for tensor, values in rank["weights"].items():

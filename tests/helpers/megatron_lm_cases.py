@@ -73,10 +73,10 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
     (chunk,) = trained._models["actor"]
-    wanted = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
+    expected = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
 
     def is_back() -> bool:
-        same = [torch.equal(wanted[name], tensor) for name, tensor in chunk.named_parameters()]
+        same = [torch.equal(expected[name], tensor) for name, tensor in chunk.named_parameters()]
         with torch.no_grad():
             for tensor in chunk.parameters():
                 tensor.zero_()
@@ -109,13 +109,13 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any
         how: dict[str, Any] = {"optim": OPTIM, "layout": layout, "temperature": 0.9, "dtype": dtype}
         trained = megatron_backend(folder / family, ranks, **how)
         for number, (part, rows) in enumerate(steps_of(ranks)):
-            found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
-            take_step(trained, part, rows, PolicyLoss(SETTINGS), found)
+            results: dict[str, Any] = {"losses": [], "norms": [], "log_probs": []}
+            take_step(trained, part, rows, PolicyLoss(SETTINGS), results)
             if number == 0:
                 for form in FORMS:
                     _save_as_megatron_lm(trained, folder / f"{family}-{name}-{form}" / "iter_0000005", form, ranks)
                 trained.save_hf(folder / f"{family}-{name}-trained")
-        seen[family] = found | {"weights": weights(trained)}
+        seen[family] = results | {"weights": weights(trained)}
         parallel_state.destroy_model_parallel()  # a process has one layout at a time
     return seen
 
@@ -167,9 +167,9 @@ def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         codes = [main(["check", str(stored), "--hf-checkpoint", str(trained)])]
         codes.append(main(["convert", "megatron-to-hf", str(stored), str(back), "--hf-checkpoint", str(trained)]))
-    with open_tensors(trained) as wanted, open_tensors(back) as found:
-        is_same = wanted.names == found.names
-        is_same = is_same and all(torch.equal(wanted.read(name), found.read(name)) for name in wanted.names)
+    with open_tensors(trained) as expected, open_tensors(back) as results:
+        is_same = expected.names == results.names
+        is_same = is_same and all(torch.equal(expected.read(name), results.read(name)) for name in expected.names)
     return {"codes": codes, "output": output.getvalue(), "is_same": is_same, "rank": ranks.rank}
 
 

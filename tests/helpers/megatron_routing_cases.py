@@ -111,17 +111,17 @@ def balanced(
     )  # fmt: skip
     drawn = batch()
     part = split_batch(drawn, algo=SETTINGS, packing=PACKING, num_ranks=ranks.num_data)[ranks.data_rank]
-    found, norms, biases = [], [], []
+    losses_of_steps, norms, biases = [], [], []
     for rows_of_micros, (tokens, samples) in zip(part.steps, part.sizes, strict=True):
         micros = [
             dataclasses.replace(pack_micro_batch(part.batch, rows), step_tokens=tokens, step_samples=samples)
             for rows in rows_of_micros
         ]
         merged = merge(trained.forward_backward_of(micros, NoLoss()))
-        found.append({name: merged[name].total for name in sorted(merged)})
+        losses_of_steps.append({name: merged[name].total for name in sorted(merged)})
         norms.append(trained.optim_step().grad_norm)
         biases.append({name: tensor.tolist() for name, tensor in trained.named_weights() if "bias" in name})
-    return {"losses": found, "norms": norms, "biases": biases, "data_rank": ranks.data_rank}
+    return {"losses": losses_of_steps, "norms": norms, "biases": biases, "data_rank": ranks.data_rank}
 
 
 def balanced_by_hand(ranks: Ranks, folder: Path, *, family: str, losses: dict[str, Any]) -> dict[str, Any]:

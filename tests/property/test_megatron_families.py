@@ -71,7 +71,7 @@ def _write(config, folder):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     plain = {}
     drawn = batch()
@@ -119,39 +119,39 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_are_those_of_transformers(found, name):
-    plain, results = found[0][LAYOUTS[name][0]], found[1][name]
+def test_log_probs_are_those_of_transformers(outcomes, name):
+    plain, results = outcomes[0][LAYOUTS[name][0]], outcomes[1][name]
     seen = {sample: values for rank in results for sample, *values in rank["untrained"]}
     assert len(seen) >= len(plain) // 2
     for sample, values in seen.items():
-        wanted = plain[sample].tolist()
-        assert values[: len(wanted)] == pytest.approx(wanted, abs=1e-4)
+        expected = plain[sample].tolist()
+        assert values[: len(expected)] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
-    assert_trains_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, loss_abs=1e-5)
+def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
+    assert_trains_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, loss_abs=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_are_exported_under_their_names_bitwise(found, name):
-    assert_exports_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
-    assert all(rank.get("is_restored", True) for rank in found[1][name])
+def test_weights_are_exported_under_their_names_bitwise(outcomes, name):
+    assert_exports_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
+    assert all(rank.get("is_restored", True) for rank in outcomes[1][name])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_converting_there_and_back_gives_the_same_tensors(found, name):
-    (case,) = found[1][f"converted-{name}"]
+def test_converting_there_and_back_gives_the_same_tensors(outcomes, name):
+    (case,) = outcomes[1][f"converted-{name}"]
     assert_converted(case)
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_megatron_core_loads_what_was_converted_into_another_layout(found, name):
-    assert found[1][f"loaded-{name}"] == [{"by_core": True, "here": True}] * 2
+def test_megatron_core_loads_what_was_converted_into_another_layout(outcomes, name):
+    assert outcomes[1][f"loaded-{name}"] == [{"by_core": True, "here": True}] * 2
 
 
 @pytest.mark.parametrize("name", [name for name, (_, world, _) in LAYOUTS.items() if world == 4])
-def test_a_run_of_fsdp_resumes_with_megatron(found, name):
-    ranks, whole = found[1][f"resumed-{name}"], found[1][name]
+def test_a_run_of_fsdp_resumes_with_megatron(outcomes, name):
+    ranks, whole = outcomes[1][f"resumed-{name}"], outcomes[1][name]
     for rank, unbroken in zip(ranks, whole, strict=True):
         assert rank["norms"] == pytest.approx(unbroken["norms"][1:], rel=1e-4)

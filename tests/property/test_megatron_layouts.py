@@ -142,7 +142,7 @@ PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and na
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     for name, (family, changes) in MODELS.items():
         hf.save_model(hf.build_model(changed_config(family, changes), seed=0), folder / name)
@@ -189,33 +189,33 @@ def arguments(variant):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_and_gradient_norms_are_those_of_fsdp(found, name):
-    assert_trains_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, loss_abs=1e-6)
+def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
+    assert_trains_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, loss_abs=1e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_and_entropies_are_those_of_fsdp(found, name):
-    ranks, (reference,) = found[1][name], found[1][f"fsdp-{LAYOUTS[name][0]}"]
-    wanted = {sample: values for sample, *values in reference["log_probs"]}
+def test_log_probs_and_entropies_are_those_of_fsdp(outcomes, name):
+    ranks, (reference,) = outcomes[1][name], outcomes[1][f"fsdp-{LAYOUTS[name][0]}"]
+    expected = {sample: values for sample, *values in reference["log_probs"]}
     seen = {sample: values for rank in ranks for sample, *values in rank["log_probs"]}
-    assert seen.keys() == wanted.keys()
+    assert seen.keys() == expected.keys()
     for sample, values in seen.items():
-        assert values == pytest.approx(wanted[sample], rel=1e-4, abs=1e-4)
+        assert values == pytest.approx(expected[sample], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_are_exported_under_their_names(found, name):
-    assert_exports_as(found[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, near=1e-6)
+def test_weights_are_exported_under_their_names(outcomes, name):
+    assert_exports_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, near=1e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_restores_all_states(found, name):
-    assert all(rank["is_restored"] and rank["has_ref"] for rank in found[1][name])
+def test_a_checkpoint_restores_all_states(outcomes, name):
+    assert all(rank["is_restored"] and rank["has_ref"] for rank in outcomes[1][name])
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *FROM_CORE])
-def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(found, name):
-    ranks, (whole,) = found[1][name], found[1][f"fsdp-{(RESUMED | FROM_CORE)[name][0]}"]
+def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(outcomes, name):
+    ranks, (whole,) = outcomes[1][name], outcomes[1][f"fsdp-{(RESUMED | FROM_CORE)[name][0]}"]
     close = {"rel": 3e-2, "abs": 2e-2} if "bfloat16" in name else {"rel": 1e-5, "abs": 1e-6}
     losses = {rank["data_rank"]: rank["losses"][0][0] for rank in ranks}
     assert sum(losses.values()) == pytest.approx(whole["losses"][1][0], **close)
@@ -226,37 +226,37 @@ def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(found,
 
 
 @pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
-def test_a_megatron_core_checkpoint_resumes_bitwise_in_its_layout(found, name):
-    for rank, unbroken in zip(found[1][name], found[1]["saved-by-core-tensor"], strict=True):
-        wanted = unbroken[FROM_CORE[name][0]]
-        assert {key: rank[key] for key in wanted} == wanted
+def test_a_megatron_core_checkpoint_resumes_bitwise_in_its_layout(outcomes, name):
+    for rank, unbroken in zip(outcomes[1][name], outcomes[1]["saved-by-core-tensor"], strict=True):
+        expected = unbroken[FROM_CORE[name][0]]
+        assert {key: rank[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("family", ["tied", "moe"])
-def test_megatron_core_loads_what_was_converted_into_another_layout(found, family):
-    assert found[1][f"loaded-{family}"] == [{"by_core": True, "here": True}] * 2
+def test_megatron_core_loads_what_was_converted_into_another_layout(outcomes, family):
+    assert outcomes[1][f"loaded-{family}"] == [{"by_core": True, "here": True}] * 2
 
 
 @pytest.mark.parametrize("family", ["tied", "moe"])
-def test_converting_there_and_back_gives_the_same_tensors(found, family):
-    (case,) = found[1][f"converted-{family}"]
+def test_converting_there_and_back_gives_the_same_tensors(outcomes, family):
+    (case,) = outcomes[1][f"converted-{family}"]
     assert_converted(case)
 
 
-def test_a_megatron_core_checkpoint_of_two_ranks_is_checked_and_read(found):
-    (case,) = found[1]["read-from-core"]
+def test_a_megatron_core_checkpoint_of_two_ranks_is_checked_and_read(outcomes):
+    (case,) = outcomes[1]["read-from-core"]
     assert case["codes"] == [0, 0], case["output"]
     assert case["is_same"]
     assert "moe-tensor-dp_reshardable: " in case["output"]
 
 
-def test_states_of_a_padded_vocabulary_are_cut_to_the_model(found):
-    (is_same,) = found[1]["without-padding"]
+def test_states_of_a_padded_vocabulary_are_cut_to_the_model(outcomes):
+    (is_same,) = outcomes[1]["without-padding"]
     assert is_same == [True] * len(is_same)
 
 
-def test_optimizer_states_in_flat_buffers_are_refused_with_the_fix(found):
-    (error,) = found[1]["refused-buffers"]
+def test_optimizer_states_in_flat_buffers_are_refused_with_the_fix(outcomes):
+    (error,) = outcomes[1]["refused-buffers"]
     for part in (
         "moe-tensor-dp_reshardable",
         "(dp_reshardable",
@@ -266,44 +266,44 @@ def test_optimizer_states_in_flat_buffers_are_refused_with_the_fix(found):
         assert part in error
 
 
-def test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(found):
-    first, last = found[1]["damaged-for-one"]
+def test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(outcomes):
+    first, last = outcomes[1]["damaged-for-one"]
     assert len(first) == 3
     for name, reason in last.items():
         assert first[name] == f"rank 1: {reason}"
         assert f"damaged-{name}" in reason
 
 
-def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(found):
-    for rank in found[1]["not-finite"]:
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(outcomes):
+    for rank in outcomes[1]["not-finite"]:
         where = "first in rank 1: model.layers.1.mlp.down_proj.weight"
         assert rank["errors"] == [f"optimizer step 0: gradient norm inf, {where}"]
-        assert rank["norms"] == pytest.approx(found[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
+        assert rank["norms"] == pytest.approx(outcomes[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_engine_receives_every_tensor_of_every_rank(found, name):
-    folder, results = found
+def test_an_engine_receives_every_tensor_of_every_rank(outcomes, name):
+    folder, results = outcomes
     with open_tensors(folder / arguments(LAYOUTS[name][0])["family"]) as stored:
         assert results[name][0]["published"] == {tensor: checksum(stored.read(tensor)) for tensor in stored.names}
 
 
-def test_transformers_loads_a_saved_folder(found):
-    folder, _ = found
+def test_transformers_loads_a_saved_folder(outcomes):
+    folder, _ = outcomes
     saved = sorted(folder.glob("whole/*/hf"))
     assert len(saved) == len(LAYOUTS) + len(OTHERS)
     for path in saved:
         assert isinstance(hf.load_model(path), torch.nn.Module)
 
 
-def test_offloading_between_steps_is_bitwise_neutral(found):
+def test_offloading_between_steps_is_bitwise_neutral(outcomes):
     for one, other in (("sequence-moe", "staying"), ("bfloat16-sequence", "bfloat16-offloaded")):
-        for left, stayed in zip(found[1][one], found[1][other], strict=True):
+        for left, stayed in zip(outcomes[1][one], outcomes[1][other], strict=True):
             assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
 
 
-def test_recomputed_activations_are_not_kept_and_change_nothing(found):
-    (dense,), (moe,) = found[1]["ways-qwen3"], found[1]["ways-moe"]
+def test_recomputed_activations_are_not_kept_and_change_nothing(outcomes):
+    (dense,), (moe,) = outcomes[1]["ways-qwen3"], outcomes[1]["ways-moe"]
     for way, (_, norm) in dense.items():
         assert norm == pytest.approx(dense["plain"][1], rel=1e-5), way
         assert moe[way][1] == pytest.approx(moe["plain"][1], rel=1e-5), way
@@ -314,8 +314,8 @@ def test_recomputed_activations_are_not_kept_and_change_nothing(found):
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("bfloat16")])
-def test_bfloat16_differs_from_float32_by_rounding(found, name):
-    ranks, (reference,) = found[1][name], found[1][f"fsdp-{OTHERS[name][0]}"]
+def test_bfloat16_differs_from_float32_by_rounding(outcomes, name):
+    ranks, (reference,) = outcomes[1][name], outcomes[1][f"fsdp-{OTHERS[name][0]}"]
     parts = {rank["data_rank"]: [loss for loss, _ in rank["losses"]] for rank in ranks}
     losses = [sum(step) for step in zip(*parts.values(), strict=True)]
     assert losses == pytest.approx([loss for loss, _ in reference["losses"]], abs=2e-2)

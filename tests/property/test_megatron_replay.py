@@ -37,7 +37,7 @@ BIASED = ("one", "context-experts", "tensor-pipeline")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("routing")
     hf.save_model(hf.build_model(family_config("qwen3_moe"), seed=0), folder / "moe")
     known = {"reference": (1, {}), **FSDP, **LAYOUTS}
@@ -72,34 +72,34 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "replay"), CASES)
-def test_losses_norms_and_log_probs_are_those_of_one_rank(found, name, replay):
-    ranks, (reference,) = found[f"{name}-{replay}"], found[f"reference-{replay}"]
+def test_losses_norms_and_log_probs_are_those_of_one_rank(outcomes, name, replay):
+    ranks, (reference,) = outcomes[f"{name}-{replay}"], outcomes[f"reference-{replay}"]
     parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
     losses = [sum(loss for loss, _ in step) for step in zip(*parts.values(), strict=True)]
     assert losses == pytest.approx([loss for loss, _ in reference["losses"]], rel=2e-5, abs=2e-6)
-    wanted = dict(reference["log_probs"])
+    expected = dict(reference["log_probs"])
     for rank in ranks:
         assert rank["norms"] == pytest.approx(reference["norms"], rel=2e-5)
         for sample, value in rank["log_probs"]:
-            assert value == pytest.approx(wanted[sample], rel=1e-4, abs=1e-4)
+            assert value == pytest.approx(expected[sample], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, replay in CASES if replay == "rollout"])
-def test_agreement_is_counted_once_over_all_ranks(found, name):
-    ranks, (reference,) = found[f"{name}-rollout"], found["reference-rollout"]
+def test_agreement_is_counted_once_over_all_ranks(outcomes, name):
+    ranks, (reference,) = outcomes[f"{name}-rollout"], outcomes["reference-rollout"]
     parts = {rank["data_rank"]: rank["agreed"] for rank in ranks}
-    for step, wanted in enumerate(reference["agreed"]):
-        assert 0.2 * wanted[1] < wanted[0] < 0.8 * wanted[1]
+    for step, expected in enumerate(reference["agreed"]):
+        assert 0.2 * expected[1] < expected[0] < 0.8 * expected[1]
         summed = [sum(part[step][i] for part in parts.values()) for i in (0, 1)]
-        assert summed == pytest.approx(wanted, rel=1e-3)
+        assert summed == pytest.approx(expected, rel=1e-3)
     for rank in ranks:  # ranks with the same micro-batches agree
         assert rank["agreed"] == parts[rank["data_rank"]]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in BALANCED.items() for name in names])
-def test_router_losses_are_those_of_the_papers(found, kind, name):
-    by_hand = found[f"by-hand-{kind}"][0]
-    ranks, (one,) = found[f"{name}-{kind}"], found[f"one-{kind}"]
+def test_router_losses_are_those_of_the_papers(outcomes, kind, name):
+    by_hand = outcomes[f"by-hand-{kind}"][0]
+    ranks, (one,) = outcomes[f"{name}-{kind}"], outcomes[f"one-{kind}"]
     parts = {rank["data_rank"]: rank["losses"] for rank in ranks}
     for step, alone in enumerate(one["losses"]):
         assert {key: sum(part[step][key] for part in parts.values()) for key in alone} == pytest.approx(alone, rel=1e-5)
@@ -110,11 +110,11 @@ def test_router_losses_are_those_of_the_papers(found, kind, name):
         assert rank["norms"][0] == pytest.approx(by_hand["norm"], rel=1e-4)
 
 
-def test_an_expert_bias_moves_by_the_choices_of_all_ranks_and_is_exported(found):
-    steps = found["one-bias"][0]["biases"]
+def test_an_expert_bias_moves_by_the_choices_of_all_ranks_and_is_exported(outcomes):
+    steps = outcomes["one-bias"][0]["biases"]
     (name,) = steps[0]  # one layer; the first has no experts
     assert name == "model.layers.1.mlp.gate.e_score_correction_bias"
     assert {round(abs(value), 6) for value in steps[0][name]} <= {0.0, 0.01}
     assert min(steps[0][name]) < 0 < max(steps[0][name])
     for layout in BIASED:
-        assert all(rank["biases"] == steps for rank in found[f"{layout}-bias"])
+        assert all(rank["biases"] == steps for rank in outcomes[f"{layout}-bias"])

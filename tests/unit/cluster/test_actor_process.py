@@ -30,10 +30,10 @@ def failure_of(error: Exception) -> Failure:
     ],
 )
 def test_an_error_of_furlong_keeps_its_class_and_others_become_trainer_errors(error, expected):
-    found = failure_of(error).error("trainer rank 1, process 7 on vm")
-    assert type(found) is expected
-    assert "on trainer rank 1, process 7 on vm" in str(found)
-    assert str(error) in str(found)
+    raised = failure_of(error).error("trainer rank 1, process 7 on vm")
+    assert type(raised) is expected
+    assert "on trainer rank 1, process 7 on vm" in str(raised)
+    assert str(error) in str(raised)
 
 
 def test_a_timeout_or_failure_of_a_weight_update_crosses_processes():

@@ -60,29 +60,29 @@ JOB = {
 RAY_JOB = {"apiVersion*": str, "kind*": str, "metadata*": METADATA, "spec*": JOB}
 
 
-def problems(value: Any, wanted: Any, where: str) -> Iterator[str]:
+def problems(value: Any, expected: Any, where: str) -> Iterator[str]:
     """What of a value is not as the fields say."""
-    if isinstance(wanted, re.Pattern):
-        if not isinstance(value, str) or not wanted.fullmatch(value):
+    if isinstance(expected, re.Pattern):
+        if not isinstance(value, str) or not expected.fullmatch(value):
             yield f"{where}: {value!r} is no quantity"
-    elif isinstance(wanted, list):
+    elif isinstance(expected, list):
         if not isinstance(value, list):
             yield f"{where}: {value!r} is no list"
             return
         for i, item in enumerate(value):
-            yield from problems(item, wanted[0], f"{where}[{i}]")
-    elif isinstance(wanted, Mapping):
-        yield from field_problems(value, wanted, where)
-    elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        yield f"{where}: {value!r} is no {wanted.__name__}"
+            yield from problems(item, expected[0], f"{where}[{i}]")
+    elif isinstance(expected, Mapping):
+        yield from field_problems(value, expected, where)
+    elif not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        yield f"{where}: {value!r} is not {expected.__name__}"
 
 
-def field_problems(value: Any, wanted: Mapping[str, Any], where: str) -> Iterator[str]:
+def field_problems(value: Any, expected: Mapping[str, Any], where: str) -> Iterator[str]:
     if not isinstance(value, Mapping):
         yield f"{where}: {value!r} has no fields"
         return
-    fields = {name.rstrip("*"): kind for name, kind in wanted.items()}
-    for name in (name.rstrip("*") for name in wanted if name.endswith("*")):
+    fields = {name.rstrip("*"): kind for name, kind in expected.items()}
+    for name in (name.rstrip("*") for name in expected if name.endswith("*")):
         if name not in value:
             yield f"{where}: {name} is missing"
     for name, item in value.items():
@@ -122,8 +122,8 @@ def test_every_field_of_the_manifest_is_one_of_kuberays(manifest):
 def test_a_manifest_that_kuberay_refuses_is_reported(old, new, message):
     text = MANIFEST.read_text()
     assert old in text
-    found = list(problems(yaml.safe_load(text.replace(old, new)), RAY_JOB, "spec"))
-    assert any(re.search(message, problem) for problem in found), found
+    messages = list(problems(yaml.safe_load(text.replace(old, new)), RAY_JOB, "spec"))
+    assert any(re.search(message, problem) for problem in messages), messages
 
 
 def test_mounts_name_volumes_and_limits_are_what_is_requested(manifest):

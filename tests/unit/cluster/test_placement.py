@@ -17,12 +17,12 @@ NODES = [Node("a", "10.0.0.2", 8, 3), Node("b", "10.0.0.10", 8, 8)]
 
 
 def test_slots_are_ordered_by_machine_and_gpu():
-    wanted = [Slot(i, node, address, gpu) for i, (node, address, gpu) in enumerate(
+    expected = [Slot(i, node, address, gpu) for i, (node, address, gpu) in enumerate(
         [("b", "10.0.0.2", 0), ("b", "10.0.0.2", 1), ("b", "10.0.0.2", 10), ("a", "10.0.0.10", 0)]
     )]  # fmt: skip
-    mixed = wanted[:]
+    mixed = expected[:]
     random.Random(0).shuffle(mixed)
-    assert in_hardware_order(mixed) == wanted
+    assert in_hardware_order(mixed) == expected
 
 
 def test_slots_without_gpus_keep_the_order_of_their_numbers():

@@ -55,12 +55,12 @@ def fails(error: Exception, after_s: float = 0.0) -> Callable[[], Awaitable[Any]
     return answer
 
 
-def call(*found: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
+def call(*each: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
     aborted: list[int] = []
-    ranks = [Rank(n, FakeActor(answer), RankLocation("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(found)]
+    ranks = [Rank(n, FakeActor(answer), RankLocation("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(each)]
     try:
-        found = asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1), may_fail=may_fail))
-        return found, len(aborted)
+        results = asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1), may_fail=may_fail))
+        return results, len(aborted)
     except Exception as error:  # noqa: BLE001
         return error, len(aborted)
 
@@ -137,15 +137,15 @@ def test_a_rank_ended_by_ray_for_memory_is_reported_with_the_largest_processes(t
         "Ray ended it, as its machine ran low on memory (22.45GB used / 23.54GB): process 10898 has 16.99 GB (python "
         "somebody_else.py); process 5210 has 2.43 GB (/usr/bin/node); process 9888 has 0.32 GB (ray::TrainerRank)"
     )
-    found = list(match_signatures(LogText("traceback", str(error), {}, {})))
-    assert [one.id for one in found] == ["MEM02"]
-    assert "process 10898 has 16.99 GB" in found[0].finding
+    matches = list(match_signatures(LogText("traceback", str(error), {}, {})))
+    assert [one.id for one in matches] == ["MEM02"]
+    assert "process 10898 has 16.99 GB" in matches[0].finding
 
 
 def test_the_message_is_not_nested_noise():
-    found, _ = call(fails(RayActorError()))
-    assert "RayTaskError" not in str(found)
-    assert "Traceback" not in str(found)
+    error, _ = call(fails(RayActorError()))
+    assert "RayTaskError" not in str(error)
+    assert "Traceback" not in str(error)
 
 
 def test_a_rank_that_dies_while_idle_is_detected(monkeypatch):

@@ -242,17 +242,17 @@ def test_flops_are_those_of_the_gemms(family):
         counted[length] = counter.get_total_flops()
     # eager attention multiplies all pairs of tokens, which are twice those that a causal query sees
     pairs = (counted[24] / 24 - counted[8] / 8) / (24 - 8)
-    found = forward_flops(model)
-    in_windows = sum(each for _, each in found.windows)
-    assert found.per_pair + in_windows == pytest.approx(pairs / 2)
-    assert found.per_token == pytest.approx(counted[8] / 8 - 8 * pairs)
+    flops = forward_flops(model)
+    in_windows = sum(each for _, each in flops.windows)
+    assert flops.per_pair + in_windows == pytest.approx(pairs / 2)
+    assert flops.per_token == pytest.approx(counted[8] / 8 - 8 * pairs)
 
 
 def test_tokens_outside_of_a_window_cost_nothing():
-    found = forward_flops(AutoModelForCausalLM.from_config(family_config("gpt_oss")))
-    ((window, each),) = found.windows
+    flops = forward_flops(AutoModelForCausalLM.from_config(family_config("gpt_oss")))
+    ((window, each),) = flops.windows
     assert window == 6
     lengths = np.array([4, 6, 10, 1000])
     seen = [length**2 if length <= window else 2 * window * length - window**2 for length in lengths.tolist()]
-    rest = found.per_token * lengths + found.per_pair * lengths.astype(float) ** 2
-    assert found.cost(lengths).tolist() == pytest.approx(rest + each * np.array(seen))
+    rest = flops.per_token * lengths + flops.per_pair * lengths.astype(float) ** 2
+    assert flops.cost(lengths).tolist() == pytest.approx(rest + each * np.array(seen))

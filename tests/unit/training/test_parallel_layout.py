@@ -73,7 +73,7 @@ def test_a_model_that_does_not_fit_is_an_error_with_its_values(config, layout, v
 
 
 @pytest.mark.parametrize(
-    ("own", "config", "values"),
+    ("flags", "config", "values"),
     [
         (
             {"num_layers_per_virtual_pipeline_stage": 3},
@@ -83,8 +83,8 @@ def test_a_model_that_does_not_fit_is_an_error_with_its_values(config, layout, v
         ({"expert_tensor_parallel_size": 2}, QWEN3, "--expert-tensor-parallel-size 2"),
     ],
 )
-def test_flags_that_do_not_fit_the_model_are_an_error_with_their_values(own, config, values):
-    (problem,) = layout_flag_problems(TrainFlags(pipeline_model_parallel_size=2), MegatronFlags(**own), config)
+def test_flags_that_do_not_fit_the_model_are_an_error_with_their_values(flags, config, values):
+    (problem,) = layout_flag_problems(TrainFlags(pipeline_model_parallel_size=2), MegatronFlags(**flags), config)
     assert values in problem
 
 
