@@ -64,10 +64,10 @@ def problems(value: Any, expected: Any, where: str) -> Iterator[str]:
     """What of a value is not as the fields say."""
     if isinstance(expected, re.Pattern):
         if not isinstance(value, str) or not expected.fullmatch(value):
-            yield f"{where}: {value!r} is no quantity"
+            yield f"{where}: {value!r} is not a quantity"
     elif isinstance(expected, list):
         if not isinstance(value, list):
-            yield f"{where}: {value!r} is no list"
+            yield f"{where}: {value!r} is not a list"
             return
         for i, item in enumerate(value):
             yield from problems(item, expected[0], f"{where}[{i}]")
@@ -111,10 +111,10 @@ def test_every_field_of_the_manifest_is_one_of_kuberays(manifest):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("minReplicas: 6", "minReplicas: six", r"workerGroupSpecs\[0\].minReplicas: 'six' is no int"),
+        ("minReplicas: 6", "minReplicas: six", r"workerGroupSpecs\[0\].minReplicas: 'six' is not int"),
         ("rayStartParams: {}", "rayParams: {}", "rayStartParams is missing"),
-        ('num-cpus: "0"', "num-cpus: 0", "num-cpus: 0 is no str"),
-        ("sizeLimit: 24Gi", "sizeLimit: 24 GB", "'24 GB' is no quantity"),
+        ('num-cpus: "0"', "num-cpus: 0", "num-cpus: 0 is not str"),
+        ("sizeLimit: 24Gi", "sizeLimit: 24 GB", "'24 GB' is not a quantity"),
         ("volumeMounts: [{name: shared, ", "volumeMounts: [{", r"volumeMounts\[0\]: name is missing"),
         ("shutdownAfterJobFinishes", "shutdownAfterFinish", "no field 'shutdownAfterFinish'"),
     ],

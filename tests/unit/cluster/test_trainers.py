@@ -55,9 +55,11 @@ def fails(error: Exception, after_s: float = 0.0) -> Callable[[], Awaitable[Any]
     return answer
 
 
-def call(*each: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
+def call(*replies: Callable[[], Awaitable[Any]], log: Path = Path("none"), may_fail: bool = False) -> tuple[Any, int]:
     aborted: list[int] = []
-    ranks = [Rank(n, FakeActor(answer), RankLocation("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(each)]
+    ranks = [
+        Rank(n, FakeActor(answer), RankLocation("vm", "10.0.0.1", 7, str(log))) for n, answer in enumerate(replies)
+    ]
     try:
         results = asyncio.run(call_all(ranks, "work", lambda _: (), abort=lambda: aborted.append(1), may_fail=may_fail))
         return results, len(aborted)
