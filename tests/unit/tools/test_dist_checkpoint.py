@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -49,8 +50,8 @@ def diagnose(folder, **options):
 def test_a_complete_checkpoint_is_healthy_and_found_from_its_parent_folder(folder, capsys):
     (folder.parent / TRACKER).write_text("7\n")
     assert dist_folder(folder.parent) == dist_folder(folder) == folder
-    assert check([str(folder.parent)]) == 0
-    assert "files, layers and values are complete" in capsys.readouterr().out
+    assert check([str(folder.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
     DistReader(folder).check()
 
 
@@ -61,7 +62,7 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
     (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-7])
     (first_id, first), (second_id, second) = diagnose(folder)
     assert first_id == second_id == "CKPT04"
-    assert f"{names[0]} is missing, with parts of" in first
+    assert names[0] in first
     assert names[1] in second
     assert str((folder / names[1]).stat().st_size) in second
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*__0_1\.distcp"):

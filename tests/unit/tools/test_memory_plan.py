@@ -117,19 +117,22 @@ def test_explicit_flags_are_not_assumed(given, has, lacks, command, capsys):
 
 
 def test_no_flags_are_named_if_none_help(command, capsys):
+    assert main(["plan", *command()[:2], "--device", "0.05", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["fits"], "--" in plan["change"]) == (False, False)
     assert main(["plan", *command()[:2], "--device", "0.05"]) == 1
-    said = capsys.readouterr().out
-    assert "128 times the GPUs" in said
-    assert " ; KV cache" not in said
+    assert " ; " not in capsys.readouterr().out
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
     assert main(["plan", "--hf-checkpoint", str(tmp_path / "none"), "--device", "h200"]) == 2
-    assert "no such directory" in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
     assert main(["plan", "--device", "h200"]) == 2
-    assert "--hf-checkpoint is missing" in capsys.readouterr().err
+    assert "--hf-checkpoint" in capsys.readouterr().err
     assert main(["plan", "--hf-checkpoint", str(tmp_path), "--device", "h200"]) == 2
-    assert f"--hf-checkpoint {tmp_path}: no config.json in that folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--hf-checkpoint {tmp_path}" in error
+    assert "config.json" in error
 
 
 def test_a_sleeping_engine_keeps_more_for_a_wide_model_with_many_requests(command):

@@ -103,14 +103,15 @@ def test_run_with_fewer_steps_is_a_warning(tmp_path):
 def test_command_prints_and_exits_with_what_it_found(tmp_path, capsys):
     a = run_folder(tmp_path / "a", digests=stages(), metrics=[{"step": 1, "x": None}])
     b = run_folder(tmp_path / "b", digests=stages(weight="bb"), metrics=[{"step": 1, "x": 1.0}])
-    assert main(["diff", str(a), str(a)]) == 0
-    assert "no difference: 8 stages and all metrics of 1 steps are equal" in capsys.readouterr().out
+    assert main(["diff", str(a), str(a), "--json"]) == 0
+    same = json.loads(capsys.readouterr().out)["comparison"]
+    assert (same["is_same"], same["num_stages"], same["steps"]) == (True, 8, [1, 1])
     assert main(["diff", str(a), str(b)]) == 1
     out = capsys.readouterr().out
-    assert all(value in out for value in ("[DET01] step 1", "stage parameters", "aa (norm 1.5)", "bb (norm 1.5)"))
+    assert all(value in out for value in ("[DET01] step 1", "aa (norm 1.5)", "bb (norm 1.5)"))
     assert main(["diff", str(a), str(b), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["comparison"]["metrics"][0]["largest"] is None
+    other = json.loads(capsys.readouterr().out)["comparison"]
+    assert (other["difference"]["stage"], other["metrics"][0]["largest"]) == ("parameters", None)
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):

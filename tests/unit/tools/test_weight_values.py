@@ -51,8 +51,8 @@ def model(tmp_path):
 
 
 def test_a_valid_model_folder_has_no_problem(model, capsys):
-    assert main(["check", str(model)]) == 0
-    assert "files, layers and values are complete" in capsys.readouterr().out
+    assert main(["check", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
 
 
 def test_nan_and_zeros_are_found_by_values_but_not_by_headers(model, capsys):
