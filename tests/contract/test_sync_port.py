@@ -86,7 +86,7 @@ class Spoiling:
 async def syncing(url, trainer, transport):
     client = await asyncio.to_thread(connect, url)  # the server may run in this thread
     engine = HttpEngine([client])
-    sync = LocalSync(trainer, engine.reachable, transport)
+    sync = LocalSync(trainer, engine.pool.reachable, transport)
     try:
         yield sync, engine, client
     finally:

@@ -85,7 +85,7 @@ def test_new_weights_arrive_and_are_verified(model, runner, engine, tmp_path, tr
         way = DiskTransport(transport_context(1 << 24, folder=tmp_path / "weights"))
     else:
         way = BroadcastTransport(transport_context(1 << 22, on_gpu=True))
-    sync = LocalSync(Untrained(state), engine.reachable, way)
+    sync = LocalSync(Untrained(state), engine.pool.reachable, way)
 
     async def publish() -> None:
         await sync.update_weights(version)

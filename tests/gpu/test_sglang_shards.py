@@ -64,7 +64,7 @@ def test_every_tensor_of_both_processes_is_verified(shared, runner, tmp_path, tr
     if transport == "disk":
         (tmp_path / "config.json").write_text(model.config.to_json_string())
         way = DiskTransport(transport_context(1 << 24, folder=tmp_path / "weights"))
-    sync = LocalSync(Untrained(state, num_kv_heads=1), engine.reachable, way)
+    sync = LocalSync(Untrained(state, num_kv_heads=1), engine.pool.reachable, way)
 
     async def publish() -> None:
         await sync.update_weights(version)

@@ -96,12 +96,16 @@ class ServedEngine(HttpEngine):
         self._folder = tempfile.TemporaryDirectory()
         self._thread = ServerThread(serving)
         path = Path(self._folder.name)
+        super().__init__([connect(self._thread.url, concurrency=concurrency)])
         self.disk = LocalSync(
             Untrained(state),  # pyright: ignore[reportArgumentType]
-            self.reachable,
+            self.pool.reachable,
             DiskTransport(transport_context(1 << 14, folder=path, model_dir=path)),
         )
-        super().__init__([connect(self._thread.url, concurrency=concurrency)], load=self.disk.load)
+
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
+        self.pool.check_open()
+        return await self.disk.load(source, version)
 
     async def close(self) -> None:
         await super().close()

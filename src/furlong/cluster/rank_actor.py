@@ -18,11 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_parent, local_address
+from furlong.config.sections import ClusterFlags
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
@@ -64,10 +65,7 @@ class RankSettings:
     cwd: str
     path: Sequence[str]
     log_level: str
-    num_threads: int | None
-    ranks_per_node: int
-    backend: Literal["nccl", "gloo"] | None
-    timeout_s: float
+    cluster: ClusterFlags
     deterministic: bool = False
     trace: str | None = None
 
@@ -170,14 +168,14 @@ class TrainerRank:
 
     def start(self, address: str, port: int) -> Any:
         """Join the process group at `address`:`port` and build the model; return its FLOPs model."""
-        settings, ranks = self._settings, self._ranks
+        settings, flags, ranks = self._settings, self._settings.cluster, self._ranks
         if settings.trace is not None:
             tracer.start(Path(settings.trace), f"trainer rank {ranks.rank}", place=1 + ranks.rank)
         if settings.deterministic:
             self._contexts.enter_context(deterministic_kernels())
         disable_nccl_cumem()
         on_gpu = torch.cuda.is_available()
-        threads = choose_threads(settings.num_threads, num_parts=settings.ranks_per_node)
+        threads = choose_threads(flags.num_threads, num_parts=flags.actor_num_gpus_per_node)
         torch.set_num_threads(threads.count)
         logger.info("rank %d of %d, %s, %d threads: %s", ranks.rank, ranks.world_size,
                     torch.cuda.get_device_name() if on_gpu else "on a CPU", threads.count, threads.reason)  # fmt: skip
@@ -188,8 +186,8 @@ class TrainerRank:
                 world_size=ranks.world_size,
                 address=address,
                 port=port,
-                backend=settings.backend or ("nccl" if on_gpu else "gloo"),
-                timeout=timedelta(seconds=settings.timeout_s),
+                backend=flags.distributed_backend or ("nccl" if on_gpu else "gloo"),
+                timeout=timedelta(minutes=flags.distributed_timeout_minutes),
                 listener=self._listener,
             )
         module, _, name = settings.build.partition(":")

@@ -56,7 +56,7 @@ class EnginesMemory(EngineMemory, Protocol):
         """Whether a weight update waits for an engine, because none is left."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
+    def hold_requests(self) -> AbstractContextManager[None]:
         """Make new requests wait. Raises SyncError if an engine has a request."""
         ...
 
@@ -152,7 +152,7 @@ class Colocated(DeviceSharing):
         async with self._changed:
             if not self._has_weights or (self._num_using and self._using != "generating"):
                 raise SyncError("the device is in use; the next weight update will follow")
-            with self._engine.held():
+            with self._engine.hold_requests():
                 before = sorted(self._resident - {WEIGHTS}) if self._offload_rollout else []
                 was_awake = self._is_awake
                 try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from furlong.config.sections import DebugFlags
 from furlong.core.tracing import tracer
 
 logger = logging.getLogger(__name__)
@@ -29,21 +30,14 @@ TIMED_LAYERS = 8  # per model, evenly spaced: a pair of CUDA events costs about 
 
 @dataclass(frozen=True)
 class Profiling:
-    """Profiler settings: `targets` for rollouts in [start, end), allocations from the beginning.
-
-    targets: "train_overall" (the whole round), "train_actor" (its optimizer steps), "train_log_probs" (its passes
-    without gradient). memory_rollouts: number of rollouts after which the memory snapshot is written; 0 records none.
-    """
+    """Profiles the rollouts that `flags` name, and records allocations from the beginning."""
 
     folder: Path
-    rank: int = 0
-    targets: Collection[str] = ()
-    start: int = 0
-    end: int = 0
-    memory_rollouts: int = 0
+    rank: int
+    flags: DebugFlags
 
     def __post_init__(self) -> None:
-        if self.memory_rollouts:
+        if self.flags.record_memory_history:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)  # pyright: ignore[reportPrivateUsage]  documented
 
     @contextmanager
@@ -51,11 +45,12 @@ class Profiling:
         """Record a whole round if requested."""
         with self._profiled("train_overall", rollout_id), tracer.span("train round", rollout=rollout_id):
             yield
-        if self.memory_rollouts and rollout_id + 1 == self.memory_rollouts:
+        flags = self.flags
+        if flags.record_memory_history and rollout_id + 1 == flags.memory_snapshot_num_steps:
             path = self._path("memory", rollout_id, "pickle")
             torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]  documented
             torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]  documented
-            logger.info("memory snapshot of %d rollouts: %s", self.memory_rollouts, path)
+            logger.info("memory snapshot of %d rollouts: %s", flags.memory_snapshot_num_steps, path)
 
     @contextmanager
     def phase(self, name: str, rollout_id: int) -> Generator[None]:
@@ -66,7 +61,9 @@ class Profiling:
 
     @contextmanager
     def _profiled(self, target: str, rollout_id: int, suffix: str = "") -> Generator[None]:
-        if target not in self.targets or not self.start <= rollout_id < self.end:
+        flags = self.flags
+        is_due = flags.use_pytorch_profiler and flags.profile_step_start <= rollout_id < flags.profile_step_end
+        if not is_due or target not in flags.profile_target:
             yield
             return
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -99,10 +99,7 @@ def build_ray_trainer(
         cwd=os.getcwd(),
         path=list(sys.path),
         log_level=config.track.log_level,
-        num_threads=flags.num_threads,
-        ranks_per_node=flags.actor_num_gpus_per_node,
-        backend=flags.distributed_backend,
-        timeout_s=60.0 * flags.distributed_timeout_minutes,
+        cluster=flags,
         deterministic=config.train.deterministic_mode,
         trace=os.environ.get(tracing.FOLDER),
     )
@@ -154,7 +151,7 @@ def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:
 
 
 def check_known_to_ranks(name: str) -> None:
-    """See that processes of their own compute an algorithm as this one would.
+    """Check that trainer processes on Ray know an algorithm.
 
     Raises ConfigError for a row or a function that this program has registered: ranks know those of furlong's files.
     """

@@ -180,11 +180,11 @@ def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngin
     config, flags = context.config, context.config.sync
     timeout_s = max(TIMEOUT_S, 2 * flags.update_weight_timeout)  # more than for one bucket or folder
     verify_while_serving = flags.update_weight_proof == "beside"
-    was_lost = engine.any_lost if is_started(config) else None
+    was_lost = engine.pool.any_lost if is_started(config) else None
     if training.ray_trainer is None:
         return LocalSync(
             training.trainer,
-            engine.reachable,
+            engine.pool.reachable,
             build_transport(context, [server.info.device_type for server in engine.servers], Ranks()),
             timeout_s=timeout_s,
             verify_while_serving=verify_while_serving,
@@ -193,7 +193,7 @@ def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngin
     spec = transport_spec(flags.update_weight_transport, mode=flags.update_weight_mode, on_gpu=context.device == "cuda")
     return RemoteSync(
         training.ray_trainer,
-        engine.reachable,
+        engine.pool.reachable,
         name=spec.name,
         timeout_s=timeout_s,
         verify_while_serving=verify_while_serving,

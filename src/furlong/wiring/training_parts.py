@@ -268,14 +268,7 @@ def _profiling(context: RunContext, ranks: Ranks) -> Profiling | None:
     debug = context.config.debug
     if not (debug.use_pytorch_profiler or debug.record_memory_history or debug.trace):
         return None
-    return Profiling(
-        folder=context.folder / "profile",
-        rank=ranks.rank,
-        targets=debug.profile_target if debug.use_pytorch_profiler else (),
-        start=debug.profile_step_start,
-        end=debug.profile_step_end,
-        memory_rollouts=debug.memory_snapshot_num_steps if debug.record_memory_history else 0,
-    )
+    return Profiling(context.folder / "profile", ranks.rank, debug)
 
 
 def seed_everything(seed: int) -> None:

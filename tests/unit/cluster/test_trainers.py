@@ -16,15 +16,15 @@ from furlong.cluster.actor_process import Failure
 from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
 from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory, marker_files
-from furlong.config.sections import CheckpointFlags
+from furlong.config.sections import CheckpointFlags, ClusterFlags
 from furlong.core.files import PendingFiles
 from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.wiring.cluster_parts import checkpoint_folders
 
 SETTING = RankSettings(
-    build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO", num_threads=1,
-    ranks_per_node=1, backend="gloo", timeout_s=1.0,
+    build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO",
+    cluster=ClusterFlags(),
 )  # fmt: skip
 
 

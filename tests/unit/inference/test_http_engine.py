@@ -653,7 +653,7 @@ def test_a_weight_update_waits_for_the_token_of_a_health_check():
     async def body():
         probe = asyncio.create_task(engine.servers[0].generation_error(10))
         await asyncio.to_thread(is_asked.wait, 10)
-        found = asyncio.create_task(engine.reachable())
+        found = asyncio.create_task(engine.pool.reachable())
         await asyncio.sleep(0.1)
         assert not found.done()
         may_answer.set()

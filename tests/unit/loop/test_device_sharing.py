@@ -54,11 +54,11 @@ class Device:
     async def device_memory(self):
         return DeviceMemory(used=30, total=100, reserved=10, peak=60)
 
-    is_awaited = False  # by a publication that found no engine
+    is_awaited = False  # by a weight update that found no engine
     num_running = 0
 
     @contextlib.contextmanager
-    def held(self):
+    def hold_requests(self):
         if self.num_running:
             raise SyncError("requests are with other engines")
         self.log.append("hold")
@@ -136,7 +136,7 @@ def test_engines_start_on_a_device_that_the_trainer_has_left():
         device.tags = {"weights", "kv_cache", "cuda_graph"}  # an engine starts
         device.log.append("engine starts")
         async with shared.updating_weights():
-            device.log.append("publish")
+            device.log.append("update weights")
         async with shared.generating():
             device.log.append("generate")
 
@@ -146,7 +146,7 @@ def test_engines_start_on_a_device_that_the_trainer_has_left():
         "engine starts",
         "release cuda_graph kv_cache",
         "wake",
-        "publish",
+        "update weights",
         "sleep",
         "resume cuda_graph kv_cache",
         "generate",

@@ -58,7 +58,7 @@ def test_a_weight_sync_in_another_event_loop_reaches_the_engines_by_address(tmp_
     worker = Worker(OTHER, disk(tmp_path))
 
     async def body():
-        sync = RemoteSync(worker, engine.reachable, name="disk")
+        sync = RemoteSync(worker, engine.pool.reachable, name="disk")
         report = await sync.update_weights(3)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
         (server,) = engine.servers
@@ -158,7 +158,7 @@ def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_
     engine, heard = ServedEngine(CONFIG, STATE), Heard()
 
     async def body():
-        sync = RemoteSync(Silent(), engine.reachable, name="nccl broadcast", timeout_s=0.05)
+        sync = RemoteSync(Silent(), engine.pool.reachable, name="nccl broadcast", timeout_s=0.05)
         url = engine.servers[0].url
         with pytest.raises(SyncError, match=rf"version 1 by nccl broadcast did not finish within 0\.05 s.*{url}"):
             await WeightUpdater(sync, heard, DeviceSharing())(1)
@@ -176,7 +176,7 @@ def test_a_server_is_not_given_weights_that_the_trainer_has_left_behind(tmp_path
     transport = disk(tmp_path)
 
     async def body():
-        sync = LocalSync(trainer, engine.reachable, transport)
+        sync = LocalSync(trainer, engine.pool.reachable, transport)
         await sync.update_weights(1)
         (server,) = engine.servers
         transport._last = None  # as a transport that keeps nothing
@@ -215,7 +215,7 @@ def test_verification_during_serving_ends_before_training_and_removes_a_wrong_se
     monkeypatch.setattr(SglangServer, "checksums", later)
 
     async def body():
-        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), verify_while_serving=True)
+        sync = LocalSync(Untrained(OTHER), engine.pool.reachable, disk(tmp_path), verify_while_serving=True)
         publish = WeightUpdater(sync, Heard(), DeviceSharing())
         await publish(1)
         completion = await engine.generate([5, 6], SamplingParams(max_new_tokens=2, temperature=0.0))
@@ -248,7 +248,7 @@ def test_next_weight_update_waits_for_the_previous_verification(tmp_path, monkey
     monkeypatch.setattr(SglangServer, "checksums", wrong)
 
     async def body():
-        sync = LocalSync(Untrained(OTHER), engine.reachable, disk(tmp_path), verify_while_serving=True)
+        sync = LocalSync(Untrained(OTHER), engine.pool.reachable, disk(tmp_path), verify_while_serving=True)
         await sync.update_weights(1)
         with pytest.raises(SyncError, match=r"version 1: .*model\.norm\.weight"):
             await sync.update_weights(2)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,6 @@ ATTEMPTS = 9  # for a request to servers that are alive
 BACKOFF_S = 0.1  # before the second attempt; doubles, 26 s in all, in which a router can be restarted
 RETRY_LOG_S = 5.0  # between two log lines about retries
 
-Load = Callable[[WeightSource, int], Awaitable[dict[str, str]]]
-
 
 class HttpEngine(Engine):
     """Generate with servers in other processes.
@@ -61,7 +59,6 @@ class HttpEngine(Engine):
         servers: Receive weights, and requests too unless there is a `router`.
         router: An sglang-router in front of the servers that chooses among them.
         tokenizer: Decodes the text where servers return token ids only.
-        load: Sends weights to the servers for `load_weights` (`LocalSync.load`).
         is_supervised: An `EngineSupervisor` replaces lost servers, or calls `fail` when the run cannot continue.
             Requests wait until then.
         gives_up_unanswered: Whether a server that left a weight update unanswered is lost although it passes its
@@ -82,7 +79,6 @@ class HttpEngine(Engine):
         *,
         router: SglangServer | None = None,
         tokenizer: TextTokenizer | None = None,
-        load: Load | None = None,
         is_supervised: bool = False,
         gives_up_unanswered: bool = True,
         needs_router: bool = False,
@@ -96,7 +92,6 @@ class HttpEngine(Engine):
             gives_up_unanswered=gives_up_unanswered,
         )
         self._reader = AnswerReader(tokenizer, routing)
-        self._load = load
         self._in_flight = InFlightRequests(self.pool)
         self._gate = asyncio.Event()  # cleared while generation is paused
         self._gate.set()
@@ -168,12 +163,9 @@ class HttpEngine(Engine):
         self.pool.check_open()
         await self._in_flight.abort(self._in_flight.of_sessions(sessions))
 
-    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
-        """Load weights into every server with the `load` of the constructor. Raises SyncError without one."""
-        self.pool.check_open()
-        if self._load is None:
-            raise SyncError("this HttpEngine was built without a weight transport; pass load=LocalSync.load")
-        return await self._load(source, version)
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:  # noqa: ARG002
+        """Raise SyncError: servers get their weights from a weight transport (`weight_sync.remote_sync`)."""
+        raise SyncError("an HttpEngine does not load weights itself; send them with LocalSync or RemoteSync")
 
     async def wait_until_weights_needed(self) -> None:
         """Return when every server was lost and its replacements wait for weights."""
@@ -206,7 +198,7 @@ class HttpEngine(Engine):
         await self._command_all(self.pool.alive(), lambda server: server.resume_memory(tags))
 
     @contextlib.contextmanager
-    def held(self) -> Generator[None]:
+    def hold_requests(self) -> Generator[None]:
         """Send no requests meanwhile; new ones wait. Raises SyncError if a server has one."""
         if num_sent := self.pool.num_sent:
             raise SyncError(f"other engines run {num_sent} requests and cannot release their memory")
@@ -221,18 +213,10 @@ class HttpEngine(Engine):
 
     # -- servers -----------------------------------------------------------------------------------------------
 
-    async def reachable(self) -> list[SglangServer]:
-        """The servers that answer, to receive weights. Raises EngineError if there are none."""
-        return await self.pool.reachable()
-
     @property
     def is_awaited(self) -> bool:
         """Whether a weight update waits for a server because none is left."""
         return self.pool.is_awaited
-
-    async def any_lost(self, servers: Iterable[SglangServer], unanswered: Mapping[str, Loss] | None = None) -> bool:
-        """Whether one of these servers is lost (`ServerPool.any_lost`)."""
-        return await self.pool.any_lost(servers, unanswered)
 
     def take_load(self) -> Metrics:
         """Load of the servers since the last call (`ServerPool.take_load`)."""
