@@ -93,9 +93,9 @@ def test_every_group_is_accounted_for_over_several_rollouts_with_a_filter():
 
 def test_throughput_is_per_generating_gpu():
     def rates(num_gpus):
-        found = values(produce(rollout(ScriptedEngine(), ListSource(2), num_gpus=num_gpus)).metrics)
+        metrics = values(produce(rollout(ScriptedEngine(), ListSource(2), num_gpus=num_gpus)).metrics)
         names = ("perf/tokens_per_gpu_per_sec", "perf/effective_tokens_per_gpu_per_sec")
-        return [found[name] * found["perf/rollout_time"] for name in names]
+        return [metrics[name] * metrics["perf/rollout_time"] for name in names]
 
     assert rates(4) == pytest.approx([rate / 4 for rate in rates(1)])
 
@@ -189,12 +189,12 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
 )
 def test_the_function_that_fails_for_every_sample_is_named_with_a_fix(outcome, id, flag):
     group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
-    found = all_failed(7, [group])
-    assert (found.id, found.finding) == (
+    diagnosis = all_failed(7, [group])
+    assert (diagnosis.id, diagnosis.finding) == (
         id,
         f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
     )
-    assert flag in found.remedy
+    assert flag in diagnosis.remedy
 
 
 def test_a_reward_that_starts_to_fail_ends_the_run():
@@ -233,16 +233,16 @@ def test_a_custom_generate_function_masks_tool_output():
 
 
 class NamingSource(ListSource):
-    """Samples of the groups in `own` name the function that generates them."""
+    """Samples of the groups in `functions` name the function that generates them."""
 
-    def __init__(self, count, own):
+    def __init__(self, count, functions):
         super().__init__(count)
-        self.own = own
+        self.functions = functions
 
     def next_groups(self, n):
         groups = super().next_groups(n)
-        for sample in (sample for group in groups if group.index in self.own for sample in group.samples):
-            sample.generate_function_path = self.own[sample.group_index]
+        for sample in (sample for group in groups if group.index in self.functions for sample in group.samples):
+            sample.generate_function_path = self.functions[sample.group_index]
         return groups
 
 

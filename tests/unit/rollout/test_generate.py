@@ -146,13 +146,13 @@ def test_failure_or_cancellation_leaves_nothing_running(is_cancelled):
 
 
 def timed_call(function):
-    """What a function answers, and the seconds that it held."""
-    held = BlockingTimer()
+    """What a function answers, and the seconds that it blocked."""
+    timer = BlockingTimer()
 
     async def body():
-        return await held.timed(function)
+        return await timer.timed(function)
 
-    return asyncio.run(body()), held.take()
+    return asyncio.run(body()), timer.take()
 
 
 async def blocks():
@@ -174,20 +174,20 @@ def test_blocking_sleep_is_counted_and_awaited_sleep_is_not():
     assert timed_call(waits)[0] == "made"
 
     async def both():
-        held = BlockingTimer()
-        await asyncio.gather(*(held.timed(waits) for _ in range(8)))
-        return held.take()
+        timer = BlockingTimer()
+        await asyncio.gather(*(timer.timed(waits) for _ in range(8)))
+        return timer.take()
 
     assert asyncio.run(both()) < 8 * 0.2  # for so long they waited
 
 
 def test_take_resets_the_seconds():
-    held = BlockingTimer()
-    held.count(0.04)
-    assert held.take() == 0
-    held.count(1.0)
-    held.count(2.0)
-    assert (held.take(), held.take()) == (3.0, 0.0)
+    timer = BlockingTimer()
+    timer.count(0.04)
+    assert timer.take() == 0
+    timer.count(1.0)
+    timer.count(2.0)
+    assert (timer.take(), timer.take()) == (3.0, 0.0)
 
 
 def test_errors_and_cancellation_reach_the_function_and_its_caller():

@@ -74,10 +74,10 @@ def test_metrics_of_a_function_are_recorded_and_its_nested_lists_flattened():
 
     batch = asyncio.run(function_rollout(take(1, train=train)).produce(0))
     assert batch is not None
-    found = values(batch.metrics)
-    assert found["rollout/mine"] == 2.5
-    assert found["rollout/raw_reward"] == 1
-    assert found["perf/rollout_time"] >= 0
+    metrics = values(batch.metrics)
+    assert metrics["rollout/mine"] == 2.5
+    assert metrics["rollout/raw_reward"] == 1
+    assert metrics["perf/rollout_time"] >= 0
 
 
 def test_function_without_groups_ends_the_run():
@@ -120,8 +120,8 @@ def test_evaluation_of_a_function(wrap):
         return wrap({"own": {"rewards": [1, 0, 0, 1], "truncated": [True, False, False, False]}})
 
     ledger = MemoryLedger()
-    found = values(asyncio.run(function_rollout(function, ledger=ledger).evaluate(3)))
-    assert found == {"eval/own": 0.5, "eval/own-truncated_ratio": 0.25}
+    metrics = values(asyncio.run(function_rollout(function, ledger=ledger).evaluate(3)))
+    assert metrics == {"eval/own": 0.5, "eval/own-truncated_ratio": 0.25}
     assert ledger.reasons == {0: "evaluation"}
 
 
@@ -130,9 +130,9 @@ def test_samples_of_an_evaluation_are_measured():
         samples = [answered(sample) for sample in data_source.get_samples(1)[0]]
         return {"own": {"rewards": [1.0] * len(samples), "samples": samples}}
 
-    found = values(asyncio.run(function_rollout(function).evaluate(3)))
-    assert found["eval/own/response_len/mean"] == found["eval/own"] == 1
-    assert found["eval/own-truncated_ratio"] == 0
+    metrics = values(asyncio.run(function_rollout(function).evaluate(3)))
+    assert metrics["eval/own/response_len/mean"] == metrics["eval/own"] == 1
+    assert metrics["eval/own-truncated_ratio"] == 0
 
 
 def test_evaluation_of_samples_without_rewards_has_no_mean():
@@ -195,8 +195,8 @@ def test_logging_hooks_replace_the_standard_metrics_if_they_return_true(handled)
     extra = {"perf/x": mean(1.5)}
     assert ("rollout/raw_reward" in report.of_rollout(3, dumped(2), extra, 0.5)) == (not handled)
     data = {"e": evaluation_data([answered(Sample(tokens=[1])), Sample()], None)}
-    found = report.of_evaluation(3, data, {"eval/e": mean(1.0)}, extra)
-    assert values(found) == ({"perf/x": 1.5} if handled else {"perf/x": 1.5, "eval/e": 1.0})
+    metrics = report.of_evaluation(3, data, {"eval/e": mean(1.0)}, extra)
+    assert values(metrics) == ({"perf/x": 1.5} if handled else {"perf/x": 1.5, "eval/e": 1.0})
     assert calls == [(3, "args", 4, {"perf/x": 1.5}, 0.5), (3, "args", [1.0, None], {"perf/x": 1.5})]
 
 
