@@ -66,7 +66,7 @@ VARIANTS = {
         "rollout_temperature": 0.7, "rollout_top_p": 0.9, "rollout_top_k": 20, "rollout_min_p": 0.01,
         "rollout_min_new_tokens": 2, "rollout_stop": ["7"], "rollout_stop_token_ids": [9],
     },
-    "published_every_other": {"async_buffer_size": 1, "update_weights_interval": 2},
+    "updated_every_other": {"async_buffer_size": 1, "update_weights_interval": 2},
     "held_in_flight": {"async_buffer_size": 2, "pause_mode": "hold"},
     "aborted_in_flight": {"async_buffer_size": 2, "pause_mode": "abort"},
     "few_slots": {"embedded_num_slots": 3},

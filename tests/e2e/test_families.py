@@ -1,4 +1,4 @@
-"""Every supported family through the whole loop: generate, score, train, publish, and generate again."""
+"""Every supported family through the whole loop: generate, score, train, update weights, and generate again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SETTINGS = {
     "synchronous": {},
     "one_ahead": {"async_buffer_size": 1},
     "two_ahead": {"async_buffer_size": 2},
-    "two_ahead_published_every_other": {"async_buffer_size": 2, "update_weights_interval": 2},
+    "two_ahead_updated_every_other": {"async_buffer_size": 2, "update_weights_interval": 2},
     "shuffled_over_two_epochs": {"rollout_shuffle": True},
     "streamed_and_shuffled": {"rollout_shuffle": True, "streaming_data": True, "num_data_workers": 2},
     "several_steps_and_warm_up": {

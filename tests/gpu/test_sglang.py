@@ -87,11 +87,11 @@ def test_new_weights_arrive_and_are_verified(model, runner, engine, tmp_path, tr
         way = BroadcastTransport(transport_context(1 << 22, on_gpu=True))
     sync = LocalSync(Untrained(state), engine.pool.reachable, way)
 
-    async def publish() -> None:
+    async def update() -> None:
         await sync.update_weights(version)
         await sync.close()
 
-    runner.run(publish())
+    runner.run(update())
     assert engine.servers[0].version == version
     assert mean_difference(model, runner, engine) < 0.01
 

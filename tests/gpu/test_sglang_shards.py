@@ -66,11 +66,11 @@ def test_every_tensor_of_both_processes_is_verified(shared, runner, tmp_path, tr
         way = DiskTransport(transport_context(1 << 24, folder=tmp_path / "weights"))
     sync = LocalSync(Untrained(state, num_kv_heads=1), engine.pool.reachable, way)
 
-    async def publish() -> None:
+    async def update() -> None:
         await sync.update_weights(version)
         await sync.close()
 
     with caplog.at_level(logging.INFO, logger="furlong.weight_sync"):
-        runner.run(publish())
+        runner.run(update())
     assert "every checksum verified" in caplog.text, caplog.text
     assert mean_difference(model, runner, engine) < 0.02

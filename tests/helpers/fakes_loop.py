@@ -118,7 +118,7 @@ class FakeSync(WeightSync):
 
     async def update_weights(self, version: int) -> SyncReport:
         if not self.may_change_in_flight:
-            assert self.world.busy == 0, "published while a rollout was running"
+            assert self.world.busy == 0, "weights were updated while a rollout was running"
         self.world.log.append(("update", version))
         self.world.version = version
         return SyncReport(version, 0, 0, 0.0)

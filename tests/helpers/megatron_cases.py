@@ -51,7 +51,7 @@ def two_steps(
     *,
     family: str,
     save_as: str = "",
-    is_published: bool = False,
+    updates_engine: bool = False,
     resume: str | None = None,
     core: str | None = None,
     looks_at_logits: bool = False,
@@ -61,7 +61,7 @@ def two_steps(
 ) -> dict[str, Any]:
     """Return log-probs of the policy, losses and gradient norms of two optimizer steps, and the weights after them.
 
-    is_published: load the weights into an engine first, and return its checksums. save_as: save a checkpoint between
+    updates_engine: load the weights into an engine first, and return its checksums. save_as: save a checkpoint between
     the two steps. resume: run only the second step, from that checkpoint; core: from one that Megatron-core saved.
     `how` goes to `_built`.
     """
@@ -76,8 +76,8 @@ def two_steps(
         trained.load(folder / "half" / resume)
     results: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "data_rank": ranks.data_rank}
     results["is_exported_as_loaded"] = _exports(trained, folder / family)
-    if is_published:
-        results["published"] = published(trained, ranks, folder / family, folder / "published" / save_as)
+    if updates_engine:
+        results["engine_checksums"] = engine_checksums(trained, ranks, folder / family, folder / "engine" / save_as)
     first = int(resume is not None or core is not None)
     assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
     for number, (part, rows) in enumerate(steps_of(ranks)[first:], first):
@@ -312,7 +312,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     return {"errors": errors, "norms": results["norms"]}
 
 
-def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
+def engine_checksums(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[str, str]:
     """Update an embedded engine of rank 0 with different weights over HTTP, and return its checksums."""
     weights = WeightSource(trained.named_weights)
     transport = DiskTransport(transport_context(1 << 14, folder=scratch, model_dir=model))
@@ -323,7 +323,7 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
     config = hf.load_config(model)
     other = {name: torch.full_like(tensor, 0.5) for name, tensor in hf.build_model(config, seed=9).state_dict().items()}
 
-    async def serve_and_publish() -> dict[str, str]:
+    async def serve_and_update() -> dict[str, str]:
         engine = EmbeddedEngine(config=config, state_dict=other, dtype=torch.float32, num_slots=2)
         async with running_server(engine) as url:
             info = ServerInfo.read(await asyncio.to_thread(probe, url, api_key=None))
@@ -335,4 +335,4 @@ def published(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> dict[st
         await sync.close_sync()
         return loaded
 
-    return asyncio.run(serve_and_publish())
+    return asyncio.run(serve_and_update())

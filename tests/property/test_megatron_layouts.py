@@ -138,7 +138,7 @@ FROM_CORE = {
 # First case of each group that reads checkpoints of earlier cases.
 READS_OTHERS = (next(iter(RESUMED)), "loaded-tied", "loaded-moe", "read-from-core")
 # Layouts that update an engine over HTTP; the skipped ones repeat the layouts "tensor" and "pipeline".
-PUBLISHED = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
+WITH_ENGINE = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +148,9 @@ def outcomes(tmp_path_factory):
         hf.save_model(hf.build_model(changed_config(family, changes), seed=0), folder / name)
     runs = {f"fsdp-{name}": (name, 1, {"backend": "fsdp"}) for name in (*MODELS, *VARIANTS)} | LAYOUTS | OTHERS
     runs |= {name: (model, world, {"resume": saved, **how}) for name, (model, saved, world, how) in RESUMED.items()}
-    for name in PUBLISHED:
+    for name in WITH_ENGINE:
         model, world, how = LAYOUTS[name]
-        runs[name] = (model, world, {**how, "is_published": True})
+        runs[name] = (model, world, {**how, "updates_engine": True})
     cases = [
         {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **arguments(variant), **args}}
         for name, (variant, world, args) in runs.items()
@@ -281,11 +281,12 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing
         assert rank["norms"] == pytest.approx(outcomes[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", WITH_ENGINE)
 def test_an_engine_receives_every_tensor_of_every_rank(outcomes, name):
     folder, results = outcomes
     with open_tensors(folder / arguments(LAYOUTS[name][0])["family"]) as stored:
-        assert results[name][0]["published"] == {tensor: checksum(stored.read(tensor)) for tensor in stored.names}
+        expected = {tensor: checksum(stored.read(tensor)) for tensor in stored.names}
+        assert results[name][0]["engine_checksums"] == expected
 
 
 def test_transformers_loads_a_saved_folder(outcomes):
