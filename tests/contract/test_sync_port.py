@@ -177,7 +177,7 @@ SPOILED = {
     flip: "differ",
     swap: "differ",
     rename: r"has no tensor 'model\.morn\.weight'|model\.morn\.weight was not in the previous|had no",
-    lose: r"are missing|did not come|not arrive|lacks 1 tensors|serves version",
+    lose: r"are missing|did not come|not arrive|lacks 1 tensors|reports version",
 }
 
 

@@ -57,6 +57,10 @@ class TransportSpec:
         return bool(self.implementation)
 
 
+_NOT_INTO_DRAFTS = (
+    "SGLang also loads the files into the draft model, and fails if there is none (NGRAM); use "
+    "--update-weight-transport nccl or ipc, which leave the draft model unchanged"
+)
 _BROADCAST = "furlong.weight_sync.transports.broadcast:BroadcastTransport"
 _SPECS = (
     TransportSpec(
@@ -102,8 +106,7 @@ _SPECS = (
         timeout_cause=_SLOW_FOLDER,
         timeout_fix=f"{_FASTER_DISK}; {_DELTA}; {_LESS_OFTEN}",
         slow_fix=f"{_FASTER_DISK}; {_DELTA}",
-        speculation_problem="SGLang also loads the files into the draft model, and fails if there is none (NGRAM); "
-        "use --update-weight-transport nccl or ipc, which leave the draft model unchanged",
+        speculation_problem=_NOT_INTO_DRAFTS,
         can_send_deltas=True,
     ),
     TransportSpec(
@@ -112,8 +115,7 @@ _SPECS = (
         timeout_cause=_SLOW_FOLDER,
         timeout_fix=f"{_FASTER_DISK}; {_LESS_OFTEN}",
         slow_fix=_FASTER_DISK,
-        speculation_problem="SGLang also loads the files into the draft model, and fails if there is none (NGRAM); "
-        "use --update-weight-transport nccl or ipc, which leave the draft model unchanged",
+        speculation_problem=_NOT_INTO_DRAFTS,
         can_send_deltas=True,
     ),
 )

@@ -135,7 +135,9 @@ class WeightVerifier:
         """Verify one server; return what was compared, and the server's checksum over all tensors ("" if unknown)."""
         label = await server.served_version()
         if label != str(version):
-            raise SyncError(f"weight_sync version {version}: {server.url} says that it serves version {label!r}")
+            raise SyncError(
+                f"weight_sync version {version}: {server.url} reports version {label!r}; another program may update it"
+            )
         if (dtype := server.checksum_dtype) is not None:
             with tracer.flight("engine's checksums", url=server.url):
                 loaded, _ = await server.checksums()

@@ -94,7 +94,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     ("change", "words"),
     [
         ({"/update_weights_from_disk": {"success": False, "message": "out of memory"}}, "out of memory"),
-        ({"/model_info": {"weight_version": "default"}}, "says that it serves version 'default'"),
+        ({"/model_info": {"weight_version": "default"}}, "reports version 'default'"),
         ({"/get_weights_by_name": [[7.0]]}, "has other values in"),
         ({"/get_weights_by_name": [[0.0]]}, r"SYNC02.*all zero in the engine"),
         ({"digest": "same"}, "did not change, unlike the trainer's"),

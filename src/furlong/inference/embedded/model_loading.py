@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterable, Mapping
@@ -51,21 +52,24 @@ def build_model(
     `weights` is a Hugging Face folder, or a complete state dict under Hugging Face names.
     """
     reason = unsupported_by_fused(config)
-    source = source_from_folder(weights) if isinstance(weights, Path) else WeightSource(weights.items)
     model: DecodeModel
     if reason:
         # Imported only here, because transformers' model code takes a second.
+        from transformers import AutoModelForCausalLM
+
         from furlong.inference.embedded.transformers_model import TransformersModel
 
         if isinstance(weights, Path):
-            model = TransformersModel.from_folder(str(weights), dtype=dtype, device=device)
+            network = AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype, local_files_only=True)
+            model = TransformersModel(network, dtype=dtype, device=device)
         else:
-            model = TransformersModel.from_config(config, dtype=dtype, device=device)
-            model.table.load(source)
+            network = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+            model = TransformersModel(network, dtype=dtype, device=device)
+            model.table.load(WeightSource(weights.items))
         model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-        model.table.load(source)
+        model.table.load(source_from_folder(weights) if isinstance(weights, Path) else WeightSource(weights.items))
     why = f" (the fused implementation does not support {reason})" if reason else ""
     logger.info("embedded engine: %s in %s on %s%s", model.description, model.dtype, model.device, why)
     return model

@@ -10,7 +10,6 @@ those of `FusedDenseModel` do not.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
@@ -192,17 +191,6 @@ class TransformersModel:
         self.routing = RoutingShape.of(config.to_dict()) if self._router_hooks else None
         self.records_routes = False
         self.routes: list[Routes] = []
-
-    @classmethod
-    def from_folder(cls, folder: str, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
-        """Load a checkpoint folder."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        return cls(model, dtype=dtype, device=device)
-
-    @classmethod
-    def from_config(cls, config: Any, *, dtype: torch.dtype, device: torch.device) -> TransformersModel:
-        """Build the model with weights to be loaded later."""
-        return cls(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype), dtype=dtype, device=device)
 
     @torch.inference_mode()
     def check(self) -> None:
