@@ -49,7 +49,7 @@ class EngineGroup:
     @property
     def num_engines(self) -> int:
         """Number of engines; 0 for a placeholder."""
-        return 0 if self.role == "placeholder" else self.num_gpus // self.gpus_per_engine
+        return 0 if self.role == "placeholder" else self.num_gpus // max(self.gpus_per_engine, 1)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
         what = where if len(rows) == 1 else f"{where}, model {name if 'name' in row else i}"
         groups, wrong = _groups(what, row, gpus_per_engine)
         problems += [*_model_problems(what, row, hf_checkpoint), *wrong]
-        models.append(ServedModel(name, tuple(groups), None if _is_trained(row, hf_checkpoint) else _path(row)))
+        model_path = None if _is_trained(row, hf_checkpoint) else str(row.get("model_path", ""))
+        models.append(ServedModel(name, tuple(groups), model_path))
     problems += _problems_together(where, models)
     if problems:
         raise ConfigError(*problems)
@@ -170,12 +171,8 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
 
 def _is_trained(row: Mapping[str, Any], hf_checkpoint: str | None) -> bool:
     """Return `update_weights`; by default, whether the model is --hf-checkpoint."""
-    given = row.get("update_weights")
-    return row.get("model_path") in (None, hf_checkpoint) if given is None else bool(given)
-
-
-def _path(row: Mapping[str, Any]) -> str:
-    return str(row.get("model_path", ""))
+    is_updated = row.get("update_weights")
+    return row.get("model_path") in (None, hf_checkpoint) if is_updated is None else bool(is_updated)
 
 
 def _problems_together(where: str, models: Sequence[ServedModel]) -> Iterator[str]:
@@ -220,9 +217,9 @@ def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int) -> tuple
     groups: list[EngineGroup] = []
     problems: list[str] = []
     for i, row in enumerate(cast(list[Any], raw)):
-        found, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
+        group, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
         problems += wrong
-        groups += [found] if found else []
+        groups += [group] if group else []
     roles = {group.role for group in groups}
     if is_split(groups) and not roles >= {"prefill", "decode"}:
         problems.append(

@@ -65,32 +65,19 @@ def eval_specs(config: Config) -> list[EvalSpec]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    ev, rollout, reward, data = config.eval, config.rollout, config.reward, config.data
-    return {
-        "input_key": ev.eval_input_key or data.input_key,
-        "label_key": ev.eval_label_key or data.label_key,
-        "metadata_key": data.metadata_key,
-        "tool_key": ev.eval_tool_key or data.tool_key,
-        "rm_type": reward.rm_type,
-        "custom_rm_path": reward.custom_rm_path,
-        "custom_generate_function_path": rollout.custom_generate_function_path,
-        "reward_key": _own_or(reward.eval_reward_key, reward.reward_key),
-        "n_samples_per_eval_prompt": ev.n_samples_per_eval_prompt,
-        "temperature": _own_or(ev.eval_temperature, rollout.rollout_temperature),
-        "top_p": _own_or(ev.eval_top_p, rollout.rollout_top_p),
-        "top_k": _own_or(ev.eval_top_k, rollout.rollout_top_k),
-        "min_new_tokens": _own_or(ev.eval_min_new_tokens, rollout.rollout_min_new_tokens),
-        "max_response_len": _own_or(ev.eval_max_response_len, rollout.rollout_max_response_len),
-        "max_prompt_len": _own_or(ev.eval_max_prompt_len, rollout.rollout_max_prompt_len),
-        "max_context_len": _own_or(ev.eval_max_context_len, rollout.rollout_max_context_len),
-        "stop": rollout.rollout_stop or (),
-        "stop_token_ids": rollout.rollout_stop_token_ids or (),
-    }
+    """Return the values of the flags for all sets; where they are unset, those of training."""
+    flags = vars(config.data) | vars(config.rollout) | vars(config.reward) | vars(config.eval)
+    defaults: dict[str, Any] = {}
+    for key in _FIELDS:
+        values = [flags[name] for name in _flag_names(key) if name in flags]
+        if values:
+            defaults[key] = next((value for value in values if value is not None), None)  # 0 is a value (greedy)
+    return defaults | {"stop": defaults["stop"] or (), "stop_token_ids": defaults["stop_token_ids"] or ()}
 
 
-def _own_or(value: Any, otherwise: Any) -> Any:
-    """Return the value of the set, or that of training if it is None; 0 is a value (greedy)."""
-    return otherwise if value is None else value
+def _flag_names(key: str) -> tuple[str, ...]:
+    """Return the fields that set `key` for all sets or for training, by precedence."""
+    return f"eval_{key}", f"rollout_{key}", key
 
 
 def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
@@ -143,6 +130,7 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
     A key without a value defaults to training.
     """
     values: dict[str, Any] = {}
+    specs = flag_specs(Config)
     problems = [f"{where} has no `{key}`; add it" for key in ("name", "path") if not row.get(key)]
     for key, value in row.items():
         if key not in _FIELDS:
@@ -160,7 +148,8 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
                 problems.append(problem)
         else:
             try:
-                values[key] = _checked(_flag_of(key), value)
+                spec = next(specs[name] for name in _flag_names(key) if name in specs)
+                values[key] = _checked(spec, value)
             except ValueError as error:
                 problems.append(f"{where}, {key}: {error}")
     if (path := values.get("path")) and (problem := prompt_file_problem(f"{where}, path", path)):
@@ -168,12 +157,6 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
     if (name := values.get("rm_type")) and (problem := verifier_problem(f"{where}, rm_type", name)):
         problems.append(problem)
     return values, problems
-
-
-def _flag_of(key: str) -> FlagSpec:
-    """Return the corresponding flag for all sets, or for training."""
-    specs = flag_specs(Config)
-    return next(specs[name] for name in (f"eval_{key}", f"rollout_{key}", key) if name in specs)
 
 
 def _checked(spec: FlagSpec, value: Any) -> Any:

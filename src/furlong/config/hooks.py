@@ -161,15 +161,15 @@ def load_function(path: str) -> Function:
     if not module_name or not attribute or path.endswith(".py"):
         raise ConfigError(f"{path!r} does not name a function; write package.module.function or file.py:function")
     module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
-    found: Any = module
+    target: Any = module
     for name in attribute.split(".") if colon else (attribute,):
-        if not hasattr(found, name):
-            _, hint = did_you_mean(name, [known for known in vars(found) if not known.startswith("_")])
+        if not hasattr(target, name):
+            _, hint = did_you_mean(name, [known for known in vars(target) if not known.startswith("_")])
             raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(f"{path} is a {type(found).__name__}, not a function; give a function")
-    return found
+        target = getattr(target, name)
+    if not callable(target):
+        raise ConfigError(f"{path} is a {type(target).__name__}, not a function; give a function")
+    return target
 
 
 def check_signature(hook: Hook, function: Function) -> str | None:
@@ -230,8 +230,8 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
     problems: list[str] = []
     for name, hook in HOOKS.items():
         spec = fields[hook.flag]
-        given = spec.value_in(config)
-        paths: tuple[str, ...] = (given,) if isinstance(given, str) else given or ()
+        value = spec.value_in(config)
+        paths: tuple[str, ...] = (value,) if isinstance(value, str) else value or ()
         functions: list[Function] = []
         num_problems = len(problems)
         for path in paths:
@@ -242,7 +242,7 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
             else:
                 problem = check_signature(hook, functions[-1])
                 problems.extend([problem] if problem else [])
-        if name == "eval_function" and given == config.rollout.rollout_function_path:
+        if name == "eval_function" and value == config.rollout.rollout_function_path:
             del problems[num_problems:]  # derived from that flag, whose problems are reported
         if functions:
             loaded[name] = tuple(functions) if spec.kind == "append" else functions[0]
@@ -258,24 +258,18 @@ def usable_hooks(config: Config) -> Hooks:
     hooks, problems = load_hooks(config)
     if problems:
         raise ConfigError(*problems)
-    called: dict[Function, Function] = {}  # one function may serve two flags, and must stay one object
+    wrapped: dict[Function, Function] = {}  # one function may serve two flags, and must stay one object
     for name, hook in HOOKS.items():
-        for function in _functions(getattr(hooks, name)):
-            if name not in _CAUGHT_BY_CALLER and function not in called:
-                called[function] = with_hook_errors(
-                    function, f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
-                )
-    return Hooks(**{name: _replaced(given, called) for name, given in vars(hooks).items()})
-
-
-def _functions(given: Function | tuple[Function, ...] | None) -> tuple[Function, ...]:
-    return given if isinstance(given, tuple) else () if given is None else (given,)
-
-
-def _replaced(given: Function | tuple[Function, ...] | None, by: Mapping[Function, Function]) -> Any:
-    if isinstance(given, tuple):
-        return tuple(by.get(function, function) for function in given)
-    return None if given is None else by.get(given, given)
+        loaded = getattr(hooks, name)
+        for function in loaded if isinstance(loaded, tuple) else (loaded,):
+            if function is not None and name not in _CAUGHT_BY_CALLER and function not in wrapped:
+                where = f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
+                wrapped[function] = with_hook_errors(function, where)
+    values: dict[str, Any] = {}
+    for name, loaded in vars(hooks).items():
+        is_several = isinstance(loaded, tuple)
+        values[name] = tuple(wrapped.get(f, f) for f in loaded) if is_several else wrapped.get(loaded, loaded)
+    return Hooks(**values)
 
 
 def _module(path: str, name: str) -> ModuleType:

@@ -45,20 +45,20 @@ COPIES = _EVAL_FROM_TRAINING | {
 }
 
 
-def derive(config: Config, given: frozenset[str]) -> Derived:
+def derive(config: Config, explicit: frozenset[str]) -> Derived:
     """Return field -> (value, reason) for unset fields whose default depends on other fields.
 
-    `given` names the fields set by a flag or a file; they are never changed. Contradictions are left for `validate`.
+    `explicit` names the fields set by a flag or a file; they are never changed. Contradictions are left for `validate`.
     """
     derived: Derived = {}
 
     def put(name: str, value: Any, why: str) -> None:
-        if name not in given and name not in derived and value is not None:
+        if name not in explicit and name not in derived and value is not None:
             derived[name] = (value, why)
 
     _run(config, put)
     _threads(config, put)
-    _steps(config, put, given)
+    _steps(config, put, explicit)
     _rollout(config, put)
     _engine(config, put)
     _algorithm(config, put)
@@ -104,7 +104,7 @@ def _threads(config: Config, put: Put) -> None:
         put("num_threads", 1, "--deterministic-mode; the automatic choice may differ from run to run")
 
 
-def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
+def _steps(config: Config, put: Put, explicit: frozenset[str]) -> None:
     """Complete rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     train, data = config.train, config.data
     samples = max(0, data.rollout_batch_size * data.n_samples_per_prompt)
@@ -125,7 +125,7 @@ def _steps(config: Config, put: Put, given: frozenset[str]) -> None:
         put("save_interval", data.num_rollout, "--save without --save-interval saves at the end")
     if config.checkpoint.load and config.optim.use_stateless_adam:
         put("no_load_optim", True, "--use-stateless-adam keeps no moments")
-    if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & given:
+    if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & explicit:
         put("use_dynamic_batch_size", True, "--micro-batch-size is not given")
         put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; raise it to fill the memory")
     if train.balance_by_flops:

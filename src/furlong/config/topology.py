@@ -60,7 +60,7 @@ class Topology:
     def engine_parts(self) -> tuple[tuple[int, int], ...]:
         """First GPU, counted over the engines' GPUs, and number of GPUs of each engine."""
         each = self.gpus_per_engine
-        return self.split or tuple((i * each, each) for i in range(self.num_engine_gpus // each))
+        return self.split or tuple((i * each, each) for i in range(self.num_engine_gpus // max(each, 1)))
 
     @property
     def engine_offset(self) -> int:

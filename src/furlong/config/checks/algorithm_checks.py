@@ -34,15 +34,18 @@ def _estimator(config: Config) -> Iterator[str]:
         return
     if row.whitened and not algo.normalize_advantages:
         yield f"--advantage-estimator {name} needs whitened advantages; add --normalize-advantages"
-    own = config.reward.custom_reward_post_process_path or algo.custom_advantage_function_path
-    own = own or config.rollout.custom_convert_samples_to_train_data_path
+    has_custom_advantages = (
+        config.reward.custom_reward_post_process_path
+        or algo.custom_advantage_function_path
+        or config.rollout.custom_convert_samples_to_train_data_path
+    )
     filtered, generates = config.rollout.dynamic_sampling_filter_path, config.rollout.custom_generate_function_path
     if n == 1 and filtered == STD_FILTER and not generates:
         yield (
             f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups with different "
             "rewards, and with one sample per prompt rewards cannot differ; use 2 or more samples, or remove it"
         )
-    if row.baseline != "none" and n == 1 and algo.rewards_normalization and not own:
+    if row.baseline != "none" and n == 1 and algo.rewards_normalization and not has_custom_advantages:
         yield (
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: the baseline of a single sample is its own "
             "reward, so every advantage would be 0; use 2 or more samples, or --advantage-estimator reinforce_plus_plus"

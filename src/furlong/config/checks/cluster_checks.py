@@ -118,32 +118,32 @@ def _size_problems(config: Config) -> Iterator[str]:
 def _expert_problems(config: Config, stage_ranks: int) -> Iterator[str]:
     """Expert-parallel sizes that do not divide the ranks of a pipeline stage."""
     expert = config.train.expert_model_parallel_size
-    given = config.megatron.expert_tensor_parallel_size
-    shared = given or (config.train.tensor_model_parallel_size if expert > 1 else 1)
-    if stage_ranks % (expert * shared):
-        whose = "" if given else ", which follows --tensor-model-parallel-size"
+    expert_tensor = config.megatron.expert_tensor_parallel_size
+    tensor = expert_tensor or (config.train.tensor_model_parallel_size if expert > 1 else 1)
+    if stage_ranks % (expert * tensor):
+        source = "" if expert_tensor else ", which follows --tensor-model-parallel-size"
         yield (
-            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {shared}{whose} = "
-            f"{expert * shared} does not divide the {stage_ranks} training processes of a pipeline stage; give smaller "
-            "sizes" + ("" if given or shared == 1 else ", such as --expert-tensor-parallel-size 1")
+            f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {tensor}{source} = "
+            f"{expert * tensor} does not divide the {stage_ranks} training processes of a pipeline stage; give smaller "
+            "sizes" + ("" if expert_tensor or tensor == 1 else ", such as --expert-tensor-parallel-size 1")
         )
 
 
 def _recompute_problems(config: Config) -> Iterator[str]:
     """Megatron's rules of recomputation, and the supported modules."""
-    own = config.megatron
+    megatron = config.megatron
     if config.train.train_backend != "megatron" or config.train.recompute_activations:
         return
-    modules = own.recompute_modules or ()
-    if own.recompute_granularity == "full" and (own.recompute_method is None or own.recompute_num_layers is None):
+    modules = megatron.recompute_modules or ()
+    is_incomplete = None in (megatron.recompute_method, megatron.recompute_num_layers)
+    if megatron.recompute_granularity == "full" and is_incomplete:
         yield (
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add them, or use "
             "--recompute-activations, which is full, uniform and 1"
         )
-    elif own.recompute_granularity == "selective":
-        odd = set(modules) - {*RECOMPUTED}
+    elif megatron.recompute_granularity == "selective":
+        odd = set(modules) - set(RECOMPUTED)
         if odd or not modules:
-            given = f"has {', '.join(sorted(odd))}" if modules else "is not given"
-            yield (
-                f"--recompute-granularity selective: --recompute-modules {given}; choose from {', '.join(RECOMPUTED)}"
-            )
+            state = f"has {', '.join(sorted(odd))}" if modules else "is not given"
+            known = ", ".join(RECOMPUTED)
+            yield f"--recompute-granularity selective: --recompute-modules {state}; choose from {known}"

@@ -63,14 +63,14 @@ def declared_problems(config: Config) -> Problems:
     """Yield what the declarations of flags (`needs`, `excludes`) do not allow."""
     specs = flag_specs(Config)
     for spec in (spec for spec in specs.values() if spec.is_set(config)):
-        given = spec.with_value(config)
+        written = spec.with_value(config)
         unmet = (any_of for any_of in spec.needs if not any(c.is_met(specs[c.field].value_in(config)) for c in any_of))
         any_of = next(unmet, None)
         if any_of is not None and spec.field != "max_tokens_per_gpu" and not _is_derived(spec, config):
-            yield _unmet(given, spec.flag, any_of[0], specs[any_of[0].field], config)
+            yield _unmet(written, spec.flag, any_of[0], specs[any_of[0].field], config)
         for other in (specs[name] for name in spec.excludes):
             if other.is_set(config) and other.value_in(config) and spec.value_in(config):
-                yield f"{given} and {other.with_value(config)} cannot be combined; remove one of them"
+                yield f"{written} and {other.with_value(config)} cannot be combined; remove one of them"
 
 
 def _is_derived(spec: FlagSpec, config: Config) -> bool:
@@ -81,18 +81,18 @@ def _is_derived(spec: FlagSpec, config: Config) -> bool:
     return spec.field in derived and derived[spec.field][0] == value
 
 
-def _unmet(given: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
+def _unmet(written: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
     """The problem of a flag whose condition is not met."""
     if other.kind == "off_switch":
-        return f"{given} has no effect with {other.flag}; remove one of them"
+        return f"{written} has no effect with {other.flag}; remove one of them"
     needed = condition.text(other)
     if condition.operator in ("!=", "."):
         why = f", where `{condition.value}` is False" if condition.operator == "." else ""
-        return f"{given} has no effect with {other.with_value(config)}{why}; remove {flag}"
+        return f"{written} has no effect with {other.with_value(config)}{why}; remove {flag}"
     if not condition.operator or other.value_in(config) is None:
-        return f"{given} has no effect without {needed}; add {needed}, or remove {flag}"
+        return f"{written} has no effect without {needed}; add {needed}, or remove {flag}"
     actual = f"{other.flag} is {other.value_in(config)}"
-    return f"{given} has no effect without {needed}, but {actual}; set {needed}, or remove {flag}"
+    return f"{written} has no effect without {needed}, but {actual}; set {needed}, or remove {flag}"
 
 
 def _unexpanded(config: Config) -> Problems:
@@ -105,8 +105,8 @@ def _unexpanded(config: Config) -> Problems:
             if not text.strip() and text != spec.default:
                 yield f"{spec.flag} {text!r} is empty, perhaps from an unset shell variable; give a value or remove it"
             if _SHELL.match(text):
-                given, whole = ("", "key") if spec.is_secret else (f" {text}", "path")
-                yield f"{spec.flag}{given}: was not expanded by a shell; write the full {whole}"
+                shown, whole = ("", "key") if spec.is_secret else (f" {text}", "path")
+                yield f"{spec.flag}{shown}: was not expanded by a shell; write the full {whole}"
 
 
 def _required(config: Config) -> Problems:
@@ -119,8 +119,8 @@ def _required(config: Config) -> Problems:
         yield "--rollout-batch-size is missing; give the number of prompts per rollout"
     if data.num_rollout is None and data.num_epoch is None:
         yield "--num-rollout and --num-epoch are missing: the length of the run is not set; give one of them"
-    own_data = data.data_source_path is not None or not data.rollout_global_dataset or debug.load_debug_rollout_data
-    if data.prompt_data is None and not own_data and data.num_rollout != 0:
+    has_data = data.data_source_path is not None or not data.rollout_global_dataset or debug.load_debug_rollout_data
+    if data.prompt_data is None and not has_data and data.num_rollout != 0:
         yield "--prompt-data is missing: there are no prompts; give a .jsonl or .parquet file, or a --data-source-path"
     if data.prompt_data is not None and (problem := prompt_file_problem("--prompt-data", data.prompt_data)):
         yield problem
@@ -162,8 +162,8 @@ def _batches(config: Config) -> Problems:
 def nearest_batch_settings(batch: int, n: int, size: int | None, steps: int | None) -> list[str]:
     """Return three valid settings of the batch equation near the given one, as flags to paste."""
     samples = batch * n
-    wanted = size if size is not None else samples / (steps or 1)
-    near = sorted(_divisors(samples), key=lambda d: (abs(d - wanted), d))
+    requested = size if size is not None else samples / (steps or 1)
+    near = sorted(_divisors(samples), key=lambda d: (abs(d - requested), d))
     options = [f"--global-batch-size {d} --num-steps-per-rollout {samples // d}" for d in near[:2]]
     per_rollout = (size or near[0]) * (steps or max(1, round(samples / (size or near[0]))))
     if per_rollout % n == 0 and per_rollout != samples:
@@ -235,8 +235,8 @@ def _lengths(config: Config) -> Problems:
 def _evaluation(config: Config) -> Problems:
     section = config.eval
     sets = section.eval_prompt_data
-    given = sets or section.eval_config
-    if given and section.eval_interval is None:
+    has_sets = sets or section.eval_config
+    if has_sets and section.eval_interval is None:
         yield "evaluation sets without --eval-interval are never used; add --eval-interval ROLLOUTS"
     if sets and len(sets) % 2:
         words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
@@ -257,7 +257,7 @@ def _evaluation(config: Config) -> Problems:
     for k in section.eval_pass_k or ():
         if k > n:
             yield f"--eval-pass-k {k} needs {k} samples, but --n-samples-per-eval-prompt is {n}; raise it or lower k"
-    if config.data.num_rollout == 0 and not given:
+    if config.data.num_rollout == 0 and not has_sets:
         yield "--num-rollout 0 only evaluates, but there are no evaluation sets; add --eval-prompt-data NAME FILE"
 
 
@@ -283,9 +283,9 @@ def _rewards(config: Config) -> Problems:
                     f"{flag} {value} has no effect with --loss-type sft_loss, which computes no rewards, without "
                     "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
                 )
-    own = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
+    is_custom = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
     replay = debug.load_debug_rollout_data
-    scored = reward.rm_type or reward.custom_rm_path or own or replay
+    scored = reward.rm_type or reward.custom_rm_path or is_custom or replay
     if not scored and config.algo.loss_type != "sft_loss" and config.data.prompt_data is not None:
         yield (
             "responses are not scored: --rm-type and --custom-rm-path are missing; give one of them, such as "
@@ -345,13 +345,13 @@ def _template(field: str, template: str | None, what: str) -> Problems:
     """Check a path template: it contains {rollout_id} and no unknown braces."""
     if template is None:
         return
-    given = f"--{field.replace('_', '-')} {template}"
+    written = f"--{field.replace('_', '-')} {template}"
     if "{rollout_id}" not in template:
-        yield f"{given} names one {what}; add {{rollout_id}} to the name"
+        yield f"{written} names one {what}; add {{rollout_id}} to the name"
     rest = template.replace("{rollout_id}", "").replace("{rank}", "" if field == "save_debug_train_data" else "{rank}")
     if "{rollout_id}" in template and set(rest) & {"{", "}"}:
         known = "{rollout_id} and {rank}" if field == "save_debug_train_data" else "{rollout_id}"
-        yield f"{given} has braces other than {known}; remove them"
+        yield f"{written} has braces other than {known}; remove them"
 
 
 def _replay(config: Config, run: str) -> Problems:
