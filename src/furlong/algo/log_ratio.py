@@ -125,13 +125,7 @@ def mismatch_metrics(train_log_probs_R: Tensor, rollout_log_probs_R: Tensor, mas
 
 
 def off_policy_mask(
-    log_ratio_R: Tensor,
-    advantages_R: Tensor,
-    mask_R: Tensor,
-    seq_of_R: Tensor,
-    num_sequences: int,
-    *,
-    delta: float,
+    log_ratio_R: Tensor, advantages_R: Tensor, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int, *, delta: float
 ) -> Tensor:
     """Return 1.0 for tokens to mask: A < 0 in a sequence whose mean log(pi_old / pi) exceeds `delta`, [R].
 

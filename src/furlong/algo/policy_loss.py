@@ -122,11 +122,7 @@ class PolicyLoss:
     needs_entropy = True  # a metric even if it is not in the loss
 
     def __init__(
-        self,
-        flags: AlgoFlags,
-        *,
-        correction: CustomCorrection | None = None,
-        pg_reducer: PgReducer | None = None,
+        self, flags: AlgoFlags, *, correction: CustomCorrection | None = None, pg_reducer: PgReducer | None = None
     ) -> None:
         self.flags = flags
         self.algorithm = find_algorithm(flags.advantage_estimator)

@@ -133,15 +133,7 @@ class Sharding:
         self._fill(packed.model, source)
         return packed
 
-    def build(
-        self,
-        folder: Path,
-        *,
-        dtype: torch.dtype,
-        is_trained: bool,
-        prepare: Prepare,
-        pack: Pack,
-    ) -> PackedModel:
+    def build(self, folder: Path, *, dtype: torch.dtype, is_trained: bool, prepare: Prepare, pack: Pack) -> PackedModel:
         """Build the sharded model of a folder with uninitialized memory.
 
         Raises ConfigError for a model without a list of layers.
