@@ -160,7 +160,7 @@ class MicroBatch:
     columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`.
     rows [S]: the samples of the batch.
     routed_experts_TLK: int16 on the host, the engine's routing of each token in each layer, -1 if unknown.
-    own_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
+    policy_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
     step_tokens, step_samples: totals of the optimizer step over all ranks; 0 if unknown.
     """
 

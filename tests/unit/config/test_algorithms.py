@@ -79,10 +79,8 @@ def test_a_class_registered_only_in_this_process_is_refused_with_ranks_in_other_
         check_known_to_ranks(name)
     monkeypatch.setitem(ALGORITHMS, "mine", replace(ALGORITHMS["grpo"], policy="my_loss"))
     monkeypatch.setitem(POLICY_LOSSES, "my_loss", lambda inputs: clipped_ratio_loss(inputs))
-    with pytest.raises(
-        ConfigError, match=r"the row 'mine' of ALGORITHMS and .* in POLICY_LOSSES was registered by this"
-    ):
+    with pytest.raises(ConfigError, match=r"'mine'.* ALGORITHMS .*POLICY_LOSSES"):
         check_known_to_ranks("mine")
     monkeypatch.setitem(ALGORITHMS, "rloo", replace(ALGORITHMS["rloo"], baseline="group_mean"))
-    with pytest.raises(ConfigError, match="the row 'rloo' of ALGORITHMS was registered"):
+    with pytest.raises(ConfigError, match=r"'rloo'.* ALGORITHMS "):
         check_known_to_ranks("rloo")

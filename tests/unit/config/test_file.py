@@ -96,12 +96,16 @@ def test_number_is_not_accepted_as_text(tmp_path: Path) -> None:
 
 
 def test_a_missing_a_broken_and_a_wrong_file_are_problems(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml.*No such file"):
         parse(["--config", str(tmp_path / "none.yaml")])
-    assert problems(tmp_path, "a: [")[0].startswith("configuration file FILE is not YAML")
-    with pytest.raises(ConfigError, match="configuration file /dev/zero is larger than 4 MiB; write `key: value`"):
+    (problem,) = problems(tmp_path, "a: [")
+    assert "FILE" in problem
+    assert "YAML" in problem
+    with pytest.raises(ConfigError, match=r"/dev/zero .*\b4 MiB"):
         parse(["--config", "/dev/zero"])
-    assert problems(tmp_path, "- a\n") == ("configuration file FILE contains a list; write `key: value` lines",)
+    (problem,) = problems(tmp_path, "- a\n")
+    assert "FILE" in problem
+    assert "list" in problem
 
 
 def test_an_unreadable_file_reports_no_missing_tensors(tmp_path: Path) -> None:

@@ -187,8 +187,9 @@ def test_two_sections_cannot_share_a_field() -> None:
 
     Section.__annotations__["x"] = int
     Root.__annotations__.update(one=Section, two=Section)
-    with pytest.raises(TypeError, match="one and two both have a field x"):
+    with pytest.raises(TypeError) as error:
         flag_specs(Root)
+    assert {"one", "two", "x"} <= set(str(error.value).split())
 
 
 def test_help_names_every_flag() -> None:

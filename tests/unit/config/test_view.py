@@ -33,9 +33,9 @@ def test_an_unsupported_slime_attribute_names_the_reason() -> None:
 
 
 def test_setting_or_deleting_raises() -> None:
-    with pytest.raises(ConfigError, match=r"args is read-only, but lr was set to 1\.0"):
+    with pytest.raises(ConfigError, match=r"\blr\b.*\b1\.0\b"):
         ARGS.lr = 1.0
-    with pytest.raises(ConfigError, match="args is read-only, but lr was deleted"):
+    with pytest.raises(ConfigError, match=r"\blr\b.*deleted"):
         del ARGS.lr
 
 
