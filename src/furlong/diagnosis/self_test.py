@@ -32,6 +32,8 @@ TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the en
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+LOOK_CLOSER = 1e-2  # mean gap per token from which on its cause is determined
+SAMPLES = 8  # to run again for that
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,6 @@ def _kept(probs_RV: Tensor, *, top_p: float, top_k: int, min_p: float) -> Tensor
 
 logger = logging.getLogger(__name__)
 
-LOOK_CLOSER = 1e-2  # mean gap per token from which on its cause is determined
-SAMPLES = 8  # to run again for that
 
 Look = Callable[[IntArray], TokenStats]  # token stats of these rows, with logits
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from furlong.core.catalogue import Diagnosis, Severity, diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.tools.model_folder import missing_layers, uneven_layers
+from furlong.tools.weight_values import value_findings
 from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistReader, common_of
 from furlong.training.checkpoint.dist_optimizer import BUFFER
 
@@ -121,17 +122,4 @@ def _values(files: DistReader) -> Iterator[Diagnosis]:
                     zero.append(name)
         except CheckpointError as error:
             yield diagnosis("CKPT04", str(error), remedy="copy it again, or use an earlier one")
-    problems: tuple[tuple[list[str], str, Severity], ...] = (
-        (broken, "tensors contain non-finite values", "error"),
-        (zero, "matrices are all zero", "warning"),
-    )
-    for names, problem, severity in problems:
-        if names:
-            yield diagnosis(
-                "CKPT04",
-                f"{files.folder}: {len(names)} {problem}: {abbreviate(names, SHOWN)}",
-                cause="The run that saved them diverged, or a conversion skipped them.",
-                remedy="use an earlier checkpoint, or convert the weights again",
-                severity=severity,
-                evidence={"folder": str(files.folder), "tensors": names[:SHOWN], "num_tensors": len(names)},
-            )
+    yield from value_findings(files.folder, broken, zero)

@@ -20,7 +20,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
 from furlong.models.hf_folder import read_json
-from furlong.tools.memory_model import ModelSize, TrainingSetup
+from furlong.tools.memory_model import NODE, ModelSize, TrainingSetup
 from furlong.tools.memory_phases import (
     GIB,
     Phase,
@@ -42,6 +42,15 @@ STATIC_FRACTION = 0.85  # SGLang's default on a large GPU
 # after 512 concurrent requests, depending on the model's width; 7 GiB for a tiny model with Triton attention.
 ASLEEP_FRAC = 0.05  # of the GPU, at least
 ASLEEP_BYTES, ASLEEP_ROW_BYTES = 2 * GIB, 2048  # plus this for each MLP activation of each request
+PROMPTS, EACH = 32, 8  # per rollout, and samples per prompt
+SAMPLE_TOKENS, PROMPT_TOKENS = 8192, 1024
+WEIGHTS_FRAC = 0.4  # of a GPU, for an engine's weights; larger models are sharded
+ENGINES = ("engine", "colocate", "rollout_num_gpus", "rollout_num_gpus_per_engine")
+UNSEEN: Mapping[str, Any] = {
+    "num_rollout": 1,
+    "data_source_path": "any.data",
+    "rm_type": "random",
+}  # no effect on memory
 
 
 @dataclass(frozen=True)
@@ -354,18 +363,6 @@ def size_text(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes / 1024:.0f} KiB"
-
-
-PROMPTS, EACH = 32, 8  # per rollout, and samples per prompt
-SAMPLE_TOKENS, PROMPT_TOKENS = 8192, 1024
-NODE = 8  # GPUs per machine
-WEIGHTS_FRAC = 0.4  # of a GPU, for an engine's weights; larger models are sharded
-ENGINES = ("engine", "colocate", "rollout_num_gpus", "rollout_num_gpus_per_engine")
-UNSEEN: Mapping[str, Any] = {
-    "num_rollout": 1,
-    "data_source_path": "any.data",
-    "rm_type": "random",
-}  # no effect on memory
 
 
 def assumptions(words: Sequence[str], *, gpus: int | None, device_bytes: int) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
 def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     """Find missing or damaged shards, entries without a tensor, and missing or incomplete layers."""
     again = _again(model.folder)
-    found: list[Diagnosis] = []
+    problems: list[Diagnosis] = []
 
     def add(
         finding: str,
@@ -175,7 +175,7 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
         severity = None if is_error else "warning"
         seen = {"folder": str(model.folder), **evidence}
         text = f"{model.folder}: {finding}"
-        found.append(diagnosis(id, text, remedy=remedy, cause=cause, severity=severity, evidence=seen))
+        problems.append(diagnosis(id, text, remedy=remedy, cause=cause, severity=severity, evidence=seen))
 
     named = sorted(set(model.weight_map.values()))
     if missing := [name for name in named if name not in model.shards and name not in model.damaged]:
@@ -205,7 +205,7 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
         finding = f"{layer} lacks {len(lost)} tensors that similar layers have: {abbreviate(lost, SHOWN)}"
         add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, is_error=False)
-    return found
+    return problems
 
 
 def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> list[int]:

@@ -26,6 +26,8 @@ DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")
 
 Key = tuple[int, str, int]
+SHARE = 10  # the first and last 1/SHARE of the steps are a run's beginning and end
+NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -257,10 +259,6 @@ def _shown(value: Any) -> str:
         return f"{value['hash']}{norm}"
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-SHARE = 10  # the first and last 1/SHARE of the steps are a run's beginning and end
-NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.catalogue import Diagnosis, Severity, diagnosis
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, damaged_files, find_checkpoint
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
@@ -157,26 +157,36 @@ def _check_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: boo
                 broken.append(bad.text())
             elif not (has_moments and "optimizer" in name):
                 zero.append(bad.text())
-    diagnoses: list[Diagnosis] = []
-    if broken:
-        diagnoses.append(
-            diagnosis(
-                "CKPT04",
-                f"{folder}: {len(broken)} tensors contain non-finite values: {abbreviate(broken, SHOWN)}",
-                cause="The run that saved them diverged, or a conversion overflowed.",
-                remedy="use an earlier checkpoint, or convert the weights again",
-                evidence={"folder": str(folder), "tensors": broken[:SHOWN], "num_tensors": len(broken)},
-            )
+    return value_findings(folder, broken, zero)
+
+
+def value_findings(folder: Path, broken: Sequence[str], zero: Sequence[str]) -> list[Diagnosis]:
+    """CKPT04: tensors with non-finite values are an error, matrices that are all zero a warning."""
+    problems: tuple[tuple[Sequence[str], str, str, str, Severity], ...] = (
+        (
+            broken,
+            "tensors contain non-finite values",
+            "The run that saved them diverged, or a conversion overflowed.",
+            "use an earlier checkpoint, or convert the weights again",
+            "error",
+        ),
+        (
+            zero,
+            "matrices are all zero",
+            "The conversion that wrote the folder skipped them, or they are zero in the original.",
+            "compare with the original; convert it again if they are not zero there",
+            "warning",
+        ),
+    )
+    return [
+        diagnosis(
+            "CKPT04",
+            f"{folder}: {len(names)} {problem}: {abbreviate(names, SHOWN)}",
+            cause=cause,
+            remedy=remedy,
+            severity=severity,
+            evidence={"folder": str(folder), "tensors": list(names[:SHOWN]), "num_tensors": len(names)},
         )
-    if zero:
-        diagnoses.append(
-            diagnosis(
-                "CKPT04",
-                f"{folder}: {len(zero)} matrices are all zero: {abbreviate(zero, SHOWN)}",
-                cause="The conversion that wrote the folder skipped them, or they are zero in the original.",
-                remedy="compare with the original; convert it again if they are not zero there",
-                severity="warning",
-                evidence={"folder": str(folder), "tensors": zero[:SHOWN], "num_tensors": len(zero)},
-            )
-        )
-    return diagnoses
+        for names, problem, cause, remedy, severity in problems
+        if names
+    ]

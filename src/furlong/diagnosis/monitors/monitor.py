@@ -29,6 +29,11 @@ from furlong.tracking.run_files import EventLog
 if TYPE_CHECKING:
     from furlong.interfaces import Tracker  # imports torch, which reading a run's folder does without
 
+HISTORY = 128  # earlier rows that monitors can read
+EVENTS = 16  # earlier events of one name that monitors can read
+NO_PROGRESS = ("engine_silent",)  # events that do not count as progress
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -142,9 +147,6 @@ def _has_chat_template(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
     return path.exists() and bool(json.loads(path.read_text()).get("chat_template"))
 
-
-HISTORY = 128  # earlier rows that monitors can read
-EVENTS = 16  # earlier events of one name that monitors can read
 
 Row = Mapping[str, float]
 Event = Mapping[str, Any]
@@ -290,8 +292,6 @@ class MonitorSuite:
 logger = logging.getLogger(__name__)
 
 OnDiagnosis = Literal["warn", "stop", "strict"]
-NO_PROGRESS = ("engine_silent",)  # events that do not count as progress
-LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 ENDS: dict[OnDiagnosis, frozenset[str]] = {
     "warn": frozenset(),
     "stop": frozenset({"error"}),

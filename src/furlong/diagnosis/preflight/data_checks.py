@@ -26,6 +26,11 @@ CAUSES = {
 }
 MANY = 0.5  # share of the rows read from which on skipped rows are a warning
 SHOWN = 3
+WRONG = "furlong-wrong-answer-4417"
+TIMEOUT_S = 10.0  # of a reward call
+TRIED_LABELS = 8
+# Formats in which a verifier may look for the answer in a response.
+FORMS = ("{}", "\\boxed{{{}}}", "</think>\\boxed{{{}}}", "Answer: {}", "Answer: \\boxed{{{}}}")
 
 
 def files(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -153,13 +158,6 @@ def _distribution(lengths: list[int]) -> str:
         return str(lengths[0])
     tenths = quantiles(lengths, n=10, method="inclusive")
     return f"median {math.ceil(tenths[4])}, 90 % below {math.ceil(tenths[8])}, longest {max(lengths)}"
-
-
-WRONG = "furlong-wrong-answer-4417"
-TIMEOUT_S = 10.0
-TRIED_LABELS = 8
-# Formats in which a verifier may look for the answer in a response.
-FORMS = ("{}", "\\boxed{{{}}}", "</think>\\boxed{{{}}}", "Answer: {}", "Answer: \\boxed{{{}}}")
 
 
 def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:

@@ -25,6 +25,8 @@ from furlong.tools.gpu_memory import gpus_in_use, local_device
 from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
+RAY_CONNECT_S = 3.0  # to connect to a running cluster
+CONNECT_S = 1.0  # to connect to a server
 
 
 def versions(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -265,10 +267,6 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
             yield from cpu_findings(context.config, model, machine)
     except ConfigError:
         return  # a model with unknown dimensions; `furlong plan` names the missing one
-
-
-RAY_CONNECT_S = 3.0  # to connect to a running cluster
-CONNECT_S = 1.0  # to connect to a server
 
 
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:

@@ -32,6 +32,8 @@ from furlong.tools.template_test import (
 
 COMPLETE_MODEL = "use a complete Hugging Face model folder with --hf-checkpoint"
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
+SHOWN_CONVERSATIONS = 16
+ROUTERS = r"mlp\.gate\.weight"
 
 
 def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -113,9 +115,6 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
             remedy=remedy,
             evidence={"moved": len(moved), "tokens": len(vocab)},
         )
-
-
-SHOWN_CONVERSATIONS = 16
 
 
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -207,8 +206,8 @@ def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
         except TEMPLATE_ERRORS as error:  # data.rows reports rows that cannot be rendered
             checks.append(ConversationCheck(name, "as given", refused=f"{type(error).__name__}: {error}"))
     if any(check.rewriting is not None for check in checks):
-        for found in rewriting_findings(checks, name=f"the chat template of {context.model_dir}", suggested=None):
-            yield dataclasses.replace(found, severity="warning")  # a custom function may keep the original tokens
+        for finding in rewriting_findings(checks, name=f"the chat template of {context.model_dir}", suggested=None):
+            yield dataclasses.replace(finding, severity="warning")  # a custom function may keep the original tokens
 
 
 def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -266,9 +265,6 @@ def _trains_on_several_turns(context: PreflightContext) -> bool:
     """Whether the run may train on several turns of a conversation (SFT, or a generate function)."""
     config = context.config
     return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None
-
-
-ROUTERS = r"mlp\.gate\.weight"
 
 
 def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
