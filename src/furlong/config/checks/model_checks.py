@@ -383,7 +383,7 @@ FACTS: dict[str, Fact] = {
     "hidden_dropout": _near(_key("hidden_dropout resid_pdrop", 0.0)),
     "vocab_size": _key("vocab_size"),
     "padded_vocab_size": _key("vocab_size"),
-    "make_vocab_size_divisible_by": _key("vocab_size", agrees=lambda flag, actual: actual % flag == 0),
+    "make_vocab_size_divisible_by": _key("vocab_size", agrees=lambda flag, actual: flag > 0 and actual % flag == 0),
     "untie_embeddings_and_output_weights": Fact("model_type tie_word_embeddings", _is_untied),
     "max_position_embeddings": _key("max_position_embeddings"),
     "position_embedding_type": Fact(
