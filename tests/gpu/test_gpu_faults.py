@@ -63,7 +63,7 @@ def test_memory_used_by_another_process_is_reported_before_the_run(tmp_path, mon
     is_held = FORKED.Event()
     other = FORKED.Process(target=faulty_engines.hold_memory, args=(5 << 30, is_held), daemon=True)
     other.start()
-    monkeypatch.setattr(devices, "_own_processes", lambda: {str(os.getpid())})  # exclude the child process
+    monkeypatch.setattr(devices, "_process_family", lambda: {str(os.getpid())})  # exclude the child process
     try:
         assert is_held.wait(60)
         [found] = [each for each in preflight(examine(words)[0].config) if each.id == "GPU04"]
