@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from furlong.config.checks.engine_checks import is_served, is_started
-from furlong.config.checks.model_checks import returns_routes, routing_of
+from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec

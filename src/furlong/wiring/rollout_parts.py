@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.checks.engine_checks import is_started
-from furlong.config.checks.model_checks import returns_routes, routing_of
+from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.command_line import flags_as_written
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec

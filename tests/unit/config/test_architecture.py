@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from furlong.config.checks.model_checks import FACTS, layers_with_experts, model_problems
+from furlong.config.checks.model_rules import FACTS, layers_with_experts, model_problems
 from furlong.config.command_line import parse
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config

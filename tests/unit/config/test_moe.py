@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from furlong.config.checks.model_checks import model_problems, returns_routes
+from furlong.config.checks.model_rules import model_problems, returns_routes
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_values
 from furlong.core.routing import RoutingShape

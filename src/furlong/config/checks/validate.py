@@ -10,7 +10,7 @@ from pathlib import Path
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
-from furlong.config.checks.model_checks import model_problems
+from furlong.config.checks.model_rules import model_problems
 from furlong.config.checks.value_checks import (
     BOXED,
     model_problem,

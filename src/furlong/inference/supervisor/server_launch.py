@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from furlong.config.checks.engine_checks import is_started
-from furlong.config.checks.model_checks import returns_routes
+from furlong.config.checks.model_rules import returns_routes
 from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts, served_models
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config

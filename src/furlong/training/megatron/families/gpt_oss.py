@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from furlong.config.checks.model_checks import GPT_OSS_CLAMP, GPT_OSS_OFFSET
+from furlong.config.checks.model_rules import GPT_OSS_CLAMP, GPT_OSS_OFFSET
 from furlong.training.megatron.family import FC1, FC2, Architecture, Family, RoutingRule, WeightRule
 
 MOE = (
