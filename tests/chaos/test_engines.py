@@ -191,7 +191,7 @@ def test_weights_are_updated_if_all_engines_were_lost_after_training(
     [
         (hangs_in, "load_bucket", "during a weight update", TWO | {"update_weight_transport": "nccl"}),
         (hangs_in, "load_bucket", "during a weight update", TWO | {"update_weight_transport": "ipc"}),
-        (hangs_in, "checksums", "during a weight update", TWO | {"update_weight_transport": "nccl"}),
+        (hangs_in, "_check_weights", "during a weight update", TWO | {"update_weight_transport": "nccl"}),
         (hangs_in, "release_memory", "did not answer within 1 s", SHARED),
         (closes_connections_of, "/update_weights_from_distributed", CLOSED, ONE),
         (closes_connections_of, "/update_weights_from_tensor", CLOSED, TWO | {"update_weight_transport": "ipc"}),

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
+from furlong.inference.server.app import EngineServer
 
 FEW = 6  # concurrent requests that a faulty engine survives
 BUFFER_BYTES = 12 << 20  # leaked per request beyond FEW
@@ -103,11 +104,12 @@ def stops_while_loading() -> None:
 
 
 def hangs_in(method: str, once: Path) -> None:
-    """Hang in the second call of an engine method, in the first process that creates the file `once`.
+    """Hang in the second call of a method of the engine or its server, in the first process that creates `once`.
 
     A method called once per weight update hangs in the update after the first step.
     """
-    called, number = getattr(EmbeddedEngine, method), count(1)
+    owner = EmbeddedEngine if hasattr(EmbeddedEngine, method) else EngineServer
+    called, number = getattr(owner, method), count(1)
 
     async def hangs(self, *args, **kwargs):
         if next(number) == 2:
@@ -116,7 +118,7 @@ def hangs_in(method: str, once: Path) -> None:
                 await asyncio.Event().wait()
         return await called(self, *args, **kwargs)
 
-    setattr(EmbeddedEngine, method, hangs)
+    setattr(owner, method, hangs)
 
 
 def closes_connections_of(path: str, once: Path) -> None:
