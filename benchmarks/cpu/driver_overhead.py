@@ -78,7 +78,8 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 
 def without_model(built: Any) -> Any:
     """Return the same parts with the model's computation stubbed out."""
-    from furlong.interfaces import Completion, OptimReport, SamplingParams, WeightSync
+    from furlong.interfaces import Completion, SamplingParams, WeightSync
+    from furlong.training.backend import OptimReport
 
     answers = [
         Completion(

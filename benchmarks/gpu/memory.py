@@ -49,10 +49,11 @@ from furlong.inference.sglang.generate_requests import sampling_json
 from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import SglangLaunch
-from furlong.interfaces import PipelinedBackend, SamplingParams
+from furlong.interfaces import SamplingParams
 from furlong.tools.memory_model import ModelSize, TrainingSetup
 from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
+from furlong.training.backend import PipelinedBackend
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks, join
 from furlong.training.settings import Offload

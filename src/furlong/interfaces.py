@@ -1,15 +1,15 @@
 """The interfaces between the parts of a run: what the loop, the rollouts and the trainers know about each other.
 
-`wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `Backend`, `WeightSync` and
-`DeviceSharing` are classes: implementations subclass them, must define the abstract methods, and override the others
-where they can do more. The smaller interfaces are protocols.
+`wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `WeightSync` and `DeviceSharing`
+are classes: implementations subclass them, must define the abstract methods, and override the others where they can do
+more. The smaller interfaces are protocols. The interface of a training backend is `training.backend.Backend`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,96 +244,6 @@ class LossFn(Protocol):
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         """Return the scalar loss and metrics."""
         ...
-
-
-@dataclass(frozen=True)
-class OptimReport:
-    """The result of one optimizer step. `skipped` is the reason if no step was taken (a non-finite gradient)."""
-
-    grad_norm: float
-    lr: float
-    skipped: str = ""
-
-
-class Backend(ABC):
-    """Training on one rank. A new training backend implements this class; `training.worker` drives it."""
-
-    weights_are_views: bool = False
-    """Whether `named_weights` is known to yield views of the live parameters rather than copies."""
-
-    @property
-    @abstractmethod
-    def device(self) -> Any:
-        """The torch.device that micro-batches must be on."""
-
-    @abstractmethod
-    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
-        """Compute the log-probabilities of the response tokens under one of the models, without gradient."""
-
-    @abstractmethod
-    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
-        """Accumulate the gradient of `loss_fn` over one micro-batch."""
-
-    @abstractmethod
-    def optim_step(self) -> OptimReport:
-        """Clip gradients, step the optimizer and the schedule, zero the gradients."""
-
-    @abstractmethod
-    def reset_optimizer(self) -> None:
-        """Reset the optimizer's moments; the learning-rate schedule continues."""
-
-    @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under Hugging Face names, in a fixed order."""
-
-    def named_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the accumulated gradients by parameter name; this rank's shard of sharded ones. Empty by default."""
-        return ()
-
-    @abstractmethod
-    def copy_weights(self, source: Role, target: Role) -> None:
-        """Make the `target` model equal to `source` (reference update, old actor)."""
-
-    @abstractmethod
-    def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, optimizer, schedule and RNG state; with `later`, only add host copies to it."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-
-    @abstractmethod
-    def save_hf(self, folder: Path) -> None:
-        """Write a folder that transformers can load."""
-
-    def offload(self) -> MemoryTransfer:
-        """Move parameters, master weights and moments to host memory and free the device. TrainerError by default."""
-        raise TrainerError(
-            f"{type(self).__name__} cannot offload its state to the host; add --no-offload-train if trainer and engine "
-            "fit on the device together, or give the engines their own GPUs"
-        )
-
-    def onload(self) -> MemoryTransfer:
-        """Undo `offload`."""
-        return MemoryTransfer(0, 0.0)
-
-    def layer_seconds(self) -> float | None:
-        """Return the time spent in the policy's layers on this rank since the last call; None if not measured."""
-        return None
-
-
-class PipelinedBackend(Backend):
-    """A backend that processes several micro-batches at once and takes all those of an optimizer step together."""
-
-    @abstractmethod
-    def log_probs_of(
-        self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
-    ) -> list[TokenStats]:
-        """Run `log_probs` on each micro-batch; results in the same order."""
-
-    @abstractmethod
-    def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
-        """Run `forward_backward` on each micro-batch; results in the same order."""
 
 
 class WeightSync:

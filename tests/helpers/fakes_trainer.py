@@ -17,11 +17,12 @@ from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import Backend, LossFn, OptimReport, Role, TokenStats
+from furlong.interfaces import LossFn, Role, TokenStats
+from furlong.training.backend import Backend, OptimReport
 
 
 class FakeBackend(Backend):
-    """`interfaces.Backend` whose policy is a table of logits indexed by the previous token, trained with plain SGD."""
+    """A training backend whose policy is a table of logits indexed by the previous token, trained with plain SGD."""
 
     weights_are_views = True
     device = torch.device("cpu")

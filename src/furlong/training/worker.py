@@ -37,7 +37,8 @@ from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import Backend, LossFn, MemoryTransfer, PipelinedBackend, Role, TokenStats
+from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
+from furlong.training.backend import Backend, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs

@@ -32,10 +32,11 @@ from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import Backend, LossFn, MemoryTransfer, OptimReport, Role, TokenStats
+from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
+from furlong.training.backend import Backend, OptimReport
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class FsdpBackend(Backend):
-    """Implements `interfaces.Backend` over a Hugging Face folder.
+    """Implements `training.backend.Backend` over a Hugging Face folder.
 
     ranks: this process among the trainer processes, whose process group exists. share_prompts: run a prompt once for
     all samples of a micro-batch that start with it.

@@ -1,4 +1,4 @@
-"""`interfaces.Backend` over Megatron-core: one rank of a model with TP, PP, CP, SP and EP.
+"""`training.backend.Backend` over Megatron-core: one rank of a model with TP, PP, CP, SP and EP.
 
 All ranks call the same methods in the same order. Ranks with the same data-parallel index receive the same
 micro-batches and return the same values; the last pipeline stage computes these and broadcasts them.
@@ -27,10 +27,11 @@ from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import LossFn, MemoryTransfer, OptimReport, PipelinedBackend, Role, TokenStats
+from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.model_facts import COMPILED_FROM, forward_flops
+from furlong.training.backend import OptimReport, PipelinedBackend
 from furlong.training.checkpoint import trainer_files
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
