@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import subprocess
 import sys
@@ -24,12 +25,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fakes_engine import tiny_engine
+from fakes_engine import tiny_engine, tiny_model
 from furlong.core.weights import WeightSource
+from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.server.http_server import bound_socket, running_server
+from furlong.inference.server.limits import ServerLimits
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from runs import FORKED, Fault, command_in_child, free_ports
@@ -208,3 +212,48 @@ def _num_healthy(router: str) -> int:
         return 0
     workers = reply.json()["workers"] if reply.status_code == 200 else []
     return sum(worker["is_healthy"] for worker in workers)
+
+
+class LogRecords(logging.Handler):
+    """Records of all loggers, formatted."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    def failures(self) -> list[str]:
+        """Tracebacks and errors."""
+        return [line for line in self.lines if "Traceback" in line or line.startswith(("ERROR", "CRITICAL"))]
+
+
+@contextlib.contextmanager
+def served_tiny(
+    *, limits: ServerLimits | None = None, trusts_templates: bool = False, **options: Any
+) -> Iterator[tuple[str, EmbeddedEngine, LogRecords]]:
+    """Serve a tiny model in a thread; yields URL, engine and log. The test fails on any error in the log."""
+    config, model = tiny_model("qwen2")
+    engine = tiny_engine(config, model.state_dict(), tokenizer=build_tokenizer(), **options)
+
+    @contextlib.asynccontextmanager
+    async def serving() -> Any:
+        async with running_server(engine, model_name="tiny", limits=limits, trusts_templates=trusts_templates) as url:
+            yield url
+        await engine.close()
+
+    log, root = LogRecords(), logging.getLogger()
+    level = root.level
+    root.addHandler(log)
+    logging.getLogger("furlong").setLevel(logging.DEBUG)
+    server = ServerThread(serving)
+    try:
+        yield server.url, engine, log
+    finally:
+        server.stop()
+        root.removeHandler(log)
+        root.setLevel(level)
+        logging.getLogger("furlong").setLevel(logging.NOTSET)
+    assert log.failures() == []

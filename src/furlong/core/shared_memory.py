@@ -101,6 +101,8 @@ def open_shared(name: Any, layout: Any) -> list[NamedTensor]:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise SyncError(f"the shared buffer {name} belongs to another user")
+        if not status.st_size:
+            raise SyncError(f"the shared buffer {name} is empty; fill it before it is loaded")
         memory = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(handle)
@@ -114,7 +116,7 @@ def _tensor(whole: Tensor, entry: Any) -> NamedTensor:
     try:
         name, shape, offset = str(entry["name"]), [int(n) for n in entry["shape"]], int(entry["offset"])
         dtype = dtype_of(entry["dtype"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SyncError(f"invalid tensor in the layout of a shared buffer: {entry!r}: {error!r}") from error
     count = 1
     for size in shape:

@@ -173,7 +173,12 @@ class JsonTokenizer:
                 f"{self.name_or_path} has no chat template" if source is None else "tokenize=True is not supported"
             )
         values = {**self._named, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return _compiled(source).render(messages=messages, documents=None, **values)
+        return render_template(source, {**values, "messages": messages, "documents": None})
+
+
+def render_template(source: str, values: Mapping[str, Any]) -> str:
+    """Render a chat template in a sandbox, as transformers does. Raises errors of the template."""
+    return _compiled(source).render(**values)
 
 
 def _text(token: Any) -> str | None:

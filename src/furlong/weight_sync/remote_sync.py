@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from furlong.core.threads import in_thread
 from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
 from furlong.errors import (
     ENGINE_HANGS,
@@ -31,7 +32,7 @@ from furlong.errors import (
     SyncError,
 )
 from furlong.interfaces import Trainer, WeightSync
-from furlong.weight_sync.transports.transport import Connect, Transport, WeightServer, in_thread, late_fields
+from furlong.weight_sync.transports.transport import Connect, Transport, WeightServer, late_fields
 from furlong.weight_sync.verification import WeightVerifier, record_for
 from furlong.weight_sync.weight_record import WeightRecord
 

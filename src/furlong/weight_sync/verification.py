@@ -19,12 +19,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 import torch
 
 from furlong.core.catalogue import diagnosis
+from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.sglang_layout.fused_checksums import APART, DENSE, WITH_EXPERTS, expected
 from furlong.sglang_layout.shard_checksums import HEAD, kind_of
-from furlong.weight_sync.transports.transport import WeightServer, in_thread
+from furlong.weight_sync.transports.transport import WeightServer
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
 
 logger = logging.getLogger(__name__)

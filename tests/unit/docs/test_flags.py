@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from furlong.config import Config
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.passthrough import OptionList
+from furlong.inference.server.limits import ServerLimits, flag_of
 
 ROOT = Path(__file__).parents[3]
 OWN_TABLE = ROOT / "docs" / "configuration.md"  # is written from the flags themselves
@@ -59,6 +61,7 @@ def options_of_engines() -> set[str]:
 def test_every_flag_of_a_page_is_taken_by_some_program(page: Path) -> None:
     text = page.read_text()
     known = flags_of_furlong() | options_of_engines() | words_of(COMMANDS)
+    known |= {flag_of(limit.name) for limit in dataclasses.fields(ServerLimits)}  # of furlong serve
     known |= {flag for flags in OF_OTHERS.values() for flag in flags.split()}
     known |= words_of(ROOT / name for name in re.findall(r"benchmarks/\w+/\w+\.py", text))
     assert sorted({flag for flag in FLAG.findall(text) if flag not in known and not find_refusal(flag)}) == []

@@ -89,6 +89,16 @@ class WeightTable:
             raise SyncError(f"the engine's model has no tensor {name!r}; it has {abbreviate(sorted(self.views))}")
         return self.views[name]
 
+    def check_shape(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return the storage of `name`. Raises SyncError if the model has no such tensor, or one of another shape."""
+        view = self.view(name)
+        if list(view.shape) != list(shape):
+            raise SyncError(
+                f"tensor {name!r} has shape {list(shape)}, but {list(view.shape)} in the engine's model; "
+                "trainer and engine must use the same config"
+            )
+        return view
+
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Return `tensor` in the precision and on the device of the storage of `name`."""
         view = self.view(name)
@@ -140,17 +150,16 @@ class WeightLoad:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor into place. Raises SyncError if it is unexpected, mis-shaped or repeated."""
-        view = self._table.view(name)
+        self.expect(name, tensor.shape).copy_(tensor.detach())
+        self._table.num_writes += 1
+
+    def expect(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Count a tensor as loaded and return its storage, unchanged. Raises like `put`."""
+        view = self._table.check_shape(name, shape)
         if name in self.loaded:
             raise SyncError(f"tensor {name!r} was sent twice in one weight load; send every name once")
-        if view.shape != tensor.shape:
-            raise SyncError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, but {list(view.shape)} in the engine's model; "
-                "trainer and engine must use the same config"
-            )
-        view.copy_(tensor.detach())
-        self._table.num_writes += 1
         self.loaded[name] = view
+        return view
 
     def missing(self) -> list[str]:
         """Required names that were loaded neither whole nor in parts."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,16 +18,15 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from furlong.core.text import abbreviate
-from furlong.core.tracing import tracer
 from furlong.core.weights import NamedTensor, WeightSource
-from furlong.errors import EngineError
+from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded.decode_model import WeightLoad, bucketed_length
+from furlong.inference.embedded.engine_thread import EngineThread, call_on_loop, settler
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNSEEDED = 1 << 63
@@ -113,21 +109,23 @@ class EmbeddedEngine(Engine):
 
     async def submit(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         params: SamplingParams,
         *,
         rid: str | None = None,
         session: str | None = None,
         report: Callable[[Progress], None] | None = None,
+        is_checked: bool = False,
     ) -> Finished:
         """`generate` with a request id for `abort_request`, and a callback for new tokens on the caller's event loop.
 
-        Cancelling the caller aborts the request.
+        Cancelling the caller aborts the request. `is_checked`: the caller has called `check`.
         """
         self._thread.check_open()
         if self._thread.blocked is not None and self._partial is None:
             raise EngineError(self._thread.blocked)
-        self.check(prompt, params)
+        if not is_checked:
+            self.check(prompt, params)
         number = next(self._counter)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Finished] = loop.create_future()
@@ -140,8 +138,8 @@ class EmbeddedEngine(Engine):
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),
             key=(self._seed, UNSEEDED | number) if seed is None else (seed % (1 << 64), 0),
-            deliver=_settler(future),
-            report=None if report is None else lambda progress: _on_loop(loop, report, progress),
+            deliver=settler(future),
+            report=None if report is None else lambda progress: call_on_loop(loop, report, progress),
         )
         if request.limit == 0:
             return request.finish("length", self.tokenizer)
@@ -158,7 +156,7 @@ class EmbeddedEngine(Engine):
         thread = self._thread
         if mode == "finish":
             drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            answer = _settler(drained)
+            answer = settler(drained)
             await self.execute(lambda: thread.drain(answer))
             await drained
         elif mode == "hold":
@@ -205,11 +203,22 @@ class EmbeddedEngine(Engine):
         """Load part of the weights; returns whether `version` is complete, which activates it.
 
         Nothing is generated until then. A bucket of another version, or with a tensor that was loaded before, starts
-        over: the version is sent again after another engine failed.
+        over: the version is sent again after another engine failed. Raises EngineError for an empty bucket and
+        SyncError for an unknown, repeated or mis-shaped tensor, before anything is changed.
         """
+        if not tensors:
+            raise EngineError(f"the bucket for weight version {version} has no tensors; send at least one")
+        names = {name for name, _ in tensors}
+        if len(names) < len(tensors):
+            raise SyncError(f"the bucket for weight version {version} repeats a tensor; send every name once")
+
+        def check() -> None:
+            for name, tensor in tensors:
+                self.model.table.check_shape(name, tensor.shape)
+                if tensor.dtype.is_complex:
+                    raise SyncError(f"tensor {name!r} has dtype {tensor.dtype}; send real numbers")
 
         def load() -> bool:
-            names = {name for name, _ in tensors}
             if self._partial is None or self._partial[0] != version or names & self._partial[1].loaded.keys():
                 self._partial = (version, WeightLoad(self.model.table))
             partial = self._partial[1]
@@ -223,7 +232,21 @@ class EmbeddedEngine(Engine):
             self._partial = None  # last, so that a request that arrives meanwhile is not refused
             return True
 
-        return await self.execute(lambda: self._or_fail_all(load))
+        def check_and_load() -> bool:
+            check()
+            return self._or_fail_all(load)
+
+        return await self.execute(check_and_load)
+
+    async def abandon_load(self, version: int) -> None:
+        """Fail the requests that wait for the rest of `version`, and refuse others until a version is loaded."""
+
+        def abandon() -> None:
+            if self._partial is not None and self._partial[0] == version:
+                self._partial = None
+                self._thread.fail_all(EngineError(self._thread.blocked or ""))
+
+        await self.execute(abandon)
 
     def _incomplete(self, why: str) -> None:
         self._thread.blocked = f"the engine's weights are incomplete: {why}"
@@ -250,7 +273,7 @@ class EmbeddedEngine(Engine):
         """Run `function` on the engine's thread, between two decode steps, and return its result."""
         self._thread.check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        answer = _settler(future)
+        answer = settler(future)
 
         def command() -> None:
             try:
@@ -323,7 +346,7 @@ class EmbeddedEngine(Engine):
         """Return a snapshot of the counters; thread-safe."""
         return self._batch.stats(waiting=self._thread.num_waiting, busy_s=self._thread.busy_s)
 
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError if `submit` would reject this."""
         check_request(
             prompt,
@@ -333,168 +356,3 @@ class EmbeddedEngine(Engine):
             vocab_size=self.model.vocab_size,
             records_routes=self.model.records_routes,
         )
-
-
-class EngineThread:
-    """Runs `batch` until it is closed; the only thread that uses the batch and its model.
-
-    blocked: Why nothing can be generated; None if it can.
-    busy_s: Time in which the model ran.
-    """
-
-    def __init__(self, batch: SlotBatch) -> None:
-        self.batch = batch
-        self.blocked: str | None = None
-        self.busy_s = 0.0
-        self.is_admitting = True
-        self._is_stepping = True
-        self._is_closing = False
-        self._wake = threading.Condition()
-        self._incoming: list[Request] = []
-        self._commands: list[Callable[[], Any]] = []
-        self._drained: list[Callable[[None], None]] = []
-        self._pending: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        self._thread = threading.Thread(target=self._run, name="furlong-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of queued requests."""
-        pending = sum(map(len, list(self._pending.values())))
-        return len(self.batch.waiting) + len(self._incoming) + pending
-
-    def check_open(self) -> None:
-        """Raise EngineError if the engine is closed."""
-        if self._is_closing:
-            raise EngineError("the embedded engine is closed; build a new one")
-
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Requests from one iteration of an event loop are handed over together, so that equal prompts share a prefill.
-        """
-        loop = asyncio.get_running_loop()
-        if loop not in self._pending:
-            self._pending[loop] = []
-            loop.call_soon(self.hand_over, loop)
-        self._pending[loop].append(request)
-
-    def hand_over_all(self) -> None:
-        """Hand over the requests of all event loops now."""
-        for loop in list(self._pending):
-            self.hand_over(loop)
-
-    def hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand over the requests of `loop` now."""
-        requests = self._pending.pop(loop, [])
-        with self._wake:
-            self._incoming += requests
-            self._wake.notify()
-
-    def post(self, command: Callable[[], Any]) -> None:
-        """Run `command` on the thread between two decode steps."""
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
-    def stop(self) -> None:
-        """Fail unfinished requests with EngineError and wait for the end of the thread."""
-        self.hand_over_all()
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
-        self._thread.join()
-
-    def set_running(self, *, admitting: bool, stepping: bool) -> None:
-        """Set whether queued requests are admitted and running ones decoded."""
-        self.is_admitting, self._is_stepping = admitting, stepping
-
-    def drain(self, answer: Callable[[None], None]) -> None:
-        """Stop admitting requests; `answer` is called once none is running."""
-        self.set_running(admitting=False, stepping=True)
-        self._drained.append(answer)
-
-    def fail_all(self, error: Exception) -> None:
-        """Fail all requests with `error`."""
-        for request in self.batch.reset():
-            known = isinstance(error, EngineError)
-            failure = EngineError(str(error) if known else f"generation failed ({type(error).__name__}): {error}")
-            failure.__cause__ = error
-            request.deliver(failure)
-
-    def _has_work(self) -> bool:
-        if not self._is_stepping or self.blocked is not None:
-            return False
-        return bool(self.batch.running) or (self.is_admitting and bool(self.batch.waiting))
-
-    def _interrupted(self) -> bool:
-        has_free_slot = len(self.batch.running) < self.batch.num_slots
-        return bool(self._commands) or self._is_closing or (bool(self._incoming) and has_free_slot)
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while not self._is_closing:
-                with self._wake:
-                    while not (self._commands or self._incoming or self._is_closing or self._has_work()):
-                        self._wake.wait()
-                self._process_queues()
-                if self._has_work() and not self._is_closing:
-                    self._step()
-                if not self.batch.running:
-                    self._notify_drained()
-            self._process_queues()
-            self._notify_drained()
-            for request in self.batch.reset():
-                request.deliver(EngineError(f"the embedded engine was closed before request {request.rid} finished"))
-
-    def _process_queues(self) -> None:
-        """Queue new requests, then run commands."""
-        with self._wake:
-            commands, self._commands = self._commands, []
-            incoming, self._incoming = self._incoming, []
-        self.batch.add(incoming)
-        for command in commands:
-            command()
-
-    def _notify_drained(self) -> None:
-        for answer in self._drained:
-            answer(None)
-        self._drained.clear()
-
-    def _step(self) -> None:
-        began = time.perf_counter()
-        try:
-            with tracer.span("engine busy", running=len(self.batch.running)):
-                self.batch.run(admit=self.is_admitting, interrupted=self._interrupted)
-        except Exception as error:
-            message = "a step of the embedded engine failed; all its requests fail with this error"
-            if isinstance(error, EngineError):
-                logger.error("%s: %s", message, str(error).splitlines()[0])  # the requests raise the full text
-            else:
-                logger.exception(message)
-            self.fail_all(error)
-        self.busy_s += time.perf_counter() - began
-
-
-def _settler(future: asyncio.Future[T]) -> Callable[[T | Exception], None]:
-    """Return a thread-safe function that sets the result or error of `future`."""
-
-    def settle(result: T | Exception) -> None:
-        if future.done():
-            return  # the caller was cancelled
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    return lambda result: _on_loop(future.get_loop(), settle, result)
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:
-    """Call `function` on `loop`; does nothing if the loop was closed."""
-    try:
-        loop.call_soon_threadsafe(function, argument)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        logger.warning("the event loop of a request was closed before it finished")

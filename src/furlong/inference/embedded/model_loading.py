@@ -11,12 +11,19 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
-from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
+from furlong.errors import EngineError, SyncError
+from furlong.inference.embedded.decode_model import (
+    DecodeModel,
+    FusedDenseModel,
+    WeightLoad,
+    WeightTable,
+    unsupported_by_fused,
+)
 from furlong.models.hf_folder import end_ids, read_json
 from furlong.models.model_facts import length_limit
 
@@ -27,13 +34,7 @@ KV_MEMORY_FRAC = 0.3
 
 def source_from_folder(folder: Path) -> WeightSource:
     """The tensors of the safetensors files in a folder. Raises EngineError if there are none."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} has no safetensors files; pass a folder written by save_pretrained")
+    files = _weight_files(folder)
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
@@ -42,6 +43,41 @@ def source_from_folder(folder: Path) -> WeightSource:
                     yield key, file.get_tensor(key)
 
     return WeightSource(read)
+
+
+def check_weight_files(folder: Path, table: WeightTable) -> None:
+    """Raise EngineError or SyncError unless the files of a folder contain every tensor in its shape.
+
+    Only headers are read, so that files which do not fit are refused before any weight is replaced.
+    """
+    load = WeightLoad(table)
+    for name in _weight_files(folder):
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  as above
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"cannot read {folder / name}: {error}; write the folder again") from error
+        for key, shape in shapes.items():
+            load.expect(key, shape)
+    if missing := load.missing():
+        raise SyncError(f"{folder} lacks {len(missing)} tensors: {abbreviate(missing)}; write the whole model")
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files of a folder. Raises EngineError if there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+                raise ValueError("a file outside the folder")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"{index} is not an index of weights: {error!r}; write the folder again") from error
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} has no safetensors files; pass a folder written by save_pretrained")
+    return files
 
 
 def build_model(

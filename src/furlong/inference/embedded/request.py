@@ -15,6 +15,9 @@ from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.interfaces import Completion, FinishReason, SamplingParams, TextTokenizer
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # beyond them, float32 logits become infinite or all equal
+MAX_INT32 = (1 << 31) - 1
+
 
 class RequestError(EngineError):
     """The prompt or its parameters are invalid."""
@@ -149,16 +152,25 @@ def check_request(
 ) -> None:
     """Raise RequestError naming each invalid parameter, or what is wrong with the prompt."""
     problems: list[str] = []
-    if not 0 <= params.temperature < float("inf"):
-        problems.append(f"temperature is {params.temperature}, must be >= 0")
+    if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+        problems.append(
+            f"temperature is {params.temperature}, must be >= 0: 0, or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
     if not 0 < params.top_p <= 1:
         problems.append(f"top_p is {params.top_p}, must be in (0, 1]")
     if params.top_k != -1 and params.top_k < 1:
         problems.append(f"top_k is {params.top_k}, must be -1 (off) or >= 1")
     if not 0 <= params.min_p <= 1:
         problems.append(f"min_p is {params.min_p}, must be in [0, 1]")
-    if params.max_new_tokens < 0:
-        problems.append(f"max_new_tokens is {params.max_new_tokens}, must be >= 0")
+    if params.top_k > MAX_INT32:
+        problems.append(f"top_k is {params.top_k}, must be at most {MAX_INT32}")
+    if not 0 <= params.max_new_tokens <= MAX_INT32:
+        problems.append(f"max_new_tokens is {params.max_new_tokens}, must be >= 0 and at most {MAX_INT32}")
+    if params.stop_token_ids and not 0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) <= MAX_INT32:
+        problems.append(
+            f"stop_token_ids are from {min(params.stop_token_ids)} to {max(params.stop_token_ids)}, must be in 0 .. "
+            f"{MAX_INT32}"
+        )
     if not 0 <= params.min_new_tokens <= params.max_new_tokens:
         problems.append(
             f"min_new_tokens is {params.min_new_tokens}, must be in 0 .. max_new_tokens {params.max_new_tokens}"

@@ -365,7 +365,7 @@ class SlotBatch:
             tokens=self._tokens[:padded],
             positions=self._positions[:padded],
             active=self._positions[:n],
-            stop_ids=buffer.stop_ids[:, :n],
+            stop_ids=buffer.stop_ids[: max((len(r.stop_ids) for r in self.running), default=0), :n],
             stops_from=int(buffer.may_stop[:n].max()),
             first_end=int(buffer.ends[:n].min()),
             has_stop_strings=bool(buffer.has_stop_strings[:n].any()),

@@ -16,6 +16,7 @@ import orjson
 import xxhash
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -26,13 +27,26 @@ from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server import openai_api
-from furlong.inference.server.generate_api import generate, json_response
-from furlong.inference.server.weights_api import WeightEndpoints, required
+from furlong.inference.server.bodies import error_response, json_list, json_response, printable, read_object
+from furlong.inference.server.chat_prompts import PromptEncoder
+from furlong.inference.server.fields import boolean, integer, name_of, quote
+from furlong.inference.server.generate_api import ServedModel, generate
+from furlong.inference.server.limits import (
+    HEALTH_PATH,
+    Counts,
+    LimitRequests,
+    RefusedError,
+    RequestGuard,
+    ServerLimits,
+    flag_of,
+)
+from furlong.inference.server.weights_api import WeightEndpoints
 from furlong.interfaces import PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health",)
+CLIENT_GONE = 499  # status of replies that nobody receives
+MAX_SHOWN_VALUES = 1 << 20  # of one tensor in a reply
 HEALTH_S, POLL_S = 60.0, 0.01  # time limit and poll interval for the next token of a running request
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 
@@ -45,10 +59,10 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check HTTP requests; forward everything else."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] != HEALTH_PATH:
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(header, self._expected):
-                response = _error("a valid API key is required: Authorization: Bearer <key>", 401)
+                response = error_response("a valid API key is required: Authorization: Bearer <key>", 401)
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -57,11 +71,24 @@ class ApiKey:
 class EngineServer:
     """HTTP endpoints of one engine. `app` is the ASGI application."""
 
-    def __init__(self, engine: EmbeddedEngine, *, model_name: str, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        *,
+        model_name: str,
+        api_key: str | None = None,
+        limits: ServerLimits | None = None,
+        trusts_templates: bool = False,
+        incremental_streaming: bool = False,
+    ) -> None:
         self.engine, self.model_name = engine, model_name
+        self.limits = limits or ServerLimits()
+        prompts = PromptEncoder(engine, self.limits, trusts_templates=trusts_templates)
+        self._model = ServedModel(engine, model_name, prompts, self.limits, incremental_streaming)
         self.weights = WeightEndpoints(engine)
         self._started_s = time.time()
         middleware = [Middleware(ApiKey, key=api_key)] if api_key else []
+        middleware.append(Middleware(LimitRequests, counts=Counts(self.limits), refuse=error_response))
         self.app = Starlette(
             routes=self._routes(),
             middleware=middleware,
@@ -86,11 +113,9 @@ class EngineServer:
         get: dict[str, Handler] = {path: _shows(content) for path, content in facts.items()}
         get |= {"/health_generate": self._health_generate, "/metrics": self._metrics}
         post: dict[str, Handler] = {
-            "/generate": lambda http, body: generate(http, self.engine, body, w.label),
-            "/v1/chat/completions": lambda http, body: openai_api.chat_completions(
-                http, self.engine, body, self.model_name
-            ),
-            "/v1/completions": lambda http, body: openai_api.completions(http, self.engine, body, self.model_name),
+            "/generate": lambda http, body: generate(http, self._model, body, w.label),
+            "/v1/chat/completions": lambda http, body: openai_api.chat_completions(http, self._model, body),
+            "/v1/completions": lambda http, body: openai_api.completions(http, self._model, body),
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
@@ -132,7 +157,11 @@ class EngineServer:
             await asyncio.sleep(POLL_S)
         if self.engine.is_paused:
             return json_response({"status": "paused"})
-        await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self.engine.generate([0], SamplingParams(max_new_tokens=1, temperature=0.0))
+        except TimeoutError as error:
+            raise EngineError(f"no token was generated in {HEALTH_S:g} s") from error
         return json_response({"status": "ok"})
 
     def _model_info(self) -> dict[str, Any]:
@@ -208,9 +237,9 @@ class EngineServer:
             ("prompt_tokens_total", "counter", "Computed prompt tokens.", stats.prefilled_tokens),
             ("weight_version", "gauge", "Weight version in use.", stats.version),
         ]
+        label = escaped_label(self.model_name)
         lines = [
-            f"# HELP sglang:{name} {text}\n# TYPE sglang:{name} {kind}\n"
-            f'sglang:{name}{{model_name="{self.model_name}"}} {value}\n'
+            f'# HELP sglang:{name} {text}\n# TYPE sglang:{name} {kind}\nsglang:{name}{{model_name="{label}"}} {value}\n'
             for name, kind, text, value in rows
         ]
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
@@ -218,16 +247,16 @@ class EngineServer:
     # -- control -----------------------------------------------------------------------------------------------
 
     async def _abort(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
-        if body.get("abort_all"):
+        if boolean(body, "abort_all"):
             return json_response({"success": True, "num_aborted": await self.engine.abort_request()})
-        count = await self.engine.abort_request(required(body, "rid", str))
+        count = await self.engine.abort_request(name_of(body, "rid"))
         return json_response({"success": True, "num_aborted": count})
 
     async def _pause(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         modes: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
         mode = body.get("mode", "abort")
         if not isinstance(mode, str) or mode not in modes:
-            raise RequestError(f"mode is {mode!r}, must be one of {sorted(modes)}")
+            raise RequestError(f"mode is {quote(mode)}, must be one of {sorted(modes)}")
         await self.engine.pause(modes[mode])
         self.engine.kv_policy = "keep" if mode == "in_place" else "recompute"
         return json_response({"status": "ok", "message": f"generation paused ({mode})"})
@@ -251,34 +280,42 @@ class EngineServer:
             try:
                 message = await action(body)
             except (FurlongError, RuntimeError, OSError) as error:
-                logger.warning("weight update failed: %s", error)
-                return json_response({"success": False, "message": str(error)}, 400)
+                message = printable(str(error))
+                logger.warning("weight update failed: %s", message)
+                return json_response({"success": False, "message": message}, 400)
             return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
         return handler
 
     async def _check_weights(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         if (action := body.get("action", "checksum")) != "checksum":
-            raise RequestError(f"action is {action!r}; only 'checksum' is supported")
+            raise RequestError(f"action is {quote(action)}; only 'checksum' is supported")
         checksums = await self.engine.execute(self.engine.model.table.checksums)
         info = {
             "checksums": checksums,
-            "per_gpu_checksum": _combined(checksums),
+            "per_gpu_checksum": await asyncio.to_thread(_combined, checksums),
             "parallelism_info": {"tp_size": 1, "tp_rank": 0, "dp_size": 1, "dp_rank": 0, "pp_size": 1, "pp_rank": 0},
         }
         return json_response({"success": True, "message": f"{len(checksums)} tensors", "payload": [info]})
 
     async def _weight_by_name(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         body = {**http.query_params, **body}
+        name, table = name_of(body, "name"), self.engine.model.table
+        word = body.get("truncate_size", 100)
+        if isinstance(word, str) and word.isascii() and word.isdecimal() and len(word) < 10:
+            word = int(word)
+        rows = integer({"truncate_size": word}, "truncate_size", low=0, high=(1 << 31) - 1)
         try:
-            name, table = required(body, "name", str), self.engine.model.table
-            tensor = await self.engine.execute(lambda: table.view(name).clone())
+            view = table.view(name)
+            shown = view if view.dim() else view[None]
+            if rows < len(shown) and (num_values := rows * (shown[:1].numel())) > MAX_SHOWN_VALUES:
+                raise RequestError(f"{rows} rows of {quote(name)} are {num_values} values; ask for fewer rows")
+            if rows >= len(shown) and shown.numel() > MAX_SHOWN_VALUES:
+                raise RequestError(f"{quote(name)} has {shown.numel()} values; ask for fewer rows")
+            tensor = await self.engine.execute(lambda: shown[:rows].clone())
         except SyncError as error:
             raise RequestError(str(error)) from error
-        rows = str(body.get("truncate_size", 100))
-        if not rows.isdecimal():
-            raise RequestError(f"truncate_size is {rows!r}, must be a number of rows")
-        return json_response(tensor[: int(rows)].float().tolist())
+        return await json_list([tensor], lambda each: each.float().tolist(), size=tensor.numel() * 8, as_list=False)
 
     async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         tags = _memory_tags(body)
@@ -300,7 +337,7 @@ def _memory_tags(body: dict[str, Any]) -> set[str]:
     known = ("weights", "kv_cache", "cuda_graph")
     tags: Any = body.get("tags") or known
     if not isinstance(tags, list | tuple) or any(tag not in known for tag in cast("Sequence[Any]", tags)):
-        raise RequestError(f"tags are {tags!r}, must be a list of some of {list(known)}")
+        raise RequestError(f"tags are {quote(tags)}, must be a list of some of {list(known)}")
     return set(cast("Sequence[str]", tags))
 
 
@@ -309,14 +346,14 @@ def _combined(checksums: dict[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(orjson.dumps(sorted(checksums.items())))
 
 
-def _error(message: str, code: int) -> Response:
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    return json_response({"error": {"message": message, "type": kind, "code": code}}, code)
+def escaped_label(label: str) -> str:
+    """Return a label value in Prometheus' text format."""
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
-    return _error(f"{http.method} {http.url.path} is not supported by furlong serve", code)
+    return error_response(f"{http.method} {http.url.path[:200]} is not supported by furlong serve", code)
 
 
 def _shows(content: Callable[[], Any]) -> Handler:
@@ -332,20 +369,23 @@ def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Parse the JSON body and turn errors into JSON replies."""
 
     async def endpoint(http: HttpRequest) -> Response:
+        guard: RequestGuard = http.state.guard
         try:
-            raw = await http.body()
-            body: Any = orjson.loads(raw) if raw else {}
-            if not isinstance(body, dict):
-                raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
-            return await handler(http, body)
-        except orjson.JSONDecodeError as error:
-            return _error(f"the body is not JSON: {error}", 400)
+            async with asyncio.timeout_at(guard.deadline_s):
+                return await handler(http, await read_object(http))
+        except TimeoutError:
+            limit = f"{guard.limits.request_timeout} s ({flag_of('request_timeout')})"
+            return error_response(f"{http.method} {http.url.path[:200]} was not answered within {limit}", 504)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except RefusedError as error:
+            return error_response(str(error), error.status)
         except RequestError as error:
-            return _error(str(error), 400)
+            return error_response(str(error), 400)
         except EngineError as error:
-            return _error(str(error), 500)
+            return error_response(str(error), 500)
         except Exception as error:
-            logger.exception("%s %s", http.method, http.url.path)
-            return _error(f"{type(error).__name__}: {error}; the log of the engine has the traceback", 500)
+            logger.exception("%s %s", http.method, http.url.path[:200])
+            return error_response(f"{type(error).__name__}: {error}; the log of the engine has the traceback", 500)
 
     return endpoint

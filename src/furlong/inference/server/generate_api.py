@@ -8,18 +8,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import orjson
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 from furlong.core.routing import text_from_routes
+from furlong.core.text import abbreviate
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import Finished, Progress, RequestError
+from furlong.inference.embedded.request import Finished, RequestError
+from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
+from furlong.inference.server.chat_prompts import PromptEncoder
+from furlong.inference.server.fields import boolean, check_name, integer, quote
+from furlong.inference.server.limits import RefusedError, RequestGuard, ServerLimits, flag_of
+from furlong.inference.server.streaming import DONE, GenerateRequest, TextDeltas, event_stream, progress, sse
 from furlong.interfaces import SamplingParams
 
 # Fields that the engine does not support; each must be absent or have this value.
@@ -51,14 +56,36 @@ MAX_SAMPLES = 1024  # of one prompt in one request
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """One completion to generate. `routes_from`: tokens at the start that the routed experts leave out."""
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 128, 1024, 1024  # stop strings, characters of one, stop token ids
 
-    rid: str
-    ids: list[int]
-    params: SamplingParams
-    routes_from: int = 0
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is served: its engine, the encoder of its prompts, and the limits of requests.
+
+    incremental_streaming: Whether streams of /generate contain only new tokens unless a request says otherwise.
+    """
+
+    engine: EmbeddedEngine
+    name: str
+    prompts: PromptEncoder
+    limits: ServerLimits
+    incremental_streaming: bool = False
+
+    def check(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raise RequestError for an invalid request, and RefusedError (429) if the queue is full."""
+        seen: set[tuple[int, int]] = set()
+        for request in requests:  # samples of a prompt share its ids; their parameters differ in the seed
+            if (key := (id(request.ids), request.params_id)) not in seen:
+                seen.add(key)
+                self.engine.check(request.ids, request.params)
+        stats = self.engine.stats()
+        if (open_samples := stats.running + stats.waiting) + len(requests) > self.limits.max_total_samples:
+            raise RefusedError(
+                f"{open_samples} samples are running or queued, and the limit of {flag_of('max_total_samples')} is "
+                f"{self.limits.max_total_samples}; retry later",
+                429,
+            )
 
 
 def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
@@ -74,15 +101,17 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     known = {f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
     unknown = sorted(set(fields) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
     if unknown:
-        raise RequestError(f"sampling_params has unknown fields {unknown}; known are {sorted(known)}")
+        raise RequestError(f"sampling_params has unknown fields {quote(unknown)}; known are {sorted(known)}")
     values = {name: value for name, value in fields.items() if name in known and value is not None}
     values.setdefault("no_stop_trim", False)  # SGLang's default
     for name, value in values.items():
         default = getattr(SamplingParams(), name)
         if name == "stop":
-            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str)
+            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str, MAX_STOPS)
+            longest = max(map(len, values[name]), default=0)
+            _expect(name, value, longest <= MAX_STOP_CHARS, f"strings of at most {MAX_STOP_CHARS} characters")
         elif name == "stop_token_ids":
-            values[name] = _tuple_of(name, value, int)
+            values[name] = _tuple_of(name, value, int, MAX_STOP_IDS)
         elif isinstance(default, bool):
             _expect(name, value, isinstance(value, bool), "true or false")
         elif isinstance(default, float):
@@ -94,63 +123,104 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 
 def _expect(name: str, value: Any, is_valid: bool, expected: str) -> None:
     if not is_valid:
-        raise RequestError(f"sampling_params.{name} is {value!r}, must be {expected}")
+        raise RequestError(f"sampling_params.{name} is {quote(value)}, must be {expected}")
 
 
-def _tuple_of(name: str, value: Any, kind: type) -> tuple[Any, ...]:
-    _expect(name, value, isinstance(value, list) and all(type(v) is kind for v in value), f"a list of {kind.__name__}")
+def _tuple_of(name: str, value: Any, kind: type, limit: int) -> tuple[Any, ...]:
+    _expect(name, value, isinstance(value, list), f"a list of {kind.__name__}")
+    _expect(name, value, len(value) <= limit, f"at most {limit} values, not {len(value)}")
+    _expect(name, value, all(type(v) is kind for v in value), f"a list of {kind.__name__}")
     return tuple(value)
 
 
-def requests_from(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[GenerateRequest], bool]:
+async def requests_from(
+    body: Mapping[str, Any], model: ServedModel, guard: RequestGuard
+) -> tuple[list[GenerateRequest], bool]:
     """Parse a body into the completions to generate; also returns whether the reply is a list.
 
     The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
     reject_unsupported(body, UNSUPPORTED_FIELDS)
-    if (body.get("logprob_start_len") or -1) >= 0 and body.get("return_logprob"):
+    prompts, is_list = _prompts(body)
+    build = await off_loop(guard.body_bytes, _sampling_of, body, len(prompts), model.limits)
+    rows: list[list[int]]
+    if body.get("text") is not None:
+        rows = await model.prompts.encode(prompts)
+    else:
+        await off_loop(guard.body_bytes, check_rows, "input_ids", prompts)
+        rows = prompts
+    rids, parsed, skipped, n = build
+    requests = sample_requests(rids, rows, parsed, routes_from=skipped)
+    await off_loop(sum(map(len, rows)) * 8, model.check, requests)
+    return requests, is_list or n > 1
+
+
+def _sampling_of(
+    body: Mapping[str, Any], num_prompts: int, limits: ServerLimits
+) -> tuple[list[str], list[SamplingParams], int, int]:
+    """Return request ids, parameters for each prompt, tokens without routes, and samples per prompt."""
+    start = body.get("logprob_start_len")
+    if start is not None and type(start) is not int:
+        raise RequestError(f"logprob_start_len is {quote(start)}, must be -1")
+    if start is not None and start >= 0 and wants_log_probs(body):
         raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
-    rows, is_list = _token_rows(body, engine)
     params = body.get("sampling_params") or {}
-    per_row = params if isinstance(params, list) else [params] * len(rows)
-    if len(per_row) != len(rows) or not all(isinstance(p, dict) for p in per_row):
-        raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
+    per_row: list[Any] = params if isinstance(params, list) else [params] * num_prompts
+    if len(per_row) != num_prompts or not all(isinstance(p, dict) for p in per_row):
+        raise RequestError(f"sampling_params must be one object, or a list of {num_prompts}, one for each prompt")
     counts = {num_samples("sampling_params.n", p.get("n")) for p in per_row}
     if len(counts) != 1:
-        raise RequestError(f"sampling_params.n is {sorted(counts)}; it must be equal for all prompts")
+        raise RequestError(f"sampling_params.n is {abbreviate(sorted(counts))}; it must be equal for all prompts")
     n = counts.pop()
-    rids = _rids(body.get("rid"), len(rows), n)
-    is_routed = body.get("return_routed_experts") is True
-    skipped = body.get("routed_experts_start_len") or 0
-    if type(skipped) is not int or skipped < 0:
-        raise RequestError(f"routed_experts_start_len is {skipped!r}, must be an integer >= 0")
-    parsed = [dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed) for fields in per_row]
-    return sample_requests(rids, rows, parsed, routes_from=skipped), is_list or n > 1
+    check_samples(num_prompts, n, limits)
+    rids = _rids(body.get("rid"), num_prompts, n)
+    is_routed = boolean(body, "return_routed_experts")
+    skipped = integer(body, "routed_experts_start_len", low=0, high=(1 << 31) - 1, default=0)
+    parsed: dict[int, SamplingParams] = {}  # equal objects are parsed once
+    for fields in per_row:
+        if id(fields) not in parsed:
+            parsed[id(fields)] = dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed)
+    return rids, [parsed[id(fields)] for fields in per_row], skipped, n
+
+
+def wants_log_probs(body: Mapping[str, Any]) -> bool:
+    """Return `return_logprob`: a boolean, or a list of equal ones."""
+    value: Any = body.get("return_logprob")
+    if isinstance(value, list) and value and all(flag is value[0] for flag in cast("list[Any]", value)):
+        value = value[0]
+    return boolean({"return_logprob": value}, "return_logprob")
 
 
 def sample_requests(
-    rids: list[str], rows: list[list[int]], params: list[SamplingParams], *, routes_from: int = 0
+    rids: list[str], rows: Sequence[Sequence[int]], params: list[SamplingParams], *, routes_from: int = 0
 ) -> list[GenerateRequest]:
     """Return an equal number of requests for each prompt, one per id. Samples of a prompt have consecutive seeds."""
     requests: list[GenerateRequest] = []
     for row, base in zip(rows, params, strict=True):
+        ids = tuple(row)  # one copy for all samples
         for sample in range(len(rids) // len(rows)):
             seed = None if base.sampling_seed is None else base.sampling_seed + sample
             sample_params = dataclasses.replace(base, sampling_seed=seed)
-            requests.append(GenerateRequest(rids[len(requests)], row, sample_params, routes_from))
+            requests.append(GenerateRequest(rids[len(requests)], ids, sample_params, id(base), routes_from))
     return requests
 
 
 def num_samples(name: str, value: Any) -> int:
     """Samples per prompt; 1 by default. Raises RequestError for anything but an integer up to `MAX_SAMPLES`."""
-    if value is None:
-        return 1
-    if type(value) is not int or not 1 <= value <= MAX_SAMPLES:
-        raise RequestError(f"{name} is {value!r}, must be an integer from 1 to {MAX_SAMPLES}")
-    return value
+    return integer({name: value}, name, low=1, high=MAX_SAMPLES, default=1)
 
 
-def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[list[int]], bool]:
+def check_samples(num_prompts: int, n: int, limits: ServerLimits) -> None:
+    """Raise RequestError for more samples than one request may have."""
+    if num_prompts * n > limits.max_samples_per_request:
+        raise RequestError(
+            f"{num_prompts} prompts with n {n} are {num_prompts * n} samples, but the limit of "
+            f"{flag_of('max_samples_per_request')} is {limits.max_samples_per_request}; send several requests"
+        )
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Return the texts or lists of ids, which are not yet checked, and whether there may be several."""
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise RequestError("give either input_ids or text")
@@ -159,29 +229,26 @@ def _token_rows(body: Mapping[str, Any], engine: EmbeddedEngine) -> tuple[list[l
         texts: list[Any] = text if is_list else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise RequestError("text must be a string or a list of strings")
-        return [encode(engine, t) for t in texts], is_list
+        return texts, is_list
     is_list = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-    rows: list[Any] = list(ids) if isinstance(ids, list) and is_list else [ids]
+    return (list(ids) if isinstance(ids, list) and is_list else [ids]), is_list
+
+
+def check_rows(name: str, rows: Sequence[Any]) -> None:
+    """Raise RequestError unless these are lists of integers."""
     for row in rows:
-        if not isinstance(row, list) or not all(type(t) is int for t in row):
-            raise RequestError("input_ids must be a list of integers, or a list of such lists")
-    return rows, is_list
-
-
-def encode(engine: EmbeddedEngine, text: str) -> list[int]:
-    """Tokenize `text`. Raises RequestError if the engine has no tokenizer."""
-    tokenizer: Any = engine.tokenizer
-    if tokenizer is None or not hasattr(tokenizer, "encode"):
-        raise RequestError("the server has no tokenizer; send input_ids, or serve a folder that has tokenizer files")
-    return list(tokenizer.encode(text))
+        if not isinstance(row, list) or not all(type(t) is int for t in cast("list[Any]", row)):
+            raise RequestError(f"{name} must be a list of integers, or a list of such lists")
 
 
 def _rids(rid: Any, rows: int, n: int) -> list[str]:
     if rid is None:
         return [uuid.uuid4().hex for _ in range(rows * n)]
-    names = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
-    if len(names) != rows or not all(isinstance(name, str) for name in names):
-        raise RequestError(f"rid must be a string, or a list of {rows} strings")
+    names: list[Any] = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
+    if len(names) != rows or not isinstance(rid, str | list):
+        raise RequestError(f"rid is {quote(rid)}, must be a string, or a list of {rows} strings")
+    for name in names:
+        check_name("rid", name)
     return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
 
 
@@ -224,93 +291,78 @@ def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]
     return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
 
 
-async def generate(http: HttpRequest, engine: EmbeddedEngine, body: Mapping[str, Any], version: str) -> Response:
+async def generate(http: HttpRequest, model: ServedModel, body: Mapping[str, Any], version: str) -> Response:
     """Answer POST /generate."""
-    requests, is_list = requests_from(body, engine)
-    with_log_probs = bool(body.get("return_logprob"))
-    if body.get("stream"):
-        events = _stream(engine, requests, is_list=is_list, version=version, with_log_probs=with_log_probs)
-        return event_stream(engine, requests, events)
-    results = await completed(http, engine, requests)
-    replies = [
-        reply(request, finished, version=version, with_log_probs=with_log_probs)
-        for request, finished in zip(requests, results, strict=True)
-    ]
-    return json_response(replies if is_list else replies[0])
+    guard: RequestGuard = http.state.guard
+    with_log_probs, is_stream = wants_log_probs(body), boolean(body, "stream")
+    is_incremental = boolean(body, "incremental_streaming_output", default=model.incremental_streaming)
+    requests, is_list = await requests_from(body, model, guard)
+    if is_stream:
+        style = _Style(is_list=is_list, version=version, with_log_probs=with_log_probs)
+        events = _stream(model.engine, requests, style, is_incremental=is_incremental, deadline_s=guard.deadline_s)
+        return event_stream(guard, events)
+    results = await completed(http, model.engine, requests)
+    size = sum(len(finished.completion.tokens) for finished in results) * 64
+    return await json_list(
+        list(zip(requests, results, strict=True)),
+        lambda pair: reply(*pair, version=version, with_log_probs=with_log_probs),
+        size=max(size, SMALL_BYTES + 1 if len(results) > 64 else 0),
+        as_list=is_list,
+    )
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How the events of a stream look."""
+
+    is_list: bool
+    version: str
+    with_log_probs: bool
 
 
 async def _stream(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], *, is_list: bool, version: str, with_log_probs: bool
+    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, *, is_incremental: bool, deadline_s: float
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; each has one completion so far, with its `index` if there are several."""
-    async for index, so_far, finished in progress(engine, requests):
+    """Server-sent events, each with one completion so far, or only its new tokens if incremental.
+
+    Events have an `index` if there are several completions.
+    """
+    texts = [TextDeltas(engine, r.params if is_incremental else None) for r in requests]
+    triples: list[list[list[Any]]] = [[] for _ in requests]
+    async for index, so_far, finished in progress(engine, requests, deadline_s=deadline_s):
+        request, text = requests[index], texts[index]
+        start = so_far.num_sent if is_incremental else 0
+        tokens = so_far.tokens[start:]
         if isinstance(finished, EngineError):
             event: dict[str, Any] = {"error": {"message": str(finished), "code": 500}}
         elif finished is not None:
-            event = reply(requests[index], finished, version=version, with_log_probs=with_log_probs)
+            event = reply(request, finished, version=style.version, with_log_probs=style.with_log_probs)
+            if is_incremental:
+                event |= {"text": text.rest(finished.completion.text), "output_ids": event["output_ids"][start:]}
+                if style.with_log_probs:
+                    event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][start:]
         else:
             meta: dict[str, Any] = {
-                "id": requests[index].rid,
+                "id": request.rid,
                 "finish_reason": None,
-                "prompt_tokens": len(requests[index].ids),
+                "prompt_tokens": len(request.ids),
                 "completion_tokens": len(so_far.tokens),
-                "weight_version": version,
+                "weight_version": style.version,
             }
-            if with_log_probs:
-                meta["output_token_logprobs"] = token_log_probs(so_far.tokens, so_far.log_probs)
-            event = {"text": decoded(engine, so_far.tokens), "output_ids": so_far.tokens, "meta_info": meta}
-        yield sse({"index": index, **event} if is_list else event)
-    yield b"data: [DONE]\n\n"
-
-
-def decoded(engine: EmbeddedEngine, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
-    """Text of tokens; empty without a tokenizer."""
-    if engine.tokenizer is None:
-        return ""
-    return engine.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-
-async def progress(
-    engine: EmbeddedEngine, requests: list[GenerateRequest]
-) -> AsyncIterator[tuple[int, Progress, Finished | EngineError | None]]:
-    """Yield (index, tokens so far, result or error or None) as completions grow.
-
-    Ends when every request has a result; a consumer that stops early aborts all of them.
-    """
-    queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
-
-    async def submit(index: int, request: GenerateRequest) -> None:
-        try:
-            finished = await engine.submit(
-                request.ids, request.params, rid=request.rid, report=lambda new: queue.put_nowait((index, new))
-            )
-        except EngineError as error:
-            queue.put_nowait((index, error))
-        else:
-            queue.put_nowait((index, finished))
-
-    tasks = [asyncio.create_task(submit(index, request)) for index, request in enumerate(requests)]
-    so_far = [Progress([], [], 0) for _ in requests]
-    num_open = len(requests)
-    try:
-        while num_open:
-            index, item = await queue.get()
-            if isinstance(item, Progress):
-                old = so_far[index]
-                so_far[index] = Progress(old.tokens + item.tokens, old.log_probs + item.log_probs, item.version)
-                yield index, so_far[index], None
-            else:
-                num_open -= 1
-                yield index, so_far[index], item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            if style.with_log_probs:
+                known = triples[index]
+                known += token_log_probs(so_far.tokens[len(known) :], so_far.log_probs[len(known) :])
+                meta["output_token_logprobs"] = known[start:]
+            shown = text.delta(so_far.tokens) if is_incremental else text.whole(so_far.tokens)
+            event = {"text": shown, "output_ids": tokens, "meta_info": meta}
+        so_far.num_sent = len(so_far.tokens)
+        yield sse({"index": index, **event} if style.is_list else event)
+    yield DONE
 
 
 async def completed(http: HttpRequest, engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[Finished]:
     """Generate all completions. If the client disconnects first, abort them."""
-    task = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid) for r in requests])
+    task = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid, is_checked=True) for r in requests])
 
     async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -326,27 +378,3 @@ async def completed(http: HttpRequest, engine: EmbeddedEngine, requests: list[Ge
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-def event_stream(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], events: AsyncIterator[bytes]
-) -> StreamingResponse:
-    """Reply with server-sent events, after all requests were checked."""
-    for request in requests:
-        engine.check(request.ids, request.params)
-    return StreamingResponse(events, media_type="text/event-stream")
-
-
-def sse(event: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + orjson.dumps(event) + b"\n\n"
-
-
-class _OrjsonResponse(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
-
-
-def json_response(content: Any, status_code: int = 200) -> Response:
-    """A JSON reply; NaN becomes null."""
-    return _OrjsonResponse(content, status_code=status_code)

@@ -13,20 +13,27 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import EngineServer
+from furlong.inference.server.connections import build_server
+from furlong.inference.server.limits import ServerLimits, add_limit_flags, limits_from
 from furlong.inference.supervisor.host import is_loopback
 from furlong.models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 4.5  # from a signal to the end of the process, at the latest
+ABORT_S = 1.0  # for running requests to be aborted
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -53,13 +60,21 @@ async def running_server(
     host: str = "127.0.0.1",
     port: int = 0,
     api_key: str | None = None,
+    limits: ServerLimits | None = None,
+    trusts_templates: bool = False,
+    incremental_streaming: bool = False,
 ) -> AsyncGenerator[str, None]:
     """Serve `engine` on the running event loop and yield the base URL. The engine stays open afterwards."""
-    server = EngineServer(engine, model_name=model_name, api_key=api_key)
-    listener = bound_socket(host, port)
-    uvicorn_server = _QuietServer(
-        uvicorn.Config(server.app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+    server = EngineServer(
+        engine,
+        model_name=model_name,
+        api_key=api_key,
+        limits=limits,
+        trusts_templates=trusts_templates,
+        incremental_streaming=incremental_streaming,
     )
+    listener = bound_socket(host, port)
+    uvicorn_server = build_server(server.app, server.limits)
     task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
     try:
         while not uvicorn_server.started:
@@ -71,32 +86,53 @@ async def running_server(
         yield f"http://{shown}:{listener.getsockname()[1]}"
     finally:
         uvicorn_server.should_exit = True
+        server.weights.close()
         await task
-        await server.weights.close()
         listener.close()
 
 
-class _QuietServer(uvicorn.Server):
-    """A uvicorn server that does not handle signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace) -> None:
-    """Serve until SIGINT or SIGTERM, then close the engine."""
+    """Serve until SIGINT or SIGTERM, then close the engine, within `EXIT_S`."""
     stop = asyncio.Event()
+
+    def exit_soon() -> None:
+        if not stop.is_set():
+            stop.set()
+            end = threading.Timer(EXIT_S, _end_process)
+            end.daemon = True
+            end.start()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, exit_soon)
     try:
-        async with running_server(engine, model_name=name, host=args.host, port=args.port, api_key=args.api_key) as url:
+        async with running_server(
+            engine,
+            model_name=name,
+            host=args.host,
+            port=args.port,
+            api_key=args.api_key,
+            limits=limits_from(args),
+            trusts_templates=args.trust_request_chat_template,
+            incremental_streaming=args.incremental_streaming_output,
+        ) as url:
             sys.stdout.write(f"serving {name} at {url}\n")
             sys.stdout.flush()
             await stop.wait()
-            await engine.pause("abort")
+            try:
+                async with asyncio.timeout(ABORT_S):
+                    await engine.pause("abort")
+            except TimeoutError:
+                logger.warning("the engine is busy; running requests are not answered")
     finally:
         await engine.close()
+
+
+def _end_process() -> None:
+    """End the process: a model step, a weight load or a process group did not end in time."""
+    logger.warning("the server did not exit within %g s of the signal; ending the process", EXIT_S)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _number(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -178,6 +214,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let requests ask for the experts that their tokens were routed to",
     )
+    parser.add_argument(
+        "--incremental-streaming-output",
+        action="store_true",
+        help="streams of /generate contain only new tokens; requests may choose with incremental_streaming_output",
+    )
+    parser.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept chat_template and chat_template_kwargs in requests; they run in a process with limits",
+    )
+    add_limit_flags(parser, _number(1))
     return parser
 
 

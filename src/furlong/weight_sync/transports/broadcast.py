@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
+from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
@@ -28,7 +29,6 @@ from furlong.weight_sync.transports.transport import (
     TransportContext,
     WeightServer,
     buckets_of,
-    in_thread,
 )
 from furlong.weight_sync.weight_record import WeightRecord
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from furlong.core.delta import Delta, DeltaWriter, bytes_of
+from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import SyncError
 from furlong.weight_sync.transports.transport import (
@@ -34,7 +35,6 @@ from furlong.weight_sync.transports.transport import (
     Transport,
     TransportContext,
     WeightServer,
-    in_thread,
 )
 from furlong.weight_sync.weight_record import WeightRecord
 

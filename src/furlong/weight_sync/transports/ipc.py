@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.shared_memory import SharedBuffer, offsets
+from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
@@ -35,7 +36,6 @@ from furlong.weight_sync.transports.transport import (
     TransportContext,
     WeightServer,
     buckets_of,
-    in_thread,
 )
 from furlong.weight_sync.weight_record import WeightRecord
 

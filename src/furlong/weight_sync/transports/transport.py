@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,41 +16,13 @@ import torch
 from torch import Tensor
 
 from furlong.config.sections import SyncFlags
+from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, EngineSharding, NamedTensor, WeightSource
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.weight_sync.weight_record import WeightRecord
 
 T = TypeVar("T")
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread with the caller's CUDA device. The program does not wait for it at exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]  set whenever there is no error
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            result = work()
-        except Exception as failure:  # noqa: BLE001  raised where the future is awaited
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the future
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="furlong-sync", daemon=True).start()
-    return future
 
 
 class WeightServer(Protocol):

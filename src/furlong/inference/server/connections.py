@@ -1,0 +1,156 @@
+"""uvicorn with time limits for headers and slow readers, a limit of connections, and a bounded exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any, ClassVar, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from furlong.inference.server.limits import ServerLimits, connections_that_fit
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.5  # for requests to end once the server exits; their connections are then closed
+CANCEL_S = 2.5  # after it starts to exit, uvicorn cancels the requests that are left
+
+
+def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
+    """Return the protocol class of connections under these limits."""
+
+    class Limited(_LimitedProtocol):
+        server_limits: ClassVar[ServerLimits] = limits
+        max_connections: ClassVar[int] = connections_that_fit(limits)
+
+    return Limited
+
+
+class _LimitedProtocol(H11Protocol):
+    """A connection that is closed when the client neither sends a request nor reads its answer in time."""
+
+    server_limits: ClassVar[ServerLimits]
+    max_connections: ClassVar[int]
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:  # the base class names asyncio.Transport
+        """Close the connection at once if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            logger.debug("closed a connection: %d are open", len(self.connections))
+            transport.abort()
+            return
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        super().connection_lost(exc)
+        self._header_timer = _stopped(self._header_timer)
+        self._write_timer = _stopped(self._write_timer)
+
+    def data_received(self, data: bytes) -> None:
+        """Process bytes of the client; headers must be complete within `header_timeout` of the first of them."""
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_answering():
+            self._header_timer = _stopped(self._header_timer)
+        elif self._header_timer is None:
+            self._await_headers()
+
+    def on_response_complete(self) -> None:
+        """Allow the next request. A body that is still arriving is discarded, for a limited time."""
+        super().on_response_complete()
+        is_sending = self.conn.their_state is h11.SEND_BODY and not self._is_answering()
+        if is_sending and not self.transport.is_closing():
+            self._await_headers()
+
+    def pause_writing(self) -> None:
+        """Close the connection if the client does not read for `write_timeout`."""
+        super().pause_writing()
+        if self._write_timer is None:
+            self._await_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        self._write_timer = _stopped(self._write_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; if an answer has begun, only the end of the connection can tell."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            self.transport.abort()
+
+    def _is_answering(self) -> bool:
+        cycle = cast("Any", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def _await_headers(self) -> None:
+        self._header_timer = _stopped(self._header_timer)
+        limit_s = self.server_limits.header_timeout
+        self._header_timer = self.loop.call_later(limit_s, self._expire, "send a request")
+
+    def _await_reader(self, unsent_bytes: int) -> None:
+        limit_s = self.server_limits.write_timeout
+        self._write_timer = self.loop.call_later(limit_s, self._check_reader, unsent_bytes)
+
+    def _check_reader(self, unsent_bytes: int) -> None:
+        now = self.transport.get_write_buffer_size()
+        if now < unsent_bytes:
+            self._await_reader(now)
+        else:
+            self._expire("read its answer")
+
+    def _expire(self, action: str) -> None:
+        logger.debug("closed a connection: the client did not %s in time", action)
+        self.transport.abort()
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+class LimitedServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to the caller and exits within about `CANCEL_S`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Leave signals alone."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: after `GRACE_S`, the connections that are left are closed, which ends their requests."""
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._close_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            self._close_connections()
+
+    def _close_connections(self) -> None:
+        connections = list(self.server_state.connections)
+        if connections:
+            logger.info("closed %d connections: the server exits", len(connections))
+        for connection in connections:
+            transport = cast("Any", connection).transport
+            if transport is not None:
+                transport.abort()
+
+
+def build_server(app: Any, limits: ServerLimits) -> LimitedServer:
+    """Return a server of `app`; it listens on sockets that the caller binds."""
+    config = uvicorn.Config(
+        app,
+        http=limited_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=CANCEL_S,  # pyright: ignore[reportArgumentType]  passed to asyncio.wait_for
+    )
+    return LimitedServer(config)

@@ -1,0 +1,192 @@
+"""Streams of tokens: completions as they grow, their text in pieces, and server-sent events within a limit of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import StreamingResponse
+
+from furlong.errors import EngineError
+from furlong.inference.embedded.engine import EmbeddedEngine
+from furlong.inference.embedded.request import Finished, Progress
+from furlong.inference.server.limits import RequestGuard, flag_of
+from furlong.interfaces import SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+BACKLOG = 16  # reports of a stream that wait; more of them are merged into one event for each completion
+MAX_WINDOW = 256  # tokens that are decoded again for the next piece of text
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion to generate.
+
+    params_id: Equal for requests whose parameters differ in the seed at most.
+    routes_from: Tokens at the start that the routed experts leave out.
+    """
+
+    rid: str
+    ids: Sequence[int]
+    params: SamplingParams
+    params_id: int = 0
+    routes_from: int = 0
+
+
+@dataclass
+class SoFar:
+    """The tokens of a completion so far, and how many of them an event contained."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    num_sent: int = 0
+
+
+Step = tuple[int, SoFar, Finished | EngineError | None]
+
+
+async def progress(
+    engine: EmbeddedEngine, requests: Sequence[GenerateRequest], *, deadline_s: float
+) -> AsyncGenerator[Step]:
+    """Yield (index, tokens so far, result or error or None) as completions grow.
+
+    Ends when every request has a result, or with an error for the others at `deadline_s` of the loop's clock. A
+    consumer that stops early aborts all of them. The event loop runs once between two steps.
+    """
+    queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
+
+    async def submit(index: int, request: GenerateRequest) -> None:
+        def report(new: Progress) -> None:
+            queue.put_nowait((index, new))
+
+        try:
+            finished = await engine.submit(request.ids, request.params, rid=request.rid, report=report, is_checked=True)
+        except EngineError as error:
+            queue.put_nowait((index, error))
+        else:
+            queue.put_nowait((index, finished))
+
+    tasks = [asyncio.create_task(submit(index, request)) for index, request in enumerate(requests)]
+    so_far = [SoFar() for _ in requests]
+    still_open = dict.fromkeys(range(len(requests)))
+    try:
+        while still_open:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    reports = [await queue.get()]
+            except TimeoutError:
+                for index in still_open:
+                    yield index, so_far[index], EngineError(f"not finished in time; see {flag_of('request_timeout')}")
+                return
+            if queue.qsize() > BACKLOG:
+                reports += [queue.get_nowait() for _ in range(queue.qsize())]
+            for step in _merged(reports, so_far):
+                if step[2] is not None:
+                    del still_open[step[0]]
+                yield step
+                await asyncio.sleep(0)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _merged(reports: Sequence[tuple[int, Progress | Finished | EngineError]], so_far: Sequence[SoFar]) -> list[Step]:
+    """Add reports to `so_far`, and return one step for each completion in them."""
+    steps: dict[int, Finished | EngineError | None] = {}
+    for index, report in reports:
+        if isinstance(report, Progress):
+            so_far[index].tokens += report.tokens
+            so_far[index].log_probs += report.log_probs
+            steps.setdefault(index, None)
+        else:
+            steps[index] = report
+    return [(index, so_far[index], result) for index, result in steps.items()]
+
+
+class TextDeltas:
+    """The text of a growing completion, decoded piece by piece.
+
+    With `params`, only text that cannot change is returned: not an incomplete character, a token that may be trimmed,
+    or a possible start of a stop string.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, params: SamplingParams | None = None) -> None:
+        self._tokenizer = engine.tokenizer
+        self._skips = True if params is None else params.skip_special_tokens
+        trims = params is not None and not params.no_stop_trim
+        self._trimmed = {*params.stop_token_ids, *engine.eos_ids} if params is not None and trims else set[int]()
+        self._stops = params.stop if params is not None and trims else ()
+        self._held_chars = max((len(stop) - 1 for stop in params.stop), default=0) if params is not None else 0
+        self._fixed = ""  # the text of the tokens before `_read`
+        self._prefix = self._read = self._sent_chars = 0
+
+    def whole(self, tokens: list[int]) -> str:
+        """Return the text of all tokens; "" without a tokenizer. `tokens` grows from call to call."""
+        if self._tokenizer is None:
+            return ""
+        before = self._decode(tokens[self._prefix : self._read])
+        after = self._decode(tokens[self._prefix :])
+        new = after[len(before) :]
+        if (new and not new.endswith("\ufffd")) or len(tokens) - self._prefix > MAX_WINDOW:
+            self._fixed += new
+            self._prefix, self._read = self._read, len(tokens)
+            return self._fixed
+        return self._fixed + new
+
+    def delta(self, tokens: list[int]) -> str:
+        """Return the text since the last call, as far as it is final."""
+        shown = tokens[:-1] if tokens and tokens[-1] in self._trimmed else tokens
+        text = self.whole(shown)
+        matches = [at for stop in self._stops if (at := text.find(stop, self._sent_chars)) >= 0]
+        text = text[: max(0, min([len(text) - self._held_chars, *matches]))].rstrip("\ufffd")
+        new = text[self._sent_chars :]
+        self._sent_chars += len(new)
+        return new
+
+    def rest(self, text: str) -> str:
+        """Return the end of the complete text that no `delta` contained."""
+        return text[self._sent_chars :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips) if tokens else ""
+
+
+def decoded(engine: EmbeddedEngine, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of tokens; empty without a tokenizer."""
+    if engine.tokenizer is None:
+        return ""
+    return engine.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def event_stream(guard: RequestGuard, events: AsyncIterator[bytes]) -> StreamingResponse:
+    """Reply with server-sent events of checked requests, up to the limits of streams and bytes."""
+    guard.open_stream()
+    return StreamingResponse(_bounded(events, guard.limits.max_stream_bytes), media_type="text/event-stream")
+
+
+async def _bounded(events: AsyncIterator[bytes], limit: int) -> AsyncGenerator[bytes]:
+    """Forward events until they exceed `limit` bytes; then end with an error event."""
+    num_bytes = 0
+    async with contextlib.aclosing(events) as source:  # pyright: ignore[reportArgumentType]  a generator
+        async for event in source:
+            num_bytes += len(event)
+            if num_bytes > limit:
+                message = (
+                    f"this stream exceeds {limit} bytes ({flag_of('max_stream_bytes')}), because each event repeats "
+                    'the whole text; set "incremental_streaming_output": true, or do not stream'
+                )
+                yield sse({"error": {"message": message, "type": "invalid_request_error", "code": 413}})
+                yield DONE
+                return
+            yield event
+
+
+def sse(event: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
