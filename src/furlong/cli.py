@@ -10,6 +10,7 @@ from typing import Any
 
 from furlong.commands.output import problems_text, show
 from furlong.commands.train import train
+from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, FurlongError
 
 
@@ -70,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(words[0])
     if command is None:
-        from furlong.core.text import did_you_mean
-
         _, hint = did_you_mean(words[0], COMMANDS)
         print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
         return 2
@@ -84,11 +83,12 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
     try:
         return command()
     except ConfigError as error:
-        print(problems_text(error), file=sys.stderr)
+        print(redact_credentials(problems_text(error)), file=sys.stderr)
         return 2
     except FurlongError as error:
         notes: list[str] = getattr(error, "__notes__", [])
-        print("\n".join([f"{name}: {type(error).__name__}: {error}", *notes]), file=sys.stderr)
+        text = "\n".join([f"{name}: {type(error).__name__}: {error}", *notes])
+        print(redact_credentials(text), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from furlong.config.checks.validate import validate
 from furlong.config.compat import FURLONG_NAMES, find_refusal
@@ -22,7 +22,7 @@ from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
 from furlong.core.catalogue import NO_EFFECT, Problem
-from furlong.core.text import did_you_mean
+from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"
@@ -110,7 +110,18 @@ def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
     for spec in flag_specs(Config).values():
         if spec.is_secret and values[spec.section][spec.field] is not None:
             values[spec.section][spec.field] = "(not written)"
-    return values
+    return without_credentials(values)
+
+
+def without_credentials(value: Any) -> Any:
+    """Redact the credentials in URLs of JSON data."""
+    if isinstance(value, str):
+        return redact_credentials(value)
+    if isinstance(value, Mapping):
+        return {name: without_credentials(each) for name, each in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(each) for each in cast("Sequence[Any]", value)]
+    return value
 
 
 def config_to_json(config: Config) -> str:

@@ -7,10 +7,12 @@ and only a file of the same user in one folder can be opened.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -51,16 +53,24 @@ class SharedBuffer:
         self.num_bytes = max(num_bytes, 1)
         self.name = f"furlong-weights-{secrets.token_hex(16)}"
         self._path = folder() / self.name
-        handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise SyncError(
+                f"shared memory cannot be created in {folder()}: {error.strerror}; make it writable, or use "
+                "--update-weight-transport disk"
+            ) from error
         try:
             os.posix_fallocate(handle, 0, self.num_bytes)  # raises if /dev/shm is full, instead of a SIGBUS later
             self._memory = mmap.mmap(handle, self.num_bytes)
         except OSError as error:
             self._path.unlink()
+            free = shutil.disk_usage(folder())
             raise SyncError(
-                f"{folder()} has no space for {self.num_bytes} bytes of shared memory ({error}); enlarge it or lower "
-                "--update-weight-buffer-size"
-            ) from error
+                f"{folder()} cannot provide {self.num_bytes:,} bytes of shared memory ({free.free:,} of "
+                f"{free.total:,} bytes are free; error {errno.errorcode.get(error.errno or 0, 'unknown')}); enlarge it "
+                "(`docker run --shm-size 8g`), lower --update-weight-buffer-size, or use --update-weight-transport disk"
+            ) from None
         finally:
             os.close(handle)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)

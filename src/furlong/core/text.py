@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -14,6 +15,24 @@ def abbreviate(values: Sequence[object], count: int = 8, *, separator: str = ", 
     """
     more = len(values) - count
     return separator.join(map(str, values[:count])) + (f" and {more} more" if more > 0 else "")
+
+
+_USER_INFO = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/@"'<>?#]+(?:@[^\s/@"'<>?#]+)*@""")
+_SECRET_PARAMETER = re.compile(
+    r"""([?&;][\w.-]*(?:key|token|secret|passw(?:or)?d|auth|credential|signature|\bsig)[\w.-]*=)[^\s&;"'<>#]+""",
+    re.IGNORECASE,
+)
+
+
+def redact_credentials(text: str) -> str:
+    """Replace user name and password, and values of secret query parameters, in the URLs of a text by `***`.
+
+    >>> redact_credentials("POST http://me:pass@host/score?api_key=abc&n=2: HTTP 500")
+    'POST http://***@host/score?api_key=***&n=2: HTTP 500'
+    """
+    if "://" not in text:
+        return text
+    return _SECRET_PARAMETER.sub(r"\1***", _USER_INFO.sub(r"\1***@", text))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> tuple[list[str], str]:

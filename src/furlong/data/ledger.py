@@ -129,8 +129,10 @@ class FileLedger:
     def close(self) -> None:
         """Flush and close the file."""
         if not self._file.closed:
-            self._flush()
-            self._file.close()
+            try:
+                self._flush()
+            finally:
+                self._file.close()
 
     def _add(self, line: str, events: int = 1) -> None:
         self._lines.append(line)
@@ -140,6 +142,11 @@ class FileLedger:
             self._flush()
 
     def _flush(self) -> None:
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise DataError(
+                f"{self._file.name} was deleted while the run writes to it, so its records would be lost; keep the run "
+                "directory until the run ends. The same command with --load resumes from the last checkpoint"
+            )
         data = memoryview("".join(self._lines).encode("ascii"))
         self._lines.clear()
         self._digest.update(data)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
+from furlong.core.text import redact_credentials
 from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
 from furlong.rewards.custom_reward import CustomReward, custom_reward, load_reward
@@ -252,7 +253,7 @@ class RemoteReward:
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._url = url
+        self._url, self._shown_url = url, redact_credentials(url)
         self._timeout_s = timeout_s
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -271,13 +272,14 @@ class RemoteReward:
             except (TimeoutError, httpx.TimeoutException):
                 return Outcome.timed_out(self._timeout_s)
             except (httpx.HTTPError, httpx.InvalidURL, TypeError, ValueError) as error:
-                return Outcome.failed(f"POST {self._url}: {type(error).__name__}: {error}")
+                reason = redact_credentials(f"{type(error).__name__}: {error}")
+                return Outcome.failed(f"POST {self._shown_url}: {reason}")
         if not reply.is_success:
-            return Outcome.failed(f"POST {self._url}: HTTP {reply.status_code}: {reply.text[:MAX_REPLY_LEN]}")
+            return Outcome.failed(f"POST {self._shown_url}: HTTP {reply.status_code}: {reply.text[:MAX_REPLY_LEN]}")
         try:
             return outcome_from_value(reply.json())
         except ValueError:
-            return Outcome.failed(f"POST {self._url}: the reply is not JSON: {reply.text[:MAX_REPLY_LEN]}")
+            return Outcome.failed(f"POST {self._shown_url}: the reply is not JSON: {reply.text[:MAX_REPLY_LEN]}")
 
     async def close(self) -> None:
         """Close the connections."""

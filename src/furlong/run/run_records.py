@@ -17,6 +17,7 @@ from furlong import __version__
 from furlong.config.command_line import Resolved
 from furlong.core import tracing
 from furlong.core.catalogue import Diagnosis
+from furlong.core.text import redact_credentials
 from furlong.errors import DiagnosisError, failure_record
 from furlong.machine import LOG_FORMAT
 from furlong.run.run_folder import lock_file
@@ -44,7 +45,7 @@ def log_run(level: str, path: Path) -> Generator[None]:
     with contextlib.closing(_RunLog(path)) as to_file:
         assert to_file.stream is not None
         lock_file(path.parent, to_file.stream.fileno())
-        to_file.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
+        to_file.setFormatter(_Redacting(LOG_FORMAT, datefmt="%H:%M:%S"))
         handlers: list[logging.Handler] = [_terminal_handler(is_verbose=level == "DEBUG"), to_file]
         for handler in handlers:
             logger.addHandler(handler)
@@ -66,7 +67,7 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
     console = terminal()
     if not console.is_terminal:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
+        handler.setFormatter(_Redacting(LOG_FORMAT, datefmt="%H:%M:%S"))
         return handler
     handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
     handler.setFormatter(_LevelFirst("%(message)s", datefmt="%H:%M:%S"))
@@ -75,7 +76,15 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
     return handler
 
 
-class _LevelFirst(logging.Formatter):
+class _Redacting(logging.Formatter):
+    """Redacts credentials in URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the message and its traceback."""
+        return redact_credentials(super().format(record))
+
+
+class _LevelFirst(_Redacting):
     """Prefixes warnings and errors with their level."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -16,6 +16,7 @@ import orjson
 
 from furlong.config.sections import by_field
 from furlong.core.files import atomic_file
+from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -111,10 +112,11 @@ class EventLog:
         self.failures = 0
 
     def write(self, event: str, **fields: Any) -> None:
-        """Record an event now. Fields without a JSON form are written as text."""
-        line = orjson.dumps(
+        """Record an event now, without the credentials in URLs. Fields without a JSON form are written as text."""
+        text = orjson.dumps(
             {"time": time.time(), "event": event, **fields}, default=str, option=orjson.OPT_NON_STR_KEYS
         )
+        line = redact_credentials(text.decode()).encode() if b"://" in text else text
         with self._lock:
             try:
                 line = (b"\n" if self._is_torn else b"") + line + b"\n"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from furlong.config.command_line import without_credentials
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
 from furlong.data.ledger import FileLedger
@@ -128,5 +129,6 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
         folder = context.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
         builders["tensorboard"] = lambda: TensorBoardTracker(folder)
     if track.use_wandb:
-        builders["wandb"] = lambda: WandbTracker(track, context.args.as_dict() | {"wandb_key": None})
+        values = without_credentials(context.args.as_dict() | {"wandb_key": None})
+        builders["wandb"] = lambda: WandbTracker(track, values)
     return Trackers.open(builders)
