@@ -8,15 +8,9 @@ or be a verifier `fn(response, label, metadata) -> float`.
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from furlong.config.args_view import Args
@@ -25,6 +19,7 @@ from furlong.config.sections import Config
 from furlong.core.sample import Sample
 from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, with_hook_errors
+from furlong.core.user_modules import import_module_of, split_path
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -133,23 +128,6 @@ HOOKS: dict[str, Hook] = {
 
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
 
-SLIME_FIX = (
-    "write `from furlong import Sample`, and furlong.rollout.agent.policy() instead of GenerateState and post "
-    "(docs/guides/from-slime.md)"
-)
-# Functions named in slime's own scripts, and their replacement.
-_DEFAULT = "it is furlong's default; remove the flag"
-IN_SLIME = {
-    "check_reward_nonzero_std": "write furlong.rollout.filters.check_reward_nonzero_std",
-    "sglang_rollout.generate_rollout": _DEFAULT,
-    "sglang_rollout.generate": _DEFAULT,
-    "sft_rollout.generate_rollout": "remove the flag: --loss-type sft_loss does this",
-    "generate_rollout_fully_async": "remove the flag, and use --async-buffer-size ROLLOUTS or train_async.py",
-    "data_source.RolloutDataSourceWithBuffer": _DEFAULT,
-    "data_source.RolloutDataSource": _DEFAULT,
-    "pop_first": _DEFAULT,
-}
-
 
 @functools.cache
 def load_function(path: str) -> Function:
@@ -157,12 +135,9 @@ def load_function(path: str) -> Function:
 
     Raises ConfigError if the module, file or attribute does not exist, the import fails, or it is not callable.
     """
-    module_name, colon, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_name or not attribute or path.endswith(".py"):
-        raise ConfigError(f"{path!r} does not name a function; write package.module.function or file.py:function")
-    module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
-    target: Any = module
-    for name in attribute.split(".") if colon else (attribute,):
+    module_name, attributes = split_path(path)
+    target: Any = import_module_of(path)
+    for name in attributes:
         if not hasattr(target, name):
             _, hint = did_you_mean(name, [known for known in vars(target) if not known.startswith("_")])
             raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}")
@@ -223,18 +198,31 @@ def _columns_of(signature: inspect.Signature) -> list[str]:
     return [name for name, parameter in signature.parameters.items() if parameter.kind not in _VARIADIC]
 
 
-def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
-    """Load all user functions and check their signatures. Returns the hooks and every problem."""
+def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
+    """Return the paths of user functions by field of `Hooks`."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
+    values = {name: fields[hook.flag].value_in(config) for name, hook in HOOKS.items()}
+    return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
+
+
+def load_hooks(config: Config, refused: Mapping[str, str] | None = None) -> tuple[Hooks, list[str]]:
+    """Load all user functions and check their signatures. Returns the hooks and every problem.
+
+    `refused` are problems of paths whose modules must not be imported here (`core.import_trial`).
+    """
+    fields = {spec.flag: spec for spec in flag_specs(Config).values()}
+    paths_by_name = function_paths(config)
     loaded: dict[str, Any] = {}
     problems: list[str] = []
     for name, hook in HOOKS.items():
         spec = fields[hook.flag]
         value = spec.value_in(config)
-        paths: tuple[str, ...] = (value,) if isinstance(value, str) else value or ()
         functions: list[Function] = []
         num_problems = len(problems)
-        for path in paths:
+        for path in paths_by_name[name]:
+            if refused and path in refused:
+                problems.append(f"{hook.flag} {refused[path]}")
+                continue
             try:
                 functions.append(load_function(path))
             except ConfigError as error:
@@ -270,51 +258,3 @@ def usable_hooks(config: Config) -> Hooks:
         is_several = isinstance(loaded, tuple)
         values[name] = tuple(wrapped.get(f, f) for f in loaded) if is_several else wrapped.get(loaded, loaded)
     return Hooks(**values)
-
-
-def _module(path: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            fix = SLIME_FIX if error.name == "slime" else "install it"
-            raise ConfigError(
-                f"{path}: importing {name} needs the module {error.name}, which is not installed; {fix}"
-            ) from error
-        fix = next((fix for name, fix in IN_SLIME.items() if path.endswith(name)), None) or _module_fix(path, name)
-        raise ConfigError(f"{path}: no module {error.name}; {fix}") from error
-    except Exception as error:
-        raise ConfigError(f"{path}: importing {name} raised {type(error).__name__}: {error}; fix the module") from error
-
-
-def _module_fix(path: str, name: str) -> str:
-    """Return how to name a module that is not on the path; its file may be in this directory, as slime allows."""
-    file = Path(*name.split(".")).with_suffix(".py")
-    if file.is_file():
-        return f"write {file}:{path[len(name) + 1 :]}"
-    return "put its folder on PYTHONPATH, or write file.py:function"
-
-
-def _module_of_file(path: str, file_name: str) -> ModuleType:
-    """Import a file under a name derived from its path; its directory is added to sys.path for imports next to it."""
-    file = Path(file_name).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(f"{path}: no file {file}; check the path")
-    name = f"furlong_hook_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: {file} cannot be imported; give a Python file")
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        if isinstance(error, ModuleNotFoundError) and error.name == "slime":
-            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {SLIME_FIX}") from error
-        raise ConfigError(f"{path}: running {file} raised {type(error).__name__}: {error}; fix the file") from error
-    return module

@@ -200,7 +200,14 @@ def scalar_reward(sample: Sample, reward_key: str | None) -> float:
             f"sample {sample.index} has no reward (status {sample.status.value}); a custom rollout function must set "
             "`reward`, because no reward function is called for its samples"
         )
-    return float(reward)
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        key = "the reward" if reward_key is None else f"--reward-key {reward_key}"
+        raise DataError(
+            f"sample {sample.index}: {key} is {type(reward).__name__} {str(reward)[:80]!r}, not a number; return a "
+            "number there, or name another key"
+        ) from None
 
 
 @dataclass

@@ -1,15 +1,19 @@
-"""Errors raised by user code: describe them, and wrap hooks so that they raise HookError."""
+"""Errors of user code: describe them, wrap hooks so that they raise HookError, and turn exits into exceptions."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
+import os
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from furlong.core.process_guard import process_guard
 from furlong.errors import FurlongError, HookError
 
 FRAMES = 3  # frames of a traceback that are shown
@@ -18,10 +22,19 @@ _FURLONG = str(Path(__file__).parent.parent)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
+exit_process = os._exit  # `os._exit` raises within `exits_raise`
+_EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end this process
+
+
+def is_user_file(name: str) -> bool:
+    """Return whether a file name in a traceback is not one of furlong or of an installed library."""
+    return not name.startswith((_FURLONG, "<", *LIBRARIES))
+
+
 def describe_exception(error: BaseException) -> str:
     """Return the exception and the last frames of its traceback, including at least one in the user's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_FURLONG, "<frozen"))]
-    users = [f for f in frames if not f.filename.startswith(LIBRARIES)]
+    users = [f for f in frames if is_user_file(f.filename)]
     shown = frames[-FRAMES:]
     if users and not any(f in users for f in shown):
         shown = [*users[-1:], *frames[1 - FRAMES :]]
@@ -49,27 +62,92 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
 
         @functools.wraps(function)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
+            process_guard.begin()
             try:
                 return await function(*args, **kwargs)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 if _passes(error):
                     raise
                 raise HookError(f"{name} raised {describe_exception(error)}") from error
+            finally:
+                process_guard.check(function, name)
 
         return call_async
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        process_guard.begin()
         try:
             return function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if _passes(error):
                 raise
             raise HookError(f"{name} raised {describe_exception(error)}") from error
+        finally:
+            process_guard.check(function, name)
 
     return call
 
 
 def _passes(error: BaseException) -> bool:
     """Return whether callers handle the exception: furlong's own, and out-of-memory errors (PyTorch's, by name)."""
-    return isinstance(error, FurlongError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, FurlongError) or is_memory or not is_raised_by_user(error)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether user code raised this, including `sys.exit`; False for Ctrl-C and for a task's cancellation.
+
+    Call it in the `except` clause, in the task that called the user code.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # outside an event loop nothing is cancelled
+            return True
+        return task is not None and not task.cancelling()
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+@contextlib.contextmanager
+def exits_raise() -> Generator[None]:
+    """Make `os._exit`, `os.abort` and `os.exec*` raise RuntimeError in this process while the context is open.
+
+    They would end the run without a word, `os._exit(0)` even with exit code 0. Child processes created by a fork can
+    still call them. Code that bound the functions before, and C code, is not affected.
+    """
+    pid, before = os.getpid(), {name: getattr(os, name) for name in _EXITS}
+    for name, original in before.items():
+        setattr(os, name, _raising(name, original, pid))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(os, name, original)
+
+
+def _raising(name: str, original: Callable[..., Any], pid: int) -> Callable[..., NoReturn]:
+    @functools.wraps(original)
+    def leave(*args: Any) -> NoReturn:
+        if os.getpid() == pid:
+            shown = ", ".join(map(repr, args)) if name == "_exit" else "..."
+            raise RuntimeError(
+                f"os.{name}({shown}) would end this process of furlong; raise an exception, or call it in a child "
+                "process only"
+            )
+        original(*args)
+        raise AssertionError(f"os.{name} returned")
+
+    return leave
+
+
+@contextlib.contextmanager
+def exits_fail_the_run() -> Generator[None]:
+    """Raise HookError with the location for a SystemExit that user code raised outside the functions that flags name.
+
+    An example is `sys.exit()` in a task that a generate function created: it ends the event loop.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise HookError(f"user code ended the run: {describe_exception(error)}; raise an exception instead") from error

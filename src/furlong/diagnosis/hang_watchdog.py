@@ -26,6 +26,7 @@ from typing import Any, TextIO
 import psutil
 
 from furlong.core.tracing import heartbeat
+from furlong.core.user_code import exit_process
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class HangWatchdog:
         message = f"the run did not end within {self._grace_s:g} s after it was cancelled; exiting"
         logger.error("%s", message)
         self._observer.notify("failed", error="Hang", message=message)
-        os._exit(HUNG)
+        exit_process(HUNG)
 
 
 def waiting_in(task: asyncio.Task[Any]) -> str:

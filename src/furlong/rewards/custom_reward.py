@@ -5,7 +5,6 @@ The parameters of a function determine its style (`config.hooks.reward_style`). 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 from furlong.config.hooks import RewardStyle, load_function, reward_style
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
-from furlong.core.user_code import describe_exception, is_async
+from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
 from furlong.errors import ConfigError, RewardError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -57,13 +56,9 @@ class CustomReward:
             value = self.evaluate(args, samples)
             if isinstance(value, Awaitable):
                 value = await value
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+        except BaseException as error:
+            if not is_raised_by_user(error):
                 raise
-            # not cancelled from outside: the function raised it
-            return [Outcome.failed(describe_exception(error))] * len(samples)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  reward boundary: an exception of user code becomes an outcome
             return [Outcome.failed(describe_exception(error))] * len(samples)
         return self.outcomes(value, len(samples))
 

@@ -35,6 +35,7 @@ _BOOT = (
 )
 _ASYNC_GRACE_S = 0.25  # an async worker cancels its overdue calls; only a blocked one exceeds this
 _READ_GRACE_S = 0.05  # the reply may be in the pipe already when a busy driver reaches the deadline
+_EXIT_S = 2.0  # for a worker whose pipe has ended, so that its exit code is known
 _HANG_REPORT_S = 0.25  # for a blocked worker to report the call that blocks it
 
 Scored = tuple[list[Outcome], list[dict[str, Any]]]
@@ -243,9 +244,10 @@ class Sandbox:
 class _Worker:
     """The driver's handle of one worker process."""
 
-    def __init__(self, path: str, process: Process) -> None:
+    def __init__(self, path: str, process: Process, open_end: int) -> None:
         self._path = path
         self._process = process
+        self._open_end: int | None = open_end
         self._pending: dict[int, asyncio.Future[Scored]] = {}
         self._hung_call: int | None = None
         self._is_overdue = False
@@ -256,12 +258,26 @@ class _Worker:
     @staticmethod
     async def start(setup: dict[str, Any], limits: Limits) -> _Worker:
         """Start a process and load the function. Raises RewardError with the path and the cause."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _BOOT, json.dumps(sys.path), stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-        worker = _Worker(setup["path"], process)
+        pipe, open_end = os.pipe()  # its end in this process closes with it, however it ends
         try:
-            worker._send(encode_frame(setup))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                _BOOT,
+                json.dumps(sys.path),
+                stdin=PIPE,
+                stdout=PIPE,
+                start_new_session=True,
+                pass_fds=(pipe,),
+            )
+        except BaseException:
+            os.close(open_end)
+            raise
+        finally:
+            os.close(pipe)
+        worker = _Worker(setup["path"], process, open_end)
+        try:
+            worker._send(encode_frame(setup | {"run_pipe": pipe}))
             ready = await asyncio.wait_for(worker._receive(), limits.start_timeout_s)
         except BaseException as error:
             await worker.stop()
@@ -321,6 +337,9 @@ class _Worker:
                     self._hung_call = reply["hung"]
                 elif (answer := self._pending.get(reply["id"])) is not None and not answer.done():
                     answer.set_result(([Outcome(**o) for o in reply["outcomes"]], reply["changes"]))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _EXIT_S)
+        self._kill()  # processes that user code started, and a worker that closed its pipe
         await self._process.wait()
         waiting = {number: answer for number, answer in self._pending.items() if not answer.done()}
         for number, answer in waiting.items():
@@ -343,9 +362,11 @@ class _Worker:
 
     def _kill(self) -> None:
         """Kill the worker's process group, which includes processes started by user code."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+        if self._open_end is not None:  # once: afterwards the number may belong to another group
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM if only zombies are left
                 os.killpg(self._process.pid, signal.SIGKILL)
+            os.close(self._open_end)
+            self._open_end = None
 
     def _exit_reason(self) -> str:
         code = self._process.returncode

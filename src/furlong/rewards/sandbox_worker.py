@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import os
 import resource
 import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import orjson
 
 from furlong.core.outcome import Outcome
+from furlong.core.process_guard import location_of
+from furlong.core.process_state import ProcessState
+from furlong.core.process_tree import close_in_forked_children, die_with_parent, end_group_at_end_of
 from furlong.core.sample import Sample, Status
-from furlong.core.user_code import describe_exception
+from furlong.core.user_code import describe_exception, exit_process, exits_raise
 from furlong.rewards.custom_reward import CustomReward, load_reward
 
 HEADER = struct.Struct(">I")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _OUTCOME_FIELDS = ("reward", "outcome")  # returned in the outcome
 _REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
-_PR_SET_PDEATHSIG = 1
 
 Message = dict[str, Any]
 
@@ -41,8 +43,14 @@ def main() -> None:
     setup = _read(source)
     if setup is None:
         return
-    _die_with_parent(setup["parent_pid"])
-    write = _writer(sink)
+    die_with_parent(setup["parent_pid"])
+    end_group_at_end_of(setup["run_pipe"])
+    close_in_forked_children(source, sink)
+    with exits_raise():
+        _run(setup, source, _writer(sink))
+
+
+def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
     try:
         if setup["memory_limit_bytes"]:
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory_limit_bytes"],) * 2)
@@ -52,23 +60,33 @@ def main() -> None:
         return
     write({"style": function.style, "is_async": function.is_async})
     signal.signal(signal.SIGUSR1, lambda *_: _report_hang(write))
+    state = ProcessState(is_worker=True)
     args = SandboxArgs(setup["args"], setup["omitted"])
-    asyncio.run(_serve(function, args, source, write, setup["timeout_s"]))
+    asyncio.run(_serve(_Call(function, args, write, setup["timeout_s"], state), source))
 
 
-async def _serve(
-    function: CustomReward, args: SandboxArgs, source: int, write: Callable[[Message], None], timeout_s: float
-) -> None:
+@dataclass(frozen=True)
+class _Call:
+    """How to answer a request: the function, its `args`, where replies go, the limit, and the state before any call."""
+
+    function: CustomReward
+    args: SandboxArgs
+    write: Callable[[Message], None]
+    timeout_s: float
+    state: ProcessState
+
+
+async def _serve(call: _Call, source: int) -> None:
     """Answer requests: concurrently for an async function, one by one for a sync function."""
     requests: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_listen, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
     while True:
         request = await requests.get()
-        task = asyncio.create_task(_answer(function, args, request, write, timeout_s))
+        task = asyncio.create_task(_answer(call, request))
         running.add(task)
         task.add_done_callback(running.discard)
-        if not function.is_async:
+        if not call.function.is_async:
             await task
 
 
@@ -76,30 +94,38 @@ def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queu
     """Read frames in a separate thread, to notice the end of the driver while user code runs."""
     while (request := _read(source)) is not None:
         loop.call_soon_threadsafe(requests.put_nowait, request)
-    os._exit(0)
+    exit_process(0)
 
 
-async def _answer(
-    function: CustomReward, args: SandboxArgs, request: Message, write: Callable[[Message], None], timeout_s: float
-) -> None:
+async def _answer(call: _Call, request: Message) -> None:
+    """Score the samples of a request and reply. A worker whose state the function changed ends after its reply."""
     _REQUEST.set(request["id"])
     before = orjson.loads(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
     samples = [Sample.from_dict(data) for data in request["samples"]]
-    scoring = asyncio.create_task(function.score(args, samples))
-    done, _ = await asyncio.wait({scoring}, timeout=timeout_s if function.is_async else None)
+    scoring = asyncio.create_task(call.function.score(call.args, samples))
+    done, _ = await asyncio.wait({scoring}, timeout=call.timeout_s if call.function.is_async else None)
     if done:
         outcomes = scoring.result()
     else:
         scoring.cancel()
-        outcomes = [Outcome.timed_out(timeout_s)] * len(samples)
-    changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
-    reply: Message = {"id": request["id"], "outcomes": [_as_dict(o) for o in outcomes], "changes": changes}
+        outcomes = [Outcome.timed_out(call.timeout_s)] * len(samples)
+    if changed := call.state.changes():
+        where = location_of(call.function.call)
+        reason = f"the reward function ({where}) changed its process: {' and '.join(changed)}; undo it, or use a child"
+        _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
+        exit_process(1)
     try:
-        write(reply)
-    except TypeError as error:
+        changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
+        _reply(call.write, request["id"], outcomes, changes)
+    except (AttributeError, TypeError, ValueError) as error:
         reason = f"the reward or the changed sample cannot be returned from the sandbox: {error}"
-        failed = [_as_dict(Outcome.failed(reason))] * len(samples)
-        write({"id": request["id"], "outcomes": failed, "changes": [{} for _ in samples]})
+        _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
+
+
+def _reply(
+    write: Callable[[Message], None], number: int, outcomes: Sequence[Outcome], changes: Sequence[dict[str, Any]]
+) -> None:
+    write({"id": number, "outcomes": [_as_dict(outcome) for outcome in outcomes], "changes": changes})
 
 
 def _as_dict(outcome: Outcome) -> Message:
@@ -112,7 +138,7 @@ def _report_hang(write: Callable[[Message], None]) -> None:
     A Python signal handler runs in the context of the interrupted code, so the context variable identifies the request.
     """
     write({"hung": _REQUEST.get()})
-    os._exit(1)
+    exit_process(1)
 
 
 def _take_over_pipes() -> tuple[int, int]:
@@ -152,14 +178,6 @@ def _writer(sink: int) -> Callable[[Message], None]:
             view = view[os.write(sink, view) :]
 
     return write
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the driver ends (Linux only; elsewhere the end of stdin ends it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(0)
 
 
 def encode_frame(message: Any) -> bytes:

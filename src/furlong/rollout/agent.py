@@ -17,7 +17,6 @@ The policy is passed in a context variable, so the same function works with the 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import inspect
@@ -31,14 +30,20 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.core.import_trial import ImportTrial
+from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import Routes, extend_routes
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
+from furlong.core.user_code import is_raised_by_user
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
 
 T = TypeVar("T")
 
+IMPORT_TIMEOUT_S = 60.0  # of the module of a generate function that a sample names
+MAX_LOG_PROB = 1e-2  # above 0, for rounding in engines
+MAX_ID, MAX_VERSION = 2**63 - 1, 2**31 - 1  # of the integers that a batch stores
 MIN_BLOCK_S = 0.05  # between two awaits; shorter blocks are normal
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
@@ -134,7 +139,12 @@ def policy() -> Policy:
 
 @functools.cache
 def load_generate_function(path: str) -> Function:
-    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature.
+
+    Its module is imported in a child process first, as are those that flags name.
+    """
+    for problem in ImportTrial([path], timeout_s=IMPORT_TIMEOUT_S).problems().values():
+        raise ConfigError(f"Sample.generate_function_path {problem}")
     function = load_function(path)
     if problem := check_signature(HOOKS["custom_generate_function"], function):
         raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
@@ -167,13 +177,13 @@ async def call_generate_function(
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = _policy.set(policy)
     try:
-        result = await timer.timed(lambda: function(args, sample, sampling_params, **extra))
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        result = await timer.timed(
+            lambda: function(args, sample, sampling_params, **extra),
+            after_step=lambda: process_guard.check(function, "the custom generate function"),
+        )
+    except BaseException as error:
+        if isinstance(error, ProcessChangedError) or not is_raised_by_user(error):
             raise
-        raise GenerateFunctionError(error) from error  # raised by the function, not a cancellation
-    except (Exception, SystemExit) as error:
         raise GenerateFunctionError(error) from error
     finally:
         _policy.reset(token)
@@ -187,14 +197,22 @@ async def call_generate_function(
 
 
 def check_produced(
-    produced: Sample, origin: Sample, policy: Policy, *, vocab_size: int | None, max_tokens: int | None
+    produced: Sample,
+    origin: Sample,
+    policy: Policy,
+    *,
+    group_index: int | None,
+    vocab_size: int | None,
+    max_tokens: int | None,
 ) -> None:
     """Check a sample of a generate function, and set its identity, its routes, and the position of unsampled tokens.
 
+    `group_index` is that of the prompt group, as `origin` may be the same object as `produced`.
     Raises GenerateFunctionError for a sample of more than `max_tokens`, and RolloutError like `check_sample`.
     """
     copy_identity(produced, origin)
     check_sample(produced, "custom generate function", vocab_size)
+    check_group(produced, group_index, "the custom generate function")
     if max_tokens is not None and (count := len(produced.tokens)) > max_tokens:
         raise GenerateFunctionError(
             RolloutError(
@@ -226,6 +244,13 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
     `source` names the function in messages. Tokens must be below `vocab_size` if it is known. Raises RolloutError.
     """
     n = sample.response_length
+    if not _is_integer(n) or not isinstance(sample.tokens, list):
+        raise RolloutError(
+            f"{source}: sample {sample.index} has response_length {n!r} and tokens of type "
+            f"{type(sample.tokens).__name__}; use Sample.append_response_tokens, which keeps a number and a list"
+        )
+    if not isinstance(sample.status, Status):
+        sample.status = _status_from(sample.status, sample, source)
     if sample.status is Status.PENDING and not n:
         raise RolloutError(
             f"{source}: sample {sample.index} came back without a response; add one with "
@@ -246,12 +271,74 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
             f"{source}: sample {sample.index} has rollout_log_probs that are not finite numbers; "
             "set them to None if they are unknown, and to 0.0 for tokens that the policy did not generate"
         )
+    if len(log_probs) and max(log_probs) > MAX_LOG_PROB:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has a log-prob of {max(log_probs):g} in rollout_log_probs; log-probs are "
+            "at most 0: pass the natural logarithm of each token's probability"
+        )
+    check_fields(sample, source)
+    _check_versions(sample, source)
     if len(sample.tokens) <= n:
         raise RolloutError(
             f"{source}: sample {sample.index} has {len(sample.tokens)} tokens and response_length {n}; "
             "`tokens` must contain prompt + response"
         )
     _check_token_ids(sample, source, vocab_size)
+
+
+def check_fields(sample: Sample, source: str) -> None:
+    """Raise RolloutError for metadata that is not a dict, and for ids that are not integers."""
+    for name in ("metadata", "train_metadata"):
+        value: Any = getattr(sample, name)
+        if not isinstance(value, dict) and (name == "metadata" or value is not None):
+            raise RolloutError(
+                f"{source}: sample {sample.index} has {name} of type {type(value).__name__}; set it to a dict"
+            )
+    for name in ("index", "group_index", "rollout_id"):
+        value = getattr(sample, name)
+        if value is not None and not (_is_integer(value) and abs(value) <= MAX_ID):
+            raise RolloutError(
+                f"{source}: a sample has {name} {str(value)[:40]!r}; keep the number set by the data source"
+            )
+
+
+def _check_versions(sample: Sample, source: str) -> None:
+    """Raise RolloutError for weight versions that are not integers, or out of range."""
+    versions: Any = [] if sample.token_versions is None else sample.token_versions
+    kinds = set(map(type, versions))
+    if not all(issubclass(kind, Integral) for kind in kinds):
+        wrong = f"values of type {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    elif len(versions) and not (min(versions) >= UNKNOWN_VERSION and max(versions) <= MAX_VERSION):
+        wrong = f"values from {str(min(versions))[:40]} to {str(max(versions))[:40]}"
+    else:
+        return
+    raise RolloutError(
+        f"{source}: sample {sample.index} has {wrong} in token_versions; use Completion.versions, or "
+        f"{UNKNOWN_VERSION} for tokens that the policy did not generate"
+    )
+
+
+def _status_from(value: Any, sample: Sample, source: str) -> Status:
+    """Return the status that user code set as text. Raises RolloutError if there is no such status."""
+    try:
+        return Status(value)
+    except ValueError:
+        raise RolloutError(
+            f"{source}: sample {sample.index} has status {value!r}; use one of {', '.join(Status)}"
+        ) from None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_group(sample: Sample, group_index: int | None, source: str) -> None:
+    """Raise RolloutError if user code moved a sample to another prompt group: its reward would be compared there."""
+    if sample.group_index != group_index:
+        raise RolloutError(
+            f"{source} changed group_index of sample {sample.index} from {group_index} to {sample.group_index}; keep "
+            "it: rewards are normalized within the group of a prompt"
+        )
 
 
 def _check_token_ids(sample: Sample, source: str, vocab_size: int | None) -> None:
@@ -299,13 +386,14 @@ class BlockingTimer:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def timed(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Await `function()`, timing each step between two awaits."""
+    async def timed(self, function: Callable[[], Awaitable[T]], after_step: Callable[[], object] = lambda: None) -> T:
+        """Await `function()`, timing each step between two awaits; calls `after_step` after each."""
 
         async def call() -> T:
             return await function()
 
-        return await _Steps(call(), self)
+        process_guard.begin()
+        return await _Steps(call(), self, after_step)
 
     def count(self, seconds: float) -> None:
         """Add the duration of one step."""
@@ -316,8 +404,10 @@ class BlockingTimer:
 class _Steps(Generator[Any, Any, T]):
     """Runs a coroutine step by step. It is exposed as `cr_await`, so that tools can follow what a task waits for."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], timer: BlockingTimer) -> None:
-        self.cr_await, self._timer = coroutine, timer
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], timer: BlockingTimer, after_step: Callable[[], object]
+    ) -> None:
+        self.cr_await, self._timer, self._after_step = coroutine, timer, after_step
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self
@@ -336,3 +426,4 @@ class _Steps(Generator[Any, Any, T]):
             return step(*values)
         finally:
             self._timer.count(perf_counter() - started)
+            self._after_step()

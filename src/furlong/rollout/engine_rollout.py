@@ -73,6 +73,7 @@ class _Round:
     drops: Counter[str] = field(default_factory=Counter[str])
     data_s: float = 0.0
     wait: RewardWait = field(default_factory=RewardWait)
+    num_aborted: int = 0  # groups in a row
     is_collecting: bool = True
     data_ended: bool = False
 
@@ -212,7 +213,15 @@ class EngineRollout:
     def _judge(self, state: _Round, origin: Group, group: Group) -> None:
         """Keep, spare or drop a finished group. Raises RolloutError if groups keep failing or being dropped."""
         heartbeat.beat("group")
-        if not is_finished(group) or len(state.kept) >= self._batch_size:
+        is_aborted = not is_finished(group)
+        state.num_aborted = state.num_aborted + 1 if is_aborted else 0
+        if state.num_aborted >= max(FAILED_GROUPS, FAILED_BATCHES * self._batch_size):
+            raise RolloutError(
+                f"rollout {state.rollout_id}: {state.num_aborted} groups in a row have samples with status 'aborted', "
+                "so the batch is never full; a custom generate function must set another status, such as completed or "
+                "failed, unless its request was aborted"
+            )
+        if is_aborted or len(state.kept) >= self._batch_size:
             state.surplus.append(group if self._partial and not self._generation.is_custom(origin) else origin)
             return
         state.seen.append(group)

@@ -28,6 +28,8 @@ from furlong.rollout.agent import (
     GenerateFunctionError,
     Policy,
     call_generate_function,
+    check_fields,
+    check_group,
     check_produced,
     check_sample,
     copy_identity,
@@ -195,7 +197,7 @@ async def generate_sample(
 
 
 async def _generate_custom(function: Function, sample: Sample, generation: Generation) -> list[Sample]:
-    returns_routes = generation.params.return_routed_experts
+    returns_routes, group_index = generation.params.return_routed_experts, sample.group_index
     policy = Policy(generation.engine, generation.tokenizer, session_of(sample), returns_routes)
     produced = await call_generate_function(
         function,
@@ -207,7 +209,14 @@ async def _generate_custom(function: Function, sample: Sample, generation: Gener
         timer=generation.blocking,
     )
     for each in produced:
-        check_produced(each, sample, policy, vocab_size=generation.vocab_size, max_tokens=generation.max_tokens)
+        check_produced(
+            each,
+            sample,
+            policy,
+            group_index=group_index,
+            vocab_size=generation.vocab_size,
+            max_tokens=generation.max_tokens,
+        )
     return produced
 
 
@@ -215,19 +224,21 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
     """Run the hooks on a sample; returns the sample, or the replacement returned by a hook."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         return sample
+    group_index, flag = sample.group_index, "--rollout-sample-hook-path"
     for hook in generation.hooks.rollout_sample_hook:
         result = hook(generation.args, sample, rollout_id=rollout_id, evaluation=generation.evaluation)
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, Sample | None):
             raise RolloutError(
-                f"--rollout-sample-hook-path returned {type(result).__name__} for sample {sample.index}; it must "
+                f"{flag} returned {type(result).__name__} for sample {sample.index}; it must "
                 "return None to keep the sample, or the Sample to use instead"
             )
         if result is not None and result is not sample:
             copy_identity(result, sample)
-            check_sample(result, "--rollout-sample-hook-path", generation.vocab_size)
             sample = result
+        check_sample(sample, flag, generation.vocab_size)
+        check_group(sample, group_index, flag)
     return sample
 
 
@@ -297,15 +308,46 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
             generation.log_failure("the reward", sample, outcome.reason)
     if not unscored:
         return
+    before = [{name: getattr(sample, name) for name in (*_COLUMNS, *_IDENTITY)} for sample in unscored]
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
         outcomes = await generation.reward(unscored)
-    for sample, outcome in zip(unscored, outcomes, strict=True):
+    for sample, given, fields in zip(unscored, outcomes, before, strict=True):
+        outcome = _checked_outcome(sample, fields, given, generation.vocab_size)
         sample.outcome = outcome
         if outcome.kind == "scored":
             sample.reward = outcome.reward
         else:
             sample.status = Status.FAILED
             generation.log_failure("the reward", sample, outcome.reason)
+
+
+_COLUMNS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "token_versions")
+_IDENTITY = ("group_index", "index", "rollout_id", "metadata", "train_metadata")
+
+
+def _checked_outcome(sample: Sample, before: Mapping[str, Any], outcome: Outcome, vocab_size: int | None) -> Outcome:
+    """Return the outcome of a reward call: failed if the function made its sample unusable, which is then repaired.
+
+    before: the fields `_COLUMNS` and `_IDENTITY` before the call. Objects of unchanged fields are the same.
+    """
+    source = "the reward function"
+    try:
+        if sample.status in (Status.PENDING, Status.ABORTED):
+            raise RolloutError(
+                f"{source} set the status of sample {sample.index} to {str(sample.status)!r}; set remove_sample to "
+                "exclude a sample from training, or raise an exception if it cannot be scored"
+            )
+        check_group(sample, before["group_index"], source)
+        check_fields(sample, source)
+        if any(getattr(sample, name) is not before[name] for name in _COLUMNS):
+            check_sample(sample, source, vocab_size)
+    except RolloutError as error:
+        num_prompt = len(before["tokens"]) - before["response_length"]
+        reset_response(sample, before["tokens"][:num_prompt] or [0])
+        for name in _IDENTITY:
+            setattr(sample, name, before[name])
+        return Outcome.failed(str(error))
+    return outcome
 
 
 def is_finished(group: Group) -> bool:

@@ -17,6 +17,8 @@ from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
+from furlong.core.process_guard import process_guard
+from furlong.core.user_code import exits_fail_the_run
 from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import (
@@ -154,6 +156,8 @@ def _run_built(
             record_outcome(built.watch, findings, threads=threads.count),
             record_thread_errors(built.watch),
             hang,
+            exits_fail_the_run(),
+            process_guard.watching(),
         ):
             started = time.monotonic()
             step = asyncio.run(_drive(built, hang, interrupt, on_start=partial(write_config, folder, resolved)))
@@ -202,8 +206,9 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         task.cancel()
 
     def end(reason: str) -> None:
-        ended_by.append(reason)
-        task.cancel()
+        if not ended_by:  # a second cancellation would interrupt the shutdown
+            ended_by.append(reason)
+            task.cancel()
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():  # no other thread may handle signals

@@ -14,6 +14,7 @@ from typing import Any, cast
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.sections import Config
 from furlong.core.catalogue import Problem
+from furlong.core.user_code import exits_raise
 from furlong.errors import ConfigError
 from furlong.run.launch import TERMINATED, Interrupt, check_before_run, run_in_folder
 from furlong.run.run_folder import run_folder
@@ -91,16 +92,17 @@ def train(**flags: Any) -> Run:
     FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
     """
     resolved, problems = _resolve(flags)
-    findings = check_before_run(resolved, problems)
-    folder, interrupt = run_folder(resolved), Interrupt()
+    with exits_raise():
+        findings = check_before_run(resolved, problems)
+        folder, interrupt = run_folder(resolved), Interrupt()
 
-    def start() -> int:
-        return run_in_folder(folder, resolved, findings, interrupt)
+        def start() -> int:
+            return run_in_folder(folder, resolved, findings, interrupt)
 
-    if _is_loop_running():
-        _call_in_thread(start, interrupt)
-    else:
-        start()
+        if _is_loop_running():
+            _call_in_thread(start, interrupt)
+        else:
+            start()
     return Run(folder)
 
 

@@ -28,7 +28,11 @@ def naughty(args, sample, **kw):
     if sample.response == "sleep":
         time.sleep(60)
     if sample.response == "exit":
-        os._exit(3)
+        ctypes.CDLL(None)._exit(3)
+    if sample.response == "_exit":
+        os._exit(0)
+    if sample.response == "patch":
+        time.monotonic = lambda: 0.0
     if sample.response == "segv":
         ctypes.string_at(0)
     if sample.response == "sysexit":
@@ -57,7 +61,7 @@ async def polite(args, sample, **kw):
     if sample.response == "block":
         time.sleep(60)
     if sample.response == "exit":
-        os._exit(3)
+        ctypes.CDLL(None)._exit(3)
     await asyncio.sleep(60 if sample.response == "wait" else 0.005)
     return 1.0
 
@@ -331,3 +335,90 @@ def test_workers_end_when_the_driver_is_killed(functions):
         os.kill(driver.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
+
+
+GRADERS = """
+import ctypes, multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+
+pool = None
+
+def grade(queue, answer):
+    queue.put(len(answer))
+
+def by_process(args, sample):
+    context = multiprocessing.get_context(sample.response)
+    queue = context.Queue()
+    process = context.Process(target=grade, args=(queue, sample.response))
+    process.start()
+    length = queue.get(timeout=20)
+    process.join()
+    return length
+
+def by_kept_pool(args, sample):
+    global pool
+    pool = pool or ProcessPoolExecutor(1)
+    return pool.submit(len, sample.response).result(20)
+
+def leaves_processes(args, sample):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    pids = [str(process.pid) for process in multiprocessing.active_children()]
+    open(sample.response, "w").write(" ".join([str(os.getpid()), *pids]))
+    if sample.label == "dies":
+        ctypes.CDLL(None)._exit(0)
+    time.sleep(600)
+"""
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Return the processes that do not end within five seconds."""
+    deadline = time.monotonic() + 5
+    left = pids
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    return left
+
+
+@pytest.fixture
+def graders(tmp_path):
+    """The path of a file with functions that start processes."""
+    path = tmp_path / "graders_of_test.py"
+    path.write_text(GRADERS)
+    return path
+
+
+def test_graders_may_start_processes(graders):
+    for name, responses in (("by_process", ["fork", "spawn"]), ("by_kept_pool", ["a", "bc"])):
+        sandbox = Sandbox(f"{graders}:{name}", limits=Limits(timeout_s=30, num_workers=1))
+        outcomes = run(sandbox, *responses)
+        sandbox.close()
+        assert [o.reward for o in outcomes] == [len(response) for response in responses]
+
+
+@pytest.mark.parametrize("label", ["dies", "hangs"])
+def test_processes_of_a_grader_end_with_its_worker(graders, tmp_path, label):
+    sandbox = Sandbox(f"{graders}:leaves_processes", limits=Limits(timeout_s=0.6, num_workers=1))
+    (outcome,) = asyncio.run(sandbox.score([Sample(response=str(tmp_path / "pids"), label=label)]))
+    assert outcome.kind == {"dies": "failed", "hangs": "timed_out"}[label]
+    pids = list(map(int, (tmp_path / "pids").read_text().split()))
+    assert len(pids) == 2
+    assert alive(pids) == []
+    sandbox.close()
+
+
+def test_processes_of_a_grader_end_with_a_killed_driver(graders, tmp_path):
+    pids = tmp_path / "pids"
+    text = (
+        "import asyncio\nfrom furlong.core.sample import Sample\nfrom furlong.rewards.sandbox import Sandbox\n"
+        f"sandbox = Sandbox({str(graders) + ':leaves_processes'!r})\n"
+        f"asyncio.run(sandbox.score([Sample(response={str(pids)!r})]))"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", text])
+    deadline = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.kill()
+    driver.wait()
+    assert alive(list(map(int, pids.read_text().split()))) == []

@@ -120,6 +120,12 @@ class FaultFlags:
         10, "Maximum number of engine restarts per run.", within="[0, inf)", needs="use_fault_tolerance"
     )
     skip_bad_rows: bool = flag(False, "Skip and count rows that cannot be used. Without this flag they are an error.")
+    hook_import_timeout: float = flag(
+        60.0,
+        "Timeout of the imports of user modules that flags name, in seconds. They are imported in a child process "
+        "first.",
+        within="(0, inf)",
+    )
     reward_timeout: float = flag(30.0, "Timeout of a reward call, in seconds.", within="(0, inf)")
     generate_timeout: float | None = flag(
         None, "Timeout of the generation of one sample, in seconds. Default: no timeout.", within="(0, inf)"

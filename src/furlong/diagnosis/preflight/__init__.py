@@ -65,20 +65,27 @@ CHECKS: tuple[Check, ...] = (
     machine.training_fits,
 )
 
+NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, flags.router_address, data.own_reward}
+
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
     """Run the checks and return their diagnoses, most severe first. `problems` are those of the flags themselves.
 
-    A check that raises is reported as CHECK01.
+    Modules of user functions are imported in a child process meanwhile, so the checks that need them run last. A check
+    that raises is reported as CHECK01.
     """
     context = PreflightContext(config, tuple(problems))
-    diagnoses: list[Diagnosis] = []
-    for check in checks:
-        try:
-            diagnoses.extend(check(context))
-        except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
-            diagnoses.append(_failed(check, error))
-    return most_severe_first(diagnoses)
+    trial = context.import_trial  # starts the child process
+    diagnoses: dict[Check, list[Diagnosis]] = {check: [] for check in checks}
+    try:
+        for check in sorted(checks, key=lambda check: check in NEED_USER_CODE):
+            try:
+                diagnoses[check].extend(check(context))
+            except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
+                diagnoses[check].append(_failed(check, error))
+    finally:
+        trial.close()
+    return most_severe_first([each for check in checks for each in diagnoses[check]])
 
 
 def _failed(check: Check, error: Exception) -> Diagnosis:

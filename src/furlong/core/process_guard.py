@@ -1,0 +1,82 @@
+"""Detects user code that changes this process while it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+from furlong.core.process_state import ProcessState
+from furlong.errors import FurlongError, HookError
+
+_set_recursion_limit, _recursion_limit = sys.setrecursionlimit, sys.getrecursionlimit
+
+
+class ProcessChangedError(HookError):
+    """User code changed a state of the process on which the run depends; it ends the run."""
+
+
+class ProcessGuard:
+    """Compares the state of this process with that of the first call of user code in a run.
+
+    `process_guard` is the guard of this process. Outside of `watching` it does nothing. A comparison takes about 30 us.
+    """
+
+    def __init__(self) -> None:
+        self._is_watching = False
+        self._state: ProcessState | None = None
+        self._limit = 0
+        self._finding = ""
+
+    @contextlib.contextmanager
+    def watching(self) -> Generator[None]:
+        """Compare in the body. A change that made furlong itself fail is raised in place of that failure."""
+        self._is_watching, self._finding = True, ""
+        try:
+            yield
+        except Exception as error:
+            if self._finding and not isinstance(error, FurlongError):
+                raise ProcessChangedError(self._finding) from error
+            raise
+        finally:
+            self._is_watching = False
+            if self._state is not None:
+                self._state.close()
+                self._state = None
+
+    def begin(self) -> None:
+        """Record the state, before the first call of user code."""
+        if self._is_watching and self._state is None:
+            self._state, self._limit = ProcessState(), _recursion_limit()
+
+    def check(self, function: Callable[..., Any], name: str) -> None:
+        """Raise ProcessChangedError, with the location of `function`, if the state has changed; restores it."""
+        if self._state is None:
+            return
+        if _recursion_limit() < self._limit:  # at once: a low limit fails in any code
+            _set_recursion_limit(self._limit)
+            self._finding = self._text(function, name, ["it lowered the recursion limit"])
+            raise ProcessChangedError(self._finding)
+        if changes := self._state.changes():
+            self._state.restore()
+            self._finding = self._text(function, name, changes)
+            raise ProcessChangedError(self._finding)
+
+    def _text(self, function: Callable[..., Any], name: str, changes: list[str]) -> str:
+        return (
+            f"{name} ({location_of(function)}) changed the process of the run: {' and '.join(changes)}; do that in a "
+            "child process, or undo it before the function returns or awaits"
+        )
+
+
+process_guard = ProcessGuard()
+
+
+def location_of(function: Callable[..., Any]) -> str:
+    """Return `file:line` of a function's definition, or its name."""
+    inner = inspect.unwrap(function)
+    method = inspect.getattr_static(type(inner), "__call__", None)
+    code = getattr(inner, "__code__", None) or getattr(method, "__code__", None)
+    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

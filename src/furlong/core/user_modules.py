@@ -1,0 +1,121 @@
+"""Import of the modules of user functions: `package.module` by name, or a Python file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from furlong.core.user_code import describe_exception
+from furlong.errors import ConfigError
+
+SLIME_FIX = (
+    "write `from furlong import Sample`, and furlong.rollout.agent.policy() instead of GenerateState and post "
+    "(docs/guides/from-slime.md)"
+)
+# Functions named in slime's own scripts, and their replacement.
+_DEFAULT = "it is furlong's default; remove the flag"
+IN_SLIME = {
+    "check_reward_nonzero_std": "write furlong.rollout.filters.check_reward_nonzero_std",
+    "sglang_rollout.generate_rollout": _DEFAULT,
+    "sglang_rollout.generate": _DEFAULT,
+    "sft_rollout.generate_rollout": "remove the flag: --loss-type sft_loss does this",
+    "generate_rollout_fully_async": "remove the flag, and use --async-buffer-size ROLLOUTS or train_async.py",
+    "data_source.RolloutDataSourceWithBuffer": _DEFAULT,
+    "data_source.RolloutDataSource": _DEFAULT,
+    "pop_first": _DEFAULT,
+}
+
+
+def split_path(path: str) -> tuple[str, tuple[str, ...]]:
+    """Split `package.module.attr`, `package.module:a.b` or `file.py:attr` into module or file, and attributes.
+
+    Raises ConfigError if the path does not name a function.
+    """
+    module_name, colon, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not attribute or path.endswith(".py"):
+        raise ConfigError(f"{path!r} does not name a function; write package.module.function or file.py:function")
+    return module_name, tuple(attribute.split(".")) if colon else (attribute,)
+
+
+def imported_name(module_name: str) -> str:
+    """Return the name in `sys.modules` of a module, or of a file.
+
+    A file has its own name if that finds it on `sys.path`, so that processes which user code starts with
+    `multiprocessing` can import it; otherwise, as another module has its name, one derived from its path.
+    """
+    if not module_name.endswith(".py"):
+        return module_name
+    file = Path(module_name).expanduser().resolve()
+    try:
+        spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    except (ImportError, ValueError):  # a module without a spec, such as __main__
+        spec = None
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file:
+        return file.stem
+    return f"furlong_hook_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+
+
+def import_module_of(path: str) -> ModuleType:
+    """Import the module or file of a function's path. Raises ConfigError if it does not exist, raises or exits."""
+    module_name, _ = split_path(path)
+    return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
+
+
+def _module(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            fix = SLIME_FIX if error.name == "slime" else "install it"
+            raise ConfigError(
+                f"{path}: importing {name} needs the module {error.name}, which is not installed; {fix}"
+            ) from error
+        fix = next((fix for name, fix in IN_SLIME.items() if path.endswith(name)), None) or _module_fix(path, name)
+        raise ConfigError(f"{path}: no module {error.name}; {fix}") from error
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path}: importing {name} raised {type(error).__name__}: {error}; fix the module") from error
+    except BaseException as error:  # sys.exit
+        raise ConfigError(f"{path}: importing {name} raised {describe_exception(error)}; fix the module") from error
+
+
+def _module_fix(path: str, name: str) -> str:
+    """Return how to name a module that is not on the path; its file may be in this directory, as slime allows."""
+    file = Path(*name.split(".")).with_suffix(".py")
+    if file.is_file():
+        return f"write {file}:{path[len(name) + 1 :]}"
+    return "put its folder on PYTHONPATH, or write file.py:function"
+
+
+def _module_of_file(path: str, file_name: str) -> ModuleType:
+    """Import a file; its directory is added to sys.path for imports next to it."""
+    file = Path(file_name).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{path}: no file {file}; check the path")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+        importlib.invalidate_caches()
+    name = imported_name(file_name)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: {file} cannot be imported; give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name == "slime":
+            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {SLIME_FIX}") from error
+        what = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else describe_exception(error)
+        raise ConfigError(f"{path}: running {file} raised {what}; fix the file") from error
+    return module
