@@ -119,7 +119,9 @@ def run_in_folder(
             for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            return _run_built(build(resolved, folder), resolved, folder, findings, threads, interrupt or Interrupt())
+            built = build(resolved, folder)
+            with process_guard.watching():
+                return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
 
 
 def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
@@ -157,7 +159,6 @@ def _run_built(
             record_thread_errors(built.watch),
             hang,
             exits_fail_the_run(),
-            process_guard.watching(),
         ):
             started = time.monotonic()
             step = asyncio.run(_drive(built, hang, interrupt, on_start=partial(write_config, folder, resolved)))
