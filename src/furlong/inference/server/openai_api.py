@@ -71,7 +71,7 @@ async def completions(http: HttpRequest, model: ServedModel, body: Mapping[str, 
         raise RequestError("prompt must be a string, a list of token ids, or a list of those") from None
     encoded = await model.prompts.encode(list(texts.values())) if texts else []
     ids_of_texts = dict(zip(texts, encoded, strict=True))
-    ids = [ids_of_texts.get(i, row) for i, row in enumerate(rows)]
+    ids: list[Any] = [ids_of_texts.get(i, row) for i, row in enumerate(rows)]
     return await _answer(http, model, body, ids, is_chat=False)
 
 
