@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
+import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -19,31 +21,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTIAL = ".partial"  # suffix of a file or folder that is incomplete, or is being deleted
-REPLACED = ".replaced"  # suffix of the old folder between its replacement and its deletion
+REPLACED = ".replaced"  # suffix under which earlier versions kept the old folder during its replacement
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from network file systems mounted without locks
+LOCK = ".lock"  # in a workspace: locked while its writer runs
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Generator[Path]:
-    """Yield a temporary file next to `path`, and rename it to `path` once it is synced to disk.
+    """Yield a temporary path, and rename what the body wrote there to `path` once it is synced to disk.
 
-    A symbolic link is followed: its target is replaced. If the body or the rename fails, `path` is unchanged and the
-    temporary file is deleted; a killed process leaves it behind.
+    A symbolic link is followed: its target is replaced. If the body or the rename fails, `path` is unchanged. Several
+    writers of one `path` do not disturb each other: the last rename wins. The temporary path is in a folder of this
+    writer next to `path`, which is deleted at the end; the next writer of `path` deletes those of killed processes.
 
         with atomic_file(folder / "config.json") as draft:
             draft.write_text(text)
     """
     path = path.resolve()
-    draft = path.with_name(path.name + PARTIAL)
-    try:
+    with _workspace(path) as workspace:
+        draft = workspace / path.name
         yield draft
         sync_to_disk(draft)
         os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # keep the first error, for example of a full disk
-            draft.unlink()
-        raise
-    sync_to_disk(path.parent)
+        sync_to_disk(path.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -54,22 +54,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Generator[Path]:
-    """Yield an empty folder next to `path`, and rename it to `path` once its files are synced to disk.
+    """Yield an empty folder, and rename it to `path` once its files are synced to disk.
 
     The old content of `path` is deleted; a symbolic link is followed. If the body or the rename fails, `path` is
-    unchanged and the temporary folder is deleted. After a kill, `path` is the old folder, the new one, or (between two
-    renames) absent, but never incomplete. Raises NotADirectoryError if `path` is a file.
+    unchanged. After a kill, `path` is the old folder, the new one, or (between two renames) absent, but never
+    incomplete. Several writers and leftovers are handled as in `atomic_file`. Raises NotADirectoryError if `path` is a
+    file.
     """
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "cannot replace a file with a folder", str(path))
-    draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
-    _delete(draft)
-    draft.mkdir(parents=True)
-    try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _workspace(path) as workspace:
+        draft, replaced = workspace / path.name, workspace / f"{path.name}{REPLACED}"
+        draft.mkdir()
         yield draft
         sync_files(draft)
-        _delete(replaced)
         if path.exists():
             path.rename(replaced)
         try:
@@ -79,9 +79,64 @@ def atomic_folder(path: Path) -> Generator[Path]:
                 replaced.rename(path)
             raise
         sync_to_disk(path.parent)
-        _delete(replaced)
+    _delete_leftovers(path)  # the old folder, if a kill had left it as the only one
+
+
+@contextlib.contextmanager
+def _workspace(path: Path) -> Generator[Path]:
+    """Yield a new folder `NAME.xxxxxxxx.partial` next to `path`, which only this writer uses; delete it at the end.
+
+    Deletes the folders of killed writers first. A lock on a file in it, which ends with the process, shows that its
+    writer runs; where locks do not work, leftovers remain.
+    """
+    _delete_leftovers(path)
+    folder, lock = _create_workspace(path)
+    try:
+        yield folder
     finally:
-        _delete(draft)
+        _delete_workspace(folder, path)
+        os.close(lock)
+
+
+def _create_workspace(path: Path) -> tuple[Path, int]:
+    """Create and lock a workspace. Another writer may delete it before it is locked; then it is created again."""
+    while True:
+        folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        folder.mkdir()
+        try:
+            lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(lock)
+                raise
+        if (folder / LOCK).exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _delete_leftovers(path: Path) -> None:
+    """Delete workspaces of `path` whose writer has ended, and temporary files of earlier versions."""
+    _delete(path.with_name(path.name + PARTIAL))
+    if path.exists():
+        _delete(path.with_name(path.name + REPLACED))
+    for folder in path.parent.glob(f"{glob.escape(path.name)}.????????{PARTIAL}"):
+        with contextlib.suppress(OSError):  # in use, deleted by another writer, or not ours to delete
+            if not (folder / LOCK).exists():
+                folder.rmdir()  # killed before it was locked, or its writer is about to lock it
+                continue
+            with (folder / LOCK).open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _delete_workspace(folder, path)
+
+
+def _delete_workspace(folder: Path, path: Path) -> None:
+    """Delete a workspace, unless it contains the only copy of the old `path`."""
+    if path.exists() or not (folder / f"{path.name}{REPLACED}").exists():
+        _delete(folder)
 
 
 def _delete(path: Path) -> None:

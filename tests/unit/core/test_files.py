@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,19 +36,106 @@ def test_a_failed_write_leaves_only_the_old_file(tmp_path, error):
 
 
 def test_the_first_error_is_raised(tmp_path):
-    with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "no-such-folder" / "file"):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "folder" / "file"):  # noqa: PT012  as above
+        shutil.rmtree(tmp_path / "folder")
         _ = 1 / 0
+
+
+def test_a_body_that_writes_nothing_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path):
+    path = tmp_path / "file"
+    with atomic_file(path) as slow:
+        slow.write_text("slow, first half")
+        with atomic_file(path) as quick:
+            assert quick != slow
+            quick.write_text("quick")
+        assert path.read_text() == "quick"
+        assert slow.read_text() == "slow, first half"
+        slow.write_text("slow")
+    assert path.read_text() == "slow"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_of_one_folder_do_not_mix_their_files(tmp_path):
+    with atomic_folder(tmp_path / "folder") as slow:
+        (slow / "slow").write_text("1")
+        fill(tmp_path / "folder", "quick")
+        assert sorted(os.listdir(tmp_path / "folder")) == ["a", "b"]
+        assert os.listdir(slow) == ["slow"]
+    assert os.listdir(tmp_path / "folder") == ["slow"]
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from furlong.core import files
+with getattr(files, sys.argv[1])(Path(sys.argv[2])) as draft:
+    (draft / "a" if draft.is_dir() else draft).write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("writer", ["atomic_file", "atomic_folder"])
+def test_the_next_writer_deletes_the_leftovers_of_a_killed_one(tmp_path, writer):
+    path = tmp_path / "name [1]"
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", KILLED_WRITER, writer, str(path)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+    (leftover,) = tmp_path.iterdir()  # the second writer deleted that of the first
+    assert leftover.name.endswith(files.PARTIAL)
+    (tmp_path / f"other{leftover.name.removeprefix(path.name)}").mkdir()  # of another file
+    write_atomically(path, "text") if writer == "atomic_file" else fill(path, "text")
+    assert sorted(entry.name for entry in tmp_path.iterdir())[0] == path.name
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_workspace_that_is_not_locked_yet_may_be_taken_away(tmp_path, monkeypatch):
+    taken: list[Path] = []
+    mkdir = Path.mkdir
+
+    def lost(folder, *args, **options):
+        mkdir(folder, *args, **options)
+        if not taken:
+            taken.append(folder)
+            files._delete_leftovers(tmp_path / "file")  # another writer, at that moment
+
+    monkeypatch.setattr(files.Path, "mkdir", lost)
+    write_atomically(tmp_path / "file", "text")
+    assert taken
+    assert (tmp_path / "file").read_text() == "text"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_without_locks_no_workspace_of_others_is_deleted(tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuses)
+    with atomic_file(tmp_path / "file") as slow:
+        slow.write_text("slow")
+        write_atomically(tmp_path / "file", "quick")
+        assert slow.read_text() == "slow"
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_file_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
     seen: list[object] = []
     replace = os.replace
-    monkeypatch.setattr(files, "sync_to_disk", lambda path: seen.append((path, path.name in os.listdir(tmp_path))))
+    monkeypatch.setattr(files, "sync_to_disk", lambda path: seen.append((path, path.exists())))
     monkeypatch.setattr(files.os, "replace", lambda *paths: (seen.append("named"), replace(*paths)))
     write_atomically(tmp_path / "file", "text")
     (draft, was_there), named, (folder, _) = seen
-    assert (draft.parent, was_there, named, folder) == (tmp_path, True, "named", tmp_path)
-    assert draft.name != "file"
+    assert (was_there, named, folder) == (True, "named", tmp_path)
+    assert draft.parent.parent == tmp_path
 
 
 def fill(folder, text):
@@ -124,7 +216,7 @@ def test_a_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     rename = Path.rename
 
     def refuses(path, target):
-        if path.name.endswith(files.PARTIAL):
+        if path.parent.name.endswith(files.PARTIAL) and not path.name.endswith(files.REPLACED):
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
@@ -133,6 +225,25 @@ def test_a_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
         fill(tmp_path / "folder", "new")
     assert os.listdir(tmp_path) == ["folder"]
     assert (tmp_path / "folder" / "a").read_text() == "old"
+
+
+def test_the_only_copy_of_the_old_folder_is_kept(tmp_path, monkeypatch):
+    fill(tmp_path / "folder", "old")
+    rename = Path.rename
+
+    def breaks(path, target):
+        if path.name != "folder" or path.parent != tmp_path:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Path, "rename", breaks)
+        with pytest.raises(OSError, match="Input/output error"):
+            fill(tmp_path / "folder", "new")
+    (workspace,) = tmp_path.iterdir()
+    assert (workspace / "folder.replaced" / "a").read_text() == "old"
+    fill(tmp_path / "folder", "again")
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_files_in_subfolders_are_synced(tmp_path, monkeypatch):

@@ -335,6 +335,6 @@ def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, 
 
 
 def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match=r"hf_2.partial is empty: .*--save-hf"):
+    with pytest.raises(CheckpointError, match=r"hf_2 is empty: .*--save-hf"):
         export(tmp_path / "hf_2", lambda folder: None)
     assert list(tmp_path.iterdir()) == []
