@@ -26,6 +26,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ COUNT_BYTES = 1 << 20
 class FileLedger:
     """Writes the ledger of one run. Events are buffered until `trained`, `mark` or `close`; for one thread.
 
-    Opening an existing file rolls back all its lines. To resume from a checkpoint use `resume` with its mark.
+    The file is first written at the first event, or by `begin`, so a run that fails before leaves it unchanged. Opening
+    an existing file rolls back all its lines. To resume from a checkpoint use `resume` with its mark.
     `is_partial`: the run resumes from a checkpoint without its ledger. `may_wait`: user code decides when returned
     groups are issued again. The state of the data source in a checkpoint must be taken without any event between it and
     the mark.
@@ -54,13 +56,10 @@ class FileLedger:
     """
 
     def __init__(self, path: Path | str, *, is_partial: bool = False, may_wait: bool = False) -> None:
-        self._begin(Path(path))
         self._id = uuid.uuid4().hex
-        if self._num_events:
-            log.info("%s: not resuming from a checkpoint; %d earlier events are rolled back", path, self._num_events)
         partial = ',"partial":true' if is_partial else ""
-        self._add(f'{{"e":"start","id":"{self._id}"{partial}{_waits(may_wait)}}}\n')
-        self._flush()
+        self._prepare(Path(path), f'{{"e":"start","id":"{self._id}"{partial}{_waits(may_wait)}}}\n')
+        self._rolls_all_back = True
 
     @classmethod
     def resume(cls, path: Path | str, mark: dict[str, Any], *, may_wait: bool = False) -> FileLedger:
@@ -71,21 +70,35 @@ class FileLedger:
         path = Path(path)
         check_mark(path, mark)
         ledger = cls.__new__(cls)
-        ledger._begin(path)
         ledger._id = mark["id"]
-        ledger._add(f'{{"e":"resume","events":{mark["events"]},"bytes":{mark["bytes"]}{_waits(may_wait)}}}\n')
-        ledger._flush()
+        ledger._prepare(path, f'{{"e":"resume","events":{mark["events"]},"bytes":{mark["bytes"]}{_waits(may_wait)}}}\n')
         return ledger
 
-    def _begin(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _prepare(self, path: Path, opening: str) -> None:
         self.path = path
         self._lines: list[str] = []
-        self._num_events, self._num_bytes, self._digest, torn = _count(path)
-        self._file = path.open("ab", buffering=0)
-        if torn:
-            log.warning("%s: the last line is incomplete after a crash; it is kept and ignored", path)
-            self._add("\n", events=0)
+        self._num_events, self._num_bytes, self._digest, self._is_torn = _count(path)
+        self._opening = opening
+        self._rolls_all_back = False
+        self._file: FileIO | None = None
+
+    def begin(self) -> None:
+        """Write the line with which this start, or resume, begins. Later calls have no effect."""
+        if self._file is not None:
+            return
+        if self._num_events and self._rolls_all_back:
+            log.info(
+                "%s: not resuming from a checkpoint; %d earlier events are rolled back", self.path, self._num_events
+            )
+        if self._is_torn:
+            log.warning("%s: the last line is incomplete after a crash; it is kept and ignored", self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._add(f"\n{self._opening}" if self._is_torn else self._opening)
+        self._flush()
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None:
         """Record that groups were issued to rollout `rollout_id`."""
@@ -121,30 +134,37 @@ class FileLedger:
 
     def mark(self) -> dict[str, Any]:
         """Sync all events to disk and return the position, for a checkpoint."""
+        self.begin()
         self._flush()
-        os.fsync(self._file.fileno())
+        os.fsync(self._open_file.fileno())
         digest = self._digest.hexdigest()
         return {"events": self._num_events, "bytes": self._num_bytes, "id": self._id, "xxh3_128": digest}
 
     def close(self) -> None:
         """Flush and close the file."""
-        if not self._file.closed:
+        if self._file is not None and not self._file.closed:
             try:
                 self._flush()
             finally:
                 self._file.close()
 
-    def _add(self, line: str, events: int = 1) -> None:
+    @property
+    def _open_file(self) -> FileIO:
+        assert self._file is not None  # `begin` opens it
+        return self._file
+
+    def _add(self, line: str) -> None:
+        self.begin()
         self._lines.append(line)
-        self._num_events += events
+        self._num_events += 1
         self._num_bytes += len(line)  # lines are ASCII
         if len(self._lines) >= FLUSH_EVENTS:
             self._flush()
 
     def _flush(self) -> None:
-        if os.fstat(self._file.fileno()).st_nlink == 0:
+        if os.fstat(self._open_file.fileno()).st_nlink == 0:
             raise DataError(
-                f"{self._file.name} was deleted while the run writes to it, so its records would be lost; keep the run "
+                f"{self.path} was deleted while the run writes to it, so its records would be lost; keep the run "
                 "directory until the run ends. The same command with --load resumes from the last checkpoint"
             )
         data = memoryview("".join(self._lines).encode("ascii"))
@@ -152,12 +172,15 @@ class FileLedger:
         self._digest.update(data)
         while data:
             try:
-                data = data[self._file.write(data) :]
+                data = data[self._open_file.write(data) :]
             except OSError as error:
-                raise DataError(
-                    f"cannot write {self._file.name}: {error.strerror}; the run cannot continue without its ledger. "
-                    "Free disk space; the same command with --load resumes from the last checkpoint"
-                ) from error
+                raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"cannot write {self.path}: {error.strerror}; the run cannot continue without its ledger. "
+            "Free disk space; the same command with --load resumes from the last checkpoint"
+        )
 
 
 def _waits(may_wait: bool) -> str:

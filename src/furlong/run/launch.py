@@ -188,7 +188,7 @@ def _resume_hint(config: Config) -> str:
 
 
 async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_start: Callable[[], None]) -> int:
-    """Run the loop and close its parts in any case. `on_start` is passed to `loop.train`.
+    """Run the loop and close its parts in any case. `on_start` is called once everything is restored, before a step.
 
     Raises TerminatedError if SIGTERM or `interrupt` did, DiagnosisError if a diagnosis did, the trainer's error if one
     of its processes is gone.
@@ -206,6 +206,10 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         lost.append(await built.parts.trainer.wait_for_failure())
         task.cancel()
 
+    def begin() -> None:
+        on_start()
+        built.ledger.begin()
+
     def end(reason: str) -> None:
         if not ended_by:  # a second cancellation would interrupt the shutdown
             ended_by.append(reason)
@@ -218,7 +222,9 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
     try:
         await built.start()
         watching.append(asyncio.create_task(watch()))
-        step = await train(built.parts, built.schedule, built.checkpoints, on_start=on_start)
+        step = await train(built.parts, built.schedule, built.checkpoints, on_start=begin)
+        if not step:  # only evaluated
+            built.ledger.begin()
         if (diagnosis := built.watch.ended_by) is not None:
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{diagnosis.text()}")
         return step

@@ -203,7 +203,7 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
         "short": [0.25],
         "a-run-whose-name-is-longer-than-its-column": [0.5] * 10 + [1.0] * 10,
     }.items():
-        FileLedger(tmp_path / name / "ledger.jsonl").close()
+        FileLedger(tmp_path / name / "ledger.jsonl").begin()
         rows = [{"step": 0, "eval/set": 0.1}, *({"step": n, "rollout/raw_reward": r} for n, r in enumerate(rewards, 1))]
         rows.append({"step": len(rewards), "eval/set": 0.3, "eval/set-pass@1": 0.9})
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -224,7 +224,7 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
 
 def test_report_names_every_folder_that_is_not_a_run(tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    FileLedger(tmp_path / "runs" / "a" / "ledger.jsonl").close()
+    FileLedger(tmp_path / "runs" / "a" / "ledger.jsonl").begin()
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "runs"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err

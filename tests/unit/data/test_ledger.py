@@ -149,6 +149,28 @@ def test_resuming_an_abandoned_branch_restores_its_events(path: Path) -> None:
     assert result.num_trained == 2
 
 
+def test_a_run_that_fails_before_its_first_event_leaves_the_ledger_unchanged(path: Path) -> None:
+    FileLedger(path).close()
+    assert not path.exists()
+    ledger = FileLedger(path)
+    ledger.issued(groups(0, 1), 0)
+    mark = ledger.mark()
+    train(ledger, 0, 0)
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:-7])
+    before = path.read_bytes()
+    for refused in (FileLedger.resume(path, mark), FileLedger(path), FileLedger(path, is_partial=True)):
+        refused.close()
+        assert path.read_bytes() == before
+    resumed = FileLedger.resume(path, mark)
+    resumed.begin()
+    resumed.begin()
+    assert path.read_bytes().startswith(before + b'\n{"e":"resume","events":3')
+    assert resumed.mark()["events"] == len(path.read_bytes().splitlines())
+    resumed.close()
+    assert audit(path).num_resumes == 1
+
+
 def test_a_mark_of_another_ledger_is_rejected(path: Path, tmp_path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)

@@ -224,10 +224,11 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
 
 
-def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trained(resolve, tmp_path, monkeypatch):
+def test_a_resume_that_is_refused_late_leaves_configuration_and_ledger_unchanged(resolve, tmp_path, monkeypatch):
     save, written = tmp_path / "save", tmp_path / "run" / "config.json"
     run(resolve(num_rollout=1, save=save))
-    before = written.read_bytes()
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    before, events = written.read_bytes(), ledger.read_bytes()
     again = {"save": save, "load": save, "lr": 0.5}
     prompts = (tmp_path / "prompts.jsonl").read_bytes()
     write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
@@ -241,10 +242,12 @@ def test_a_resume_that_is_refused_late_leaves_the_configuration_of_what_was_trai
     assert written.read_bytes() == before
     assert run(resolve(num_rollout=1, **again)) == 1  # nothing is left to train
     assert written.read_bytes() == before
+    assert ledger.read_bytes() == events
     seen = []
     monkeypatch.setattr(JsonlTracker, "log", lambda self, step, row: seen.append(json.loads(written.read_text())))
     assert run(resolve(num_rollout=2, **again)) == 2
     assert seen[0]["config"]["optim"]["lr"] == 0.5
+    assert ledger.read_bytes().startswith(events + b'{"e":"resume"')
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
