@@ -102,6 +102,36 @@ def test_folders_that_cannot_be_made(world):
     assert world.look(save_debug_rollout_data=world.folder / "file_{rollout_id}") == []
 
 
+@pytest.mark.parametrize(
+    ("flag", "template", "entry"),
+    [
+        ("save_debug_rollout_data", "d/{rollout_id}.safetensors", "d/1.safetensors"),
+        ("save_debug_rollout_data", "d/{rollout_id}", "d/eval_0"),
+        ("save_debug_rollout_data", "[d]/{rollout_id}/samples", "[d]/0/samples"),
+        ("save_debug_train_data", "d/{rollout_id}_{rank}", "d/0_3"),
+        ("output_dir", "run", "run/metrics.jsonl"),
+        ("save", "save", "save/latest_checkpointed_iteration.txt"),
+    ],
+)
+def test_a_folder_where_a_file_is_written(world, flag, template, entry):
+    (world.folder / entry).mkdir(parents=True)
+    found = only(world.look(**{flag: world.folder / template}), "DISK01")
+    assert names(found.finding, f"--{flag.replace('_', '-')} {world.folder / template}", world.folder / entry)
+    (world.folder / entry).rmdir()
+    assert world.look(**{flag: world.folder / template}) == []
+
+
+def test_a_file_where_a_model_folder_is_written(world):
+    (world.folder / "hf_1").touch()
+    exports = {"save": world.folder / "save", "save_hf": world.folder / "hf_{rollout_id}"}
+    found = only(world.look(**exports), "DISK01")
+    assert names(found.finding, "--save-hf", world.folder / "hf_1")
+    (world.folder / "hf_1").unlink()
+    (world.folder / "hf_1").mkdir()  # replaced
+    (world.folder / "hf_9").touch()  # not written
+    assert world.look(**exports) == []
+
+
 @fault("GPU01")
 def test_more_gpus_than_there_are(world):
     for number in range(2):

@@ -152,6 +152,15 @@ RULES = [
     ("--actor-num-gpus-per-node 2 --rollout-num-gpus 1 "
      "--save-debug-train-data d/{rollout_id}",
      "--save-debug-train-data d/{rollout_id} | 2"),
+    ("--save-debug-rollout-data d/{rollout_id} --save-debug-train-data d/./{rollout_id}",
+     "--save-debug-train-data d/./{rollout_id} | --save-debug-rollout-data d/{rollout_id}"),
+    ("--save-debug-rollout-data d/{rollout_id}_0 --save-debug-train-data d/{rollout_id}_{rank}",
+     "--save-debug-train-data d/{rollout_id}_{rank} | --save-debug-rollout-data d/{rollout_id}_0"),
+    ("--load-debug-rollout-data d/{rollout_id} --save-debug-train-data d/{rollout_id}",
+     "--save-debug-train-data d/{rollout_id} | --load-debug-rollout-data d/{rollout_id}"),
+    ("--actor-num-gpus-per-node 12 --rollout-num-gpus 1 "
+     "--save-debug-train-data d/{rollout_id}{rank}",
+     "--save-debug-train-data d/{rollout_id}{rank} | separator"),
     ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only | --debug-train-only"),
     ('--apply-chat-template-kwargs {"a":1}', "--apply-chat-template-kwargs {'a': 1} | --apply-chat-template"),
     ("--num-rollout 0", "--num-rollout 0"),
@@ -173,6 +182,7 @@ def test_a_rule_names_flags_and_values(run: list[str], added: str, named: str) -
 FITTING = [
     "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-by-flops",
     "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --ref-update-interval 5",
+    "--save-debug-rollout-data d/{rollout_id} --save-debug-train-data d/{rollout_id}_{rank}",
     "--use-tis --tis-clip-low 0.5 --tis-mode mask --tis-level geometric --tis-veto 1e-4",
     "--advantage-estimator reinforce_plus_plus --normalize-advantages --kl-coef 0.01 --gamma 0.99",
     "--kl-coef 0.01 --custom-advantage-function-path a.b",

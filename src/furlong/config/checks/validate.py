@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -334,6 +335,44 @@ def _debugging(config: Config) -> Problems:
     num_ranks, template = Topology.of(config).num_ranks, debug.save_debug_train_data
     if num_ranks > 1 and template is not None and "{rank}" not in template:
         yield f"--save-debug-train-data {template} names one file for {num_ranks} processes; add {{rank}} to the name"
+    yield from _shared_dumps(config, num_ranks)
+
+
+_ROLLOUTS = (0, 1, 2, 10, 11, 12)  # numbers that show whether names of dumps can be equal
+
+
+def _shared_dumps(config: Config, num_ranks: int) -> Problems:
+    """Check that no training batch is written to a file of samples, nor one rank's to another's."""
+    debug = config.debug
+    if (batches := debug.save_debug_train_data) is None:
+        return
+    samples = {
+        os.path.abspath(template.replace("{rollout_id}", name)): f"{flag} {template}"
+        for flag, template in (
+            ("--save-debug-rollout-data", debug.save_debug_rollout_data),
+            ("--load-debug-rollout-data", debug.load_debug_rollout_data),
+        )
+        if template is not None
+        for number in _ROLLOUTS
+        for name in (str(number), f"eval_{number}")
+    }
+    written = set[str]()
+    for number in _ROLLOUTS:
+        for rank in range(min(num_ranks, 13)) if "{rank}" in batches else (0,):
+            path = os.path.abspath(batches.replace("{rollout_id}", str(number)).replace("{rank}", str(rank)))
+            if (other := samples.get(path)) is not None:
+                yield (
+                    f"--save-debug-train-data {batches} and {other} name the same file, such as {path}; use another "
+                    "name for one of them"
+                )
+                return
+            if path in written and "{rollout_id}" in batches:
+                yield (
+                    f"--save-debug-train-data {batches} names the same file, {path}, for two ranks of different "
+                    "rollouts; put a separator between {rollout_id} and {rank}"
+                )
+                return
+            written.add(path)
 
 
 def _is_demonstrated(config: Config) -> bool:

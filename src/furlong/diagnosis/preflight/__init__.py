@@ -16,6 +16,7 @@ from furlong.diagnosis.preflight import data_checks as data
 from furlong.diagnosis.preflight import flag_checks as flags
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.diagnosis.preflight import model_checks as model
+from furlong.diagnosis.preflight import path_checks as paths
 from furlong.diagnosis.preflight.context import PreflightContext
 
 Check = Callable[[PreflightContext], Iterable[Diagnosis]]
@@ -61,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     model.own_head,
     machine.reproducibility,
     machine.outputs,
+    paths.occupied_paths,
     machine.disk,
     machine.training_fits,
 )
