@@ -161,7 +161,7 @@ def set_gloo_interface(address: str) -> None:
     By default gloo uses the address that the hostname resolves to, which is often 127.0.1.1 or on another network.
     Loopback addresses are ignored.
     """
-    if address.startswith("127."):
+    if address.startswith("127.") or address == "::1":
         return
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):

@@ -121,6 +121,20 @@ def test_every_weight_update_arrives_bit_for_bit(way, url, folder, state, tmp_pa
     assert (reports[-1].wire_bytes is not None) == way.startswith("delta")
 
 
+@pytest.mark.parametrize("way", ["ipc", "gloo broadcast"])
+def test_weights_travel_to_a_server_with_an_ipv6_address(way, folder, state, tmp_path):
+    with serve_process(folder, "--host", "::1") as (_, url):
+        assert url.startswith("http://[::1]:")
+
+        async def body():
+            async with syncing(url, Untrained(state), transport_of(way, tmp_path, folder)) as (sync, engine, client):
+                await sync.update_weights(1)
+                assert (await client.checksums())[0] == {name: checksum(tensor) for name, tensor in state.items()}
+                assert (await engine.generate([5, 6], SamplingParams(max_new_tokens=2))).versions == [1, 1]
+
+        asyncio.run(body())
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "gloo broadcast"])  # it needs two processes
 def test_experts_arrive_one_by_one_as_trainers_send_them(way, tmp_path):
     config = family_config("qwen3_moe")

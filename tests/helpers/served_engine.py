@@ -172,7 +172,9 @@ def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iter
         process.start()
         try:
             deadline = time.monotonic() + 60
-            while not (found := log.exists() and re.search(r" at (http://127\.0\.0\.1:\d+)\n", log.read_text())):
+            while not (
+                found := log.exists() and re.search(r" at (http://(?:127\.0\.0\.1|\[::1\]):\d+)\n", log.read_text())
+            ):
                 assert process.is_alive(), log.read_text()
                 assert time.monotonic() < deadline, "the server did not start in time"
                 time.sleep(0.005)

@@ -24,6 +24,7 @@ import torch
 
 from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_parent, local_address
 from furlong.config.sections import ClusterFlags
+from furlong.core.addresses import socket_for
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
@@ -161,8 +162,8 @@ class TrainerRank:
 
     def listen(self, address: str) -> int:
         """Bind a free port for the rendezvous of the process group and return it."""
-        self._listener = socket.socket()
-        self._listener.bind((address, 0))
+        self._listener, any_port = socket_for(address)
+        self._listener.bind(any_port)
         self._listener.listen()
         return int(self._listener.getsockname()[1])
 

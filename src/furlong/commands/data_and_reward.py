@@ -215,6 +215,7 @@ def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
         group_rm=reward.group_rm,
         timeout_s=config.fault.reward_timeout,
         num_workers=1,
+        memory_limit_bytes=reward.memory_limit_bytes,
         args=Args(config),
     )
     name = f"--rm-type {reward.rm_type}" if reward.rm_type else f"--custom-rm-path {reward.custom_rm_path}"

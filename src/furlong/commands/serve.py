@@ -7,6 +7,7 @@ import contextlib
 import errno
 import socket
 
+from furlong.core.addresses import host_and_port, socket_for
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.errors import ConfigError
 from furlong.machine import import_without_gc, raise_open_file_limit
@@ -45,10 +46,12 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
     """Check whether a port can be bound (0 always can); return GPU03 with the process that uses it if not."""
     from furlong.inference.supervisor.host import port_owner
 
-    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as opened:
         try:
-            probe.bind((host, port))
+            probe, address = socket_for(host, port)
+            opened.callback(probe.close)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
         except PermissionError as error:
             cause = "Ports below 1024 need administrator rights."
             return diagnosis("GPU03", f"{flag} {port}: {error}", cause=cause, remedy=f"use {flag} 0 for a free port")
@@ -60,7 +63,7 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
             owner, pid = port_owner(port)
             return diagnosis(
                 "GPU03",
-                f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); {owner} has it",
+                f"{flag} {port}: cannot listen on {host_and_port(host, port)} ({error.strerror}); {owner} has it",
                 remedy=f"end that process, or use {flag} 0 for a free port",
                 evidence={"host": host, "port": port, "pid": pid},
             )

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.core.addresses import bracketed, host_and_port
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
@@ -18,7 +19,8 @@ class Args:
     """All fields of all sections as attributes. Read-only; can be pickled and copied.
 
     `routers` are host and port of the router of each served model, available as `args.sglang_model_routers`. As in
-    slime, that of the trained model is also `args.sglang_router_ip` and `args.sglang_router_port`.
+    slime, that of the trained model is also `args.sglang_router_ip`, an IPv6 address in brackets, and
+    `args.sglang_router_port`.
 
     >>> Args(Config()).rollout_temperature
     1.0
@@ -76,7 +78,7 @@ class Args:
         if not self._routers:
             return {}
         ip, port = next(iter(self._routers.values()))
-        return dict(zip(ROUTED, (ip, port, dict(self._routers)), strict=True))
+        return dict(zip(ROUTED, (bracketed(ip), port, dict(self._routers)), strict=True))
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
@@ -91,4 +93,4 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
             "add it to --sglang-config"
         )
     ip, port = routers[model_name]
-    return f"http://{ip}:{port}{endpoint}"
+    return f"http://{host_and_port(ip, port)}{endpoint}"

@@ -290,6 +290,7 @@ def _reward(context: RunContext, rm_type: str | None, custom: str | None) -> Gro
         group_rm=config.reward.group_rm,
         timeout_s=config.fault.reward_timeout,
         num_workers=config.reward.num_reward_workers,
+        memory_limit_bytes=config.reward.memory_limit_bytes,
         args=context.args,
         verifier_sandboxes=context.verifier_sandboxes,
     )

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.host import LocalHost, port_owner, port_range, tail
+from furlong.inference.supervisor.host import LocalHost, loopback_address, port_owner, port_range, tail
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms
 WAITING = "import signal; print('up', flush=True); signal.pause()"
@@ -148,6 +148,39 @@ def test_reserved_ports_are_consecutive_and_bound_until_handed_over(tmp_path):
             other.bind(("127.0.0.1", ports[1]))
 
     asyncio.run(case())
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def test_a_reserved_port_is_taken_for_both_families(family):
+    address = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}[family]
+
+    async def case() -> None:
+        host = LocalHost()
+        with socket.socket(family) as other:
+            try:
+                other.bind((address, 0))
+            except OSError:
+                pytest.skip(f"this machine has no {address}")
+            with pytest.raises(ConfigError):
+                await host.reserve_ports(1, first=other.getsockname()[1])
+        [port] = await host.reserve_ports(1)
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port))
+        await host.release_ports([port])
+        with socket.socket(family) as other:
+            other.bind((address, port))
+
+    asyncio.run(case())
+
+
+def test_a_machine_without_ipv4_uses_its_ipv6_loopback(monkeypatch):
+    class Without(socket.socket):
+        def bind(self, address):
+            raise OSError(99, "Cannot assign requested address")
+
+    assert LocalHost().address == "127.0.0.1"
+    monkeypatch.setattr("furlong.inference.supervisor.host.socket.socket", Without)
+    assert loopback_address() == "::1"
 
 
 def test_a_port_that_was_handed_over_is_not_reserved_again(tmp_path, monkeypatch):

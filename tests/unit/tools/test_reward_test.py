@@ -29,6 +29,9 @@ def same(args, sample, **kwargs):
 
 def words(args, sample, **kwargs):
     return "good"
+
+def eats(args, sample, **kwargs):
+    return float(len(bytearray(4 << 30)) > 0)
 """
 
 
@@ -84,6 +87,14 @@ def test_broken_reward_is_found_with_its_reason(function, words, reward):
     (finding,) = found["findings"]
     assert finding["id"] == "REW01"
     assert words in finding["finding"]
+
+
+def test_reward_process_has_a_memory_limit(reward):
+    code, found = reward("--custom-rm-path", "own:eats", "--rows", "1", "--reward-memory-limit", "2")
+    assert code == 1
+    (finding,) = found["findings"]
+    assert finding["id"] == "REW01"
+    assert "MemoryError" in finding["finding"]
 
 
 def test_entry_that_is_trained_on_is_named(reward):

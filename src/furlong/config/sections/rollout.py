@@ -154,6 +154,17 @@ class RewardFlags:
         None, "User function that replaces the normalization of rewards within groups."
     )
     num_reward_workers: int = flag(2, "Number of processes that run verifiers.", within="[1, inf)")
+    reward_memory_limit: float | None = flag(
+        None,
+        "Address space of each process that runs verifiers or user reward functions, in GiB; a call that needs more "
+        "fails with a MemoryError. Default: no limit.",
+        within="(0, inf)",
+    )
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """`reward_memory_limit` in bytes."""
+        return None if self.reward_memory_limit is None else int(self.reward_memory_limit * 2**30)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,12 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     timeout_s = min(TIMEOUT_S, config.fault.reward_timeout)
     reward = GroupReward(
-        custom_rm=path, group_rm=config.reward.group_rm, timeout_s=timeout_s, num_workers=1, args=context.args
+        custom_rm=path,
+        group_rm=config.reward.group_rm,
+        timeout_s=timeout_s,
+        num_workers=1,
+        memory_limit_bytes=config.reward.memory_limit_bytes,
+        args=context.args,
     )
     answers = [str(prompts[0].label), WRONG]
     samples = [answered(prompts[0], answer, context.tokenizer, index=index) for index, answer in enumerate(answers)]
@@ -220,7 +225,8 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     labelled = [p for p in rows.prompts if p.label is not None and "rm_type" not in p.metadata][:TRIED_LABELS]
     if not labelled:
         return
-    reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, args=context.args)
+    limit = config.reward.memory_limit_bytes
+    reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, memory_limit_bytes=limit, args=context.args)
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_accepts_any(reward, tries)):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
+from furlong.core.addresses import split_port
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -272,7 +273,7 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
     """GPU05: no Ray cluster at --ray-address; Ray itself would retry for minutes."""
     address = context.config.cluster.ray_address
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    host, port = split_port((address or "").removeprefix("ray://"))
     if not host or not port.isdecimal() or not uses_ray(context.config):
         return  # `auto`: Ray finds a cluster on this machine
     try:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from furlong.core.addresses import host_and_port, is_loopback, socket_for
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
@@ -27,7 +28,6 @@ from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import EngineServer
 from furlong.inference.server.connections import build_server
 from furlong.inference.server.limits import ServerLimits, add_limit_flags, limits_from
-from furlong.inference.supervisor.host import is_loopback
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,16 +38,17 @@ ABORT_S = 1.0  # for running requests to be aborted
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Bind a socket; port 0 chooses a free one. Raises EngineError if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is explicit; otherwise replies wait 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener: socket.socket | None = None
     try:
-        listener.bind((host, port))
+        # asyncio sets TCP_NODELAY only if the protocol is explicit, as it is here; otherwise replies wait for an ACK.
+        listener, address = socket_for(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise EngineError(
-            f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
+            f"cannot listen on {host_and_port(host, port)}: {error}; choose another --port, or 0 for a free one"
         ) from error
     return listener
 
@@ -82,8 +83,7 @@ async def running_server(
                 await task
                 raise EngineError("the HTTP server exited during startup; its log shows why")
             await asyncio.sleep(0.005)
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{listener.getsockname()[1]}"
+        yield f"http://{host_and_port(host, listener.getsockname()[1])}"
     finally:
         uvicorn_server.should_exit = True
         server.weights.close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from furlong.config.checks.model_rules import returns_routes
 from furlong.config.sections import Config
+from furlong.core.addresses import host_and_port
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 from furlong.inference.sglang.client import probe, url_of
@@ -24,7 +25,7 @@ def connect_external(config: Config) -> tuple[list[SglangServer], SglangServer |
     addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
     if cluster.sglang_router_ip is None:
         return [_connect(config, url) for url in addresses], None
-    url = url_of(f"{cluster.sglang_router_ip}:{cluster.sglang_router_port}")
+    url = url_of(host_and_port(cluster.sglang_router_ip, cluster.sglang_router_port or 0))
     addresses = _behind_router(url, addresses, cluster.sglang_api_key)
     router = SglangServer(
         url,

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from furlong.config.sections import ClusterFlags
+from furlong.core.addresses import host_and_port
 from furlong.errors import ENGINE_EXITED, ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError, Loss
 from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Connections, headers_for
 from furlong.inference.sglang.server import ServerInfo, SglangServer
@@ -166,7 +167,7 @@ async def start_server(
         raise
     return ServerProcess(
         f"engine {index}",
-        f"http://{first.address}:{http}",
+        f"http://{host_and_port(first.address, http)}",
         processes,
         launch.api_key,
         role=launch.role,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
+import functools
 import os
 import re
 import secrets
@@ -59,12 +59,14 @@ _GUARD = (
 )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def loopback_address() -> str:
+    """Return 127.0.0.1, or ::1 on a machine without IPv4."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
 
 
 class HostProcess(Protocol):
@@ -97,7 +99,7 @@ class Host(Protocol):
 
     @property
     def address(self) -> str:
-        """Host name or address of servers on it; "127.0.0.1" if everything runs on one machine."""
+        """Host name or address of servers on it; a loopback address if everything runs on one machine."""
         ...
 
     async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
@@ -179,9 +181,8 @@ class LocalProcess:
 class LocalHost:
     """Implements `Host` on this machine. Processes are killed when the thread that started them exits."""
 
-    address = "127.0.0.1"
-
     def __init__(self) -> None:
+        self.address = loopback_address()
         self._reserved: dict[int, socket.socket] = {}
         self._handed_over: set[int] = set()  # to processes that may not have bound them yet
 
@@ -210,7 +211,7 @@ class LocalHost:
         """Bind all of these ports or none; returns the first one that is taken."""
         bound: dict[int, socket.socket] = {}
         for port in ports:
-            reserved = socket.socket()
+            reserved = _socket_of_all_addresses()
             try:
                 if port in self._reserved:
                     raise OSError
@@ -250,6 +251,30 @@ class LocalHost:
                 start_new_session=True,
             )
         return LocalProcess(process, log)
+
+
+@functools.cache
+def _has_ipv6() -> bool:
+    """Whether one socket can have a port of all IPv4 and IPv6 addresses."""
+    if not socket.has_dualstack_ipv6():
+        return False
+    with _dual_stack() as probe:
+        try:
+            probe.bind(("", 0))
+        except OSError:  # IPv6 is disabled
+            return False
+    return True
+
+
+def _dual_stack() -> socket.socket:
+    opened = socket.socket(socket.AF_INET6)
+    opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return opened
+
+
+def _socket_of_all_addresses() -> socket.socket:
+    """Create a socket that, bound to "", occupies a port of every address."""
+    return _dual_stack() if _has_ipv6() else socket.socket()
 
 
 def port_range() -> tuple[int, int]:

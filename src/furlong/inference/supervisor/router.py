@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import api_key_environment
 from furlong.errors import ENGINE_HANGS, EngineError, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
@@ -79,7 +80,7 @@ class SglangRouter:
         process = await self.host.start(
             command, env=api_key_environment(self.api_key), log=self.log, ports=[http, prometheus]
         )
-        url = f"http://{self.host.address}:{http}"
+        url = f"http://{host_and_port(self.host.address, http)}"
         self._process = ServerProcess("the router", url, [process], self.api_key)
         self._client = SglangServer(
             url,

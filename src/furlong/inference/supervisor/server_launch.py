@@ -17,11 +17,12 @@ from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts,
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
+from furlong.core.addresses import host_and_port, is_loopback
 from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
-from furlong.inference.supervisor.host import HostGpus, is_loopback
+from furlong.inference.supervisor.host import HostGpus
 
 RENDEZVOUS_PORTS = 8  # SGLang counts up from --dist-init-addr
 
@@ -116,7 +117,7 @@ class SglangLaunch(Launch):
             "enable_memory_saver": self.is_colocated,
             "context_length": self.context_len,
             "enable_return_routed_experts": self.return_routed_experts,
-            "dist_init_addr": f"{first}:{ports.rendezvous}",
+            "dist_init_addr": host_and_port(first, ports.rendezvous),
         }
         if len(placement) > 1:
             values |= {"nnodes": len(placement), "node_rank": node}

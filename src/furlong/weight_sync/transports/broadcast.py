@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
+from furlong.core.addresses import host_and_port, is_loopback, socket_for
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
@@ -123,8 +124,11 @@ class BroadcastTransport(Transport):
             raise SyncError(f"weight_sync version {version}: {error}") from error
         world, name = 1 + sum(sizes), f"furlong-{uuid.uuid4().hex[:12]}"
         address = _own_address([server.url for server in servers])
-        listener = socket.create_server((address, 0))
+        listener, any_port = socket_for(address)
+        listener.bind(any_port)
+        listener.listen()
         port = int(listener.getsockname()[1])
+        where = host_and_port(address, port)
         joins: dict[str, Awaitable[None]] = {}
         rank = 1
         for server, size in zip(servers, sizes, strict=True):
@@ -142,14 +146,14 @@ class BroadcastTransport(Transport):
             self._group = await created
         except (RuntimeError, OSError) as error:
             raise SyncError(
-                f"weight_sync version {version}: creating the process group of {world} ranks at {address}:{port} "
+                f"weight_sync version {version}: creating the process group of {world} ranks at {where} "
                 f"failed: {error}; the engines must be able to connect to this address"
             ) from error
         await joined
         self._group_name, self._members = name, tuple(server.address for server in servers)
         logger.info(
-            "weight_sync group: %d ranks by %s at %s:%d; the engines must reach this address", world, self._backend,
-            address, port,
+            "weight_sync group: %d ranks by %s at %s; the engines must reach this address", world, self._backend,
+            where,
         )  # fmt: skip
 
     async def _leave(self, servers: Sequence[WeightServer]) -> None:
@@ -182,7 +186,7 @@ def _create_group(
 
     Operations of gloo fail after `timeout`, so that the group of a server that was given up can be destroyed.
     """
-    host, port = listener.getsockname()
+    host, port = listener.getsockname()[:2]
     store = TCPStore(
         host,
         port,
@@ -200,13 +204,14 @@ def _own_address(urls: Sequence[str]) -> str:
     addresses: list[str] = []
     for url in urls:
         parts = urlsplit(url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
-            try:
-                probe.connect((str(parts.hostname), parts.port or 80))
-            except OSError as error:
-                raise SyncError(
-                    f"no route to {url}: {error}; a process group needs the engine's IPv4 address: use that, or "
-                    "--update-weight-transport disk"
-                ) from error
-            addresses.append(probe.getsockname()[0])
-    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+        try:
+            probe, address = socket_for(str(parts.hostname), parts.port or 80, socket.SOCK_DGRAM)
+            with probe:
+                probe.connect(address)  # UDP: sends nothing
+                addresses.append(probe.getsockname()[0])
+        except OSError as error:
+            raise SyncError(
+                f"no route to {url}: {error}; use an address of the engine that this machine reaches, or "
+                "--update-weight-transport disk"
+            ) from error
+    return next((address for address in addresses if not is_loopback(address)), addresses[0])
