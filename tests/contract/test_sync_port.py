@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 
 import pytest
 import torch
@@ -133,6 +135,47 @@ def test_weights_travel_to_a_server_with_an_ipv6_address(way, folder, state, tmp
                 assert (await engine.generate([5, 6], SamplingParams(max_new_tokens=2))).versions == [1, 1]
 
         asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_engines_that_wait_for_one_that_hangs_are_not_blamed_and_get_the_next_weight_update(
+    folder, state, tmp_path, monkeypatch
+):
+    """Rank 2 of a broadcast to three engines passes tensors on to rank 3."""
+    monkeypatch.setattr("furlong.inference.sglang.server.LEAVE_S", 1.0)
+
+    async def body(served):
+        clients = [await asyncio.to_thread(connect, url) for _, url in served]
+        in_use = list(clients)
+
+        async def servers():
+            return in_use
+
+        sync = LocalSync(Untrained(state), servers, transport_of("gloo broadcast", tmp_path, folder, timeout_s=4))
+        try:
+            await sync.update_weights(1)
+            for process, hung in zip((process for process, _ in served), clients, strict=True):
+                os.kill(process.pid, signal.SIGSTOP)
+                with pytest.raises(SyncError) as caught:
+                    await sync.update_weights(2)
+                assert caught.value.late is not None
+                assert caught.value.late["missing"] == [hung.url]
+                in_use.remove(hung)
+                if len(in_use) < 2:
+                    break
+            await sync.update_weights(2)
+            for client in in_use:
+                assert await client.served_version() == "2"
+                assert (await client.checksums())[0] == {name: checksum(tensor) for name, tensor in state.items()}
+        finally:
+            for process, _ in served:
+                os.kill(process.pid, signal.SIGCONT)
+            await sync.close()
+            for client in clients:
+                await client.close()
+
+    with contextlib.ExitStack() as stack:
+        asyncio.run(body([stack.enter_context(serve_process(folder)) for _ in range(3)]))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "gloo broadcast"])  # it needs two processes

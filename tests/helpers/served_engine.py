@@ -39,6 +39,8 @@ from furlong.weight_sync.transports.disk import DiskTransport
 from runs import FORKED, Fault, command_in_child, free_ports
 from transport_context import transport_context
 
+ADDRESS = r" at (http://(?:127\.0\.0\.1|\[::1\]):\d+)\n"  # in the log of `furlong serve`
+
 
 class ServerThread:
     """Runs an async context manager that yields a URL, in a thread with its own event loop."""
@@ -172,9 +174,7 @@ def serve_process(folder: Path, *flags: str, fault: Fault | None = None) -> Iter
         process.start()
         try:
             deadline = time.monotonic() + 60
-            while not (
-                found := log.exists() and re.search(r" at (http://(?:127\.0\.0\.1|\[::1\]):\d+)\n", log.read_text())
-            ):
+            while not (found := log.exists() and re.search(ADDRESS, log.read_text())):
                 assert process.is_alive(), log.read_text()
                 assert time.monotonic() < deadline, "the server did not start in time"
                 time.sleep(0.005)

@@ -83,12 +83,17 @@ def test_layout_that_broadcast_does_not_support_is_refused_with_a_fix():
         assert server.asked == []
 
 
-def test_server_without_a_usable_address_is_an_error_with_a_fix():
+def test_server_without_a_usable_address_is_an_error_with_a_fix(monkeypatch):
+    def unknown(host, port, kind):
+        raise OSError(-2, f"{host} is not known")
+
+    monkeypatch.setattr("furlong.weight_sync.transports.broadcast.socket_for", unknown)
+
     async def servers():
         return [SglangServer("http://[::1]:9", ServerInfo.read({"version": "0.5.16"}))]
 
     async def body():
-        with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*IPv4.*--update-weight-transport disk"):
+        with pytest.raises(SyncError, match=r"no route to http://\[::1\]:9: .*--update-weight-transport disk"):
             await LocalSync(Untrained(STATE), servers, BroadcastTransport(transport_context(9))).update_weights(1)
 
     asyncio.run(body())

@@ -7,6 +7,7 @@ limit, and does not delay the exit of the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import threading
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from furlong.core.addresses import host_and_port
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor
 from furlong.errors import EngineError
@@ -94,7 +96,7 @@ class WeightGroups:
                 f"{len(self._joins)} process groups still wait for members, abandoned ones included; such a wait ends "
                 f"after {GROUP_TIMEOUT.total_seconds():g} s, retry then"
             )
-        await self._join(name, lambda: _join(f"tcp://{address}:{port}", rank, world, name, backend))
+        await self._join(name, lambda: _join(f"tcp://{host_and_port(address, port)}", rank, world, name, backend))
         return f"joined {name} as rank {rank} of {world}"
 
     async def _join(self, name: str, join: Callable[[], dist.ProcessGroup]) -> None:
@@ -153,7 +155,7 @@ class WeightGroups:
         del self._groups[name]
         try:
             async with asyncio.timeout(LEAVE_S):
-                await in_thread(lambda: dist.destroy_process_group(group.process_group))
+                await in_thread(lambda: _leave(group.process_group))
         except TimeoutError:
             logger.warning("leaving process group %s takes longer than %g s; not waiting for it", name, LEAVE_S)
         return f"left {name}"
@@ -163,9 +165,7 @@ class WeightGroups:
         for name, group in list(self._groups.items()):
             del self._groups[name]
             if not group.abandon() and (joined := group.process_group) is not None:
-                threading.Thread(
-                    target=dist.destroy_process_group, args=(joined,), name="furlong-leave-group", daemon=True
-                ).start()
+                threading.Thread(target=_leave, args=(joined,), name="furlong-leave-group", daemon=True).start()
 
     def check_joined(self, name: str) -> None:
         """Raise RequestError unless the group was joined."""
@@ -185,3 +185,11 @@ def _join(url: str, rank: int, world: int, name: str, backend: str) -> dist.Proc
     store, rank, world = next(rendezvous(url, rank, world, timeout=GROUP_TIMEOUT))
     store.set_timeout(GROUP_TIMEOUT)
     return join_group(store, rank=rank, world_size=world, name=name, backend=backend, timeout=GROUP_TIMEOUT)
+
+
+def _leave(group: dist.ProcessGroup | None) -> None:
+    """Leave a process group; a request that waits in it for a peer fails at once, not after `GROUP_TIMEOUT`."""
+    assert group is not None  # it was joined
+    with contextlib.suppress(RuntimeError):  # a peer is gone
+        group.abort()
+    dist.destroy_process_group(group)

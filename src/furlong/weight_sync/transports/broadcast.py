@@ -22,7 +22,7 @@ from furlong.core.addresses import host_and_port, is_loopback, socket_for
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
-from furlong.errors import EngineError, SyncError
+from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
 from furlong.process_group import join_group
 from furlong.weight_sync.transports.transport import (
     Connect,
@@ -94,7 +94,7 @@ class BroadcastTransport(Transport):
                 if received not in done:  # the engine's own message says more than the broken connection
                     await asyncio.wait({received}, timeout=2.0)
                 if received.done() and not received.cancelled() and (error := received.exception()) is not None:
-                    raise error
+                    raise await self._excusing_waiters(error, servers, self._group_name)
                 raise SyncError(
                     f"weight_sync version {version}: bucket {bucket.index} of the {self.name} failed: "
                     f"{broadcast.exception()}"
@@ -140,8 +140,8 @@ class BroadcastTransport(Transport):
         created = in_thread(lambda: _create_group(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(self.call_servers(version, "join the process group", joins))
         await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
-        if joined.done() and not joined.cancelled():
-            joined.result()
+        if joined.done() and not joined.cancelled() and (failure := joined.exception()) is not None:
+            raise await self._excusing_waiters(failure, servers, name)
         try:
             self._group = await created
         except (RuntimeError, OSError) as error:
@@ -155,6 +155,40 @@ class BroadcastTransport(Transport):
             "weight_sync group: %d ranks by %s at %s; the engines must reach this address", world, self._backend,
             where,
         )  # fmt: skip
+
+    async def _excusing_waiters(
+        self, error: BaseException, servers: Sequence[WeightServer], group: str
+    ) -> BaseException:
+        """Return the error of calls without the servers that did not answer only because they waited for another one.
+
+        In a broadcast, servers pass tensors on to each other, so one that hangs holds up others. Those still answer a
+        request to leave the group, which also ends their wait. If all of them do, nothing shows which one is at fault,
+        and the error is unchanged.
+        """
+        if not isinstance(error, SyncError) or not error.late:
+            return error
+        missing = [server for server in servers if server.url in error.late["missing"]]
+        waited = await asyncio.gather(*(self._answers_leave(server, group) for server in missing))
+        at_fault = [server.url for server, answers in zip(missing, waited, strict=True) if not answers]
+        if len(at_fault) == len(missing) or not (at_fault or error.broken):
+            return error
+        excused = [server.url for server in missing if server.url not in at_fault]
+        return SyncError(
+            f"{error}. These waited for another engine only: {', '.join(excused)}",
+            late={**error.late, "missing": at_fault} if at_fault else None,
+            broken=error.broken,
+        )
+
+    @staticmethod
+    async def _answers_leave(server: WeightServer, group: str) -> bool:
+        """Ask a server to leave a group, and return whether it answers; it may refuse, or have left already."""
+        try:
+            await server.leave_group(group)
+        except (EngineTimeoutError, NoAnswerError):
+            return False
+        except EngineError:
+            return True
+        return True
 
     async def _leave(self, servers: Sequence[WeightServer]) -> None:
         for server in servers:
