@@ -155,6 +155,11 @@ def raise_open_file_limit(requested: int | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (requested, hard))
 
 
+def chosen_log_level(level: str) -> str:
+    """Return DEBUG if FURLONG_DEBUG=1 or SLIME_DEBUG=1 is in the environment, else `level`."""
+    return "DEBUG" if "1" in (os.environ.get("FURLONG_DEBUG"), os.environ.get("SLIME_DEBUG")) else level
+
+
 def set_gloo_interface(address: str) -> None:
     """Make gloo use the network interface that has `address`, unless GLOO_SOCKET_IFNAME is set.
 

@@ -19,7 +19,7 @@ from furlong.core import tracing
 from furlong.core.catalogue import Diagnosis
 from furlong.core.text import redact_credentials
 from furlong.errors import DiagnosisError, failure_record
-from furlong.machine import LOG_FORMAT
+from furlong.machine import LOG_FORMAT, chosen_log_level
 from furlong.run.run_folder import lock_file
 from furlong.tracking.console import terminal
 
@@ -41,7 +41,7 @@ def log_run(level: str, path: Path) -> Generator[None]:
 
     Tracebacks of errors are written to the file only; the command prints the message.
     """
-    level = "DEBUG" if os.environ.get("FURLONG_DEBUG") == "1" or os.environ.get("SLIME_DEBUG") == "1" else level
+    level = chosen_log_level(level)
     with contextlib.closing(_RunLog(path)) as to_file:
         assert to_file.stream is not None
         lock_file(path.parent, to_file.stream.fileno())

@@ -23,6 +23,7 @@ from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.sglang.server import connected
 from furlong.inference.supervisor.host import HostGpus
+from furlong.machine import chosen_log_level
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.remote_sync import RankSync
@@ -98,7 +99,7 @@ def build_ray_trainer(
         num_rollout=num_rollout,
         cwd=os.getcwd(),
         path=list(sys.path),
-        log_level=config.track.log_level,
+        log_level=chosen_log_level(config.track.log_level),
         cluster=flags,
         deterministic=config.train.deterministic_mode,
         trace=os.environ.get(tracing.FOLDER),
