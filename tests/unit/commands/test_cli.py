@@ -198,12 +198,18 @@ def test_report_audits_a_run(argv, tmp_path, capsys):
     assert "group 2" in found["problems"][0]
 
 
+def write_empty_ledger(folder):
+    ledger = FileLedger(folder / "ledger.jsonl")
+    ledger.begin()
+    ledger.close()
+
+
 def test_report_puts_runs_below_each_other(tmp_path, capsys):
     for name, rewards in {
         "short": [0.25],
         "a-run-whose-name-is-longer-than-its-column": [0.5] * 10 + [1.0] * 10,
     }.items():
-        FileLedger(tmp_path / name / "ledger.jsonl").begin()
+        write_empty_ledger(tmp_path / name)
         rows = [{"step": 0, "eval/set": 0.1}, *({"step": n, "rollout/raw_reward": r} for n, r in enumerate(rewards, 1))]
         rows.append({"step": len(rewards), "eval/set": 0.3, "eval/set-pass@1": 0.9})
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -224,7 +230,7 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
 
 def test_report_names_every_folder_that_is_not_a_run(tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    FileLedger(tmp_path / "runs" / "a" / "ledger.jsonl").begin()
+    write_empty_ledger(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "runs"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err
