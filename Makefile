@@ -10,7 +10,7 @@ SGLANG := .sglang-cpu
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: quickstart test test-slow unit sglang-cpu lint types docs check clean
+.PHONY: quickstart test test-slow unit sglang-cpu lint types docs check soak clean
 
 $(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,11 @@ types: $(DEV)
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 	$(VENV)/bin/python scripts/run_docs.py README.md docs
+
+# A run under random faults, with the growth of memory and descriptors: `make soak MINUTES=120`. Not part of `check`.
+MINUTES ?= 30
+soak: $(DEV)
+	$(VENV)/bin/python scripts/soak.py --minutes $(MINUTES)
 
 check: lint types test test-slow docs
 

@@ -1,0 +1,179 @@
+"""Measure how memory and descriptors of a run's processes grow with its steps.
+
+`ProcessSampler` samples the processes of a run, and `Growth` is the result for one kind of process: driver, engine,
+router, reward worker or other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+MIB = 1 << 20
+MOST_POINTS = 400  # of a process, evenly spaced
+LEAST_STEPS = 40  # of a process after its warm-up, for a slope
+MEMORY_LIMIT = 1.0  # MB per 1,000 steps
+KINDS = ("driver", "engine", "router", "reward worker", "other")
+NEEDED = ("driver", "engine")  # a result without these says nothing
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process used after a step of the run. rss_mb: resident memory in MiB."""
+
+    kind: str
+    process: str  # id and start time, as ids are used again
+    step: int
+    rss_mb: float
+    descriptors: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Growth of one kind of process, per 1,000 steps. None: no process lived long enough after its warm-up."""
+
+    kind: str
+    processes: int
+    steps: int  # after warm-ups, of all processes
+    rss_mb: float  # median of the last usage of each process
+    descriptors: float
+    memory_slope: float | None
+    memory_quartiles: tuple[float, float] | None
+    descriptor_slope: float | None
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, as text."""
+        found: list[str] = []
+        if self.memory_slope is None and self.kind in NEEDED:
+            found.append(f"{self.kind}: no process lived long enough to measure its growth; use more MINUTES")
+        if self.memory_slope is not None and self.memory_slope >= MEMORY_LIMIT:
+            found.append(f"{self.kind}: memory grows by {self.memory_slope:.2f} MB per 1,000 steps")
+        if self.descriptor_slope is not None and self.descriptor_slope > 0:
+            found.append(f"{self.kind}: descriptors grow by {self.descriptor_slope:.2f} per 1,000 steps")
+        return found
+
+
+class ProcessSampler:
+    """Samples a driver and its descendants."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}
+        self.usages: list[Usage] = []
+
+    def processes(self, driver: psutil.Process) -> list[tuple[str, psutil.Process]]:
+        """Return the living processes of a run with their kinds."""
+        try:
+            everyone = [driver, *driver.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        living: list[tuple[str, psutil.Process]] = []
+        for process in everyone:
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    living.append((self._kind(process, driver), process))
+            except psutil.NoSuchProcess:
+                continue
+        return living
+
+    def sample(self, driver: psutil.Process, step: int) -> None:
+        """Record what each process uses after a step."""
+        for kind, process in self.processes(driver):
+            try:
+                rss, descriptors = process.memory_info().rss, process.num_fds()
+            except psutil.NoSuchProcess:
+                continue
+            self.usages.append(Usage(kind, identity(process), step, rss / MIB, descriptors))
+
+    def _kind(self, process: psutil.Process, driver: psutil.Process) -> str:
+        name = identity(process)
+        if name not in self._kinds:
+            kind = "driver" if process == driver else kind_of(process.cmdline())
+            if kind == "other":
+                return kind  # it may not have executed its program yet
+            self._kinds[name] = kind
+        return self._kinds[name]
+
+
+def identity(process: psutil.Process) -> str:
+    """Return the id and start time of a process."""
+    return f"{process.pid}@{process.create_time():.2f}"
+
+
+def kind_of(command: Sequence[str]) -> str:
+    """Return the kind of a helper process from its command line."""
+    words = " ".join(command)
+    for mark, kind in (("furlong serve", "engine"), ("sandbox_worker", "reward worker"), ("router", "router")):
+        if mark in words and not words.partition(" ")[2].startswith("-c import ctypes"):
+            return kind
+    return "other"
+
+
+def growth(usages: Iterable[Usage], *, warm_up: int) -> list[Growth]:
+    """Return the growth of each kind of process.
+
+    The first `warm_up` steps of each process do not count. The slope is the median of the slopes of pairs of points of
+    one process that are at least half of its steps apart (Theil-Sen): single peaks and a few restarts do not move it.
+    """
+    by_process: defaultdict[tuple[str, str], list[Usage]] = defaultdict(list)
+    for usage in usages:
+        by_process[usage.kind, usage.process].append(usage)
+    return [
+        _growth_of(kind, [points for (each, _), points in by_process.items() if each == kind], warm_up)
+        for kind in KINDS
+        if any(each == kind for each, _ in by_process)
+    ]
+
+
+def _growth_of(kind: str, processes: list[list[Usage]], warm_up: int) -> Growth:
+    warm = [[usage for usage in points if usage.step >= points[0].step + warm_up] for points in processes]
+    warm = [points for points in warm if points and points[-1].step - points[0].step >= LEAST_STEPS]
+    memory = far_slopes([[(usage.step, usage.rss_mb) for usage in points] for points in warm])
+    descriptors = far_slopes([[(usage.step, usage.descriptors) for usage in points] for points in warm])
+    has_slope = len(memory) > 0
+    return Growth(
+        kind,
+        len(processes),
+        sum(points[-1].step - points[0].step for points in warm),
+        statistics.median(points[-1].rss_mb for points in processes),
+        statistics.median(points[-1].descriptors for points in processes),
+        float(np.median(memory)) if has_slope else None,
+        (float(np.quantile(memory, 0.25)), float(np.quantile(memory, 0.75))) if has_slope else None,
+        float(np.median(descriptors)) if has_slope else None,
+    )
+
+
+def far_slopes(series: Iterable[Sequence[tuple[float, float]]]) -> np.ndarray:
+    """Return the slopes, per 1,000 steps, of all pairs of points of a series that are half of its length apart."""
+    slopes: list[np.ndarray] = [np.empty(0)]
+    for points in series:
+        every = max(1, -(-len(points) // MOST_POINTS))
+        steps, values = np.array(points[::every], dtype=np.float64).reshape(-1, 2).T
+        apart = steps[None, :] - steps[:, None]
+        is_far = apart >= max((steps[-1] - steps[0]) / 2, 1)
+        slopes.append(1000 * (values[None, :] - values[:, None])[is_far] / apart[is_far])
+    return np.concatenate(slopes)
+
+
+def growth_table(rows: Iterable[Growth]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [
+        "| process | number | steps measured | MB | MB per 1,000 steps (quartiles) | descriptors | "
+        "descriptors per 1,000 steps |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        memory = descriptors = "not measured"
+        if row.memory_slope is not None and row.memory_quartiles is not None:
+            low, high = row.memory_quartiles
+            memory, descriptors = f"{row.memory_slope:.2f} ({low:.2f} to {high:.2f})", f"{row.descriptor_slope:.2f}"
+        lines.append(
+            f"| {row.kind} | {row.processes} | {row.steps:,} | {row.rss_mb:,.0f} | {memory} | "
+            f"{row.descriptors:g} | {descriptors} |"
+        )
+    return lines

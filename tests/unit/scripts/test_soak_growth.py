@@ -1,0 +1,92 @@
+"""The soak's measurement finds growth of a process through noise, peaks and restarts."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+@pytest.fixture
+def soak_growth(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("soak_growth")
+
+
+def usages(module, *, per_step=0.0, every=0, peak=0.0, steps=400, processes=1, kind="engine", warm=0.0):
+    """Usages of processes that grow by `per_step` MB a step and by a descriptor every `every` steps, with noise."""
+    rng = random.Random(0)
+    return [
+        module.Usage(
+            kind,
+            f"{process}@0",
+            step,
+            100 + per_step * step + rng.uniform(-0.2, 0.2) + (peak if step % 50 == 0 else 0) + warm * min(step, 90),
+            20 + (step // every if every else 0),
+        )
+        for process in range(processes)
+        for step in range(0, steps, 2)
+    ]
+
+
+def test_a_leak_is_measured_through_noise_and_peaks(soak_growth):
+    [row] = soak_growth.growth(usages(soak_growth, per_step=0.003, peak=80.0), warm_up=0)
+    assert row.memory_slope == pytest.approx(3.0, abs=0.3)
+    assert row.memory_quartiles[0] < row.memory_slope < row.memory_quartiles[1]
+    assert [word for word in row.problems if "memory" in word]
+
+
+def test_no_leak_is_found_in_noise_with_peaks(soak_growth):
+    [row] = soak_growth.growth(usages(soak_growth, peak=80.0), warm_up=0)
+    assert abs(row.memory_slope) < 0.5
+    assert (row.descriptor_slope, row.problems) == (0.0, [])
+
+
+def test_descriptors_that_rise_now_and_then_are_found(soak_growth):
+    [row] = soak_growth.growth(usages(soak_growth, every=100), warm_up=0)
+    assert row.descriptor_slope == pytest.approx(10, rel=0.4)
+    assert [word for word in row.problems if "descriptors" in word]
+
+
+def test_growth_while_a_process_warms_up_does_not_count(soak_growth):
+    warming = usages(soak_growth, warm=0.5)
+    assert abs(soak_growth.growth(warming, warm_up=100)[0].memory_slope) < 0.5
+    assert soak_growth.growth(warming, warm_up=0)[0].memory_slope > 1
+
+
+def test_processes_are_not_compared_with_each_other(soak_growth):
+    later = [
+        soak_growth.Usage(each.kind, "later", each.step + 400, each.rss_mb + 500, each.descriptors + 50)
+        for each in usages(soak_growth)
+    ]
+    [row] = soak_growth.growth([*usages(soak_growth), *later], warm_up=0)
+    assert (abs(row.memory_slope) < 0.5, row.descriptor_slope, row.processes) == (True, 0.0, 2)
+
+
+def test_processes_that_were_short_lived_are_not_measured(soak_growth):
+    rows = soak_growth.growth(
+        [*usages(soak_growth, steps=60), *usages(soak_growth, steps=60, kind="reward worker")], warm_up=40
+    )
+    assert [(row.kind, row.memory_slope, len(row.problems)) for row in rows] == [
+        ("engine", None, 1),  # nothing can be said without it
+        ("reward worker", None, 0),
+    ]
+    assert "not measured" in soak_growth.growth_table(rows)[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("python -m furlong serve --port 1", "engine"),
+        ("python -c import ctypes,os python -m furlong serve", "other"),  # before it executes its program
+        ("python -m sglang_router.launch_router --port 1", "router"),
+        ("python -c import sys; from furlong.rewards.sandbox_worker import main", "reward worker"),
+        ("python -c from multiprocessing.resource_tracker import main", "other"),
+    ],
+)
+def test_helper_processes_are_recognized(soak_growth, command, kind):
+    assert soak_growth.kind_of(command.split()) == kind
