@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="order of the faults; default: a random one, printed")
-    parser.add_argument("--warm-up", type=int, default=100, help="steps of each process that do not count")
+    parser.add_argument("--warm-up", type=int, default=300, help="steps of each process that do not count")
     parser.add_argument("--folder", type=Path, default=None, help="an empty folder; default: a temporary one")
     options = parser.parse_args(argv)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="furlong-soak-"))
