@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -13,29 +11,13 @@ import pytest
 from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
+from faults_marker import injected
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
 from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
 
 TESTS = Path(__file__).parents[1]
 PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it
-
-
-@functools.cache
-def injected() -> dict[str, list[str]]:
-    """Row -> the tests marked with `@fault(row)`, told from the text of the tests."""
-    found: dict[str, list[str]] = {}
-    texts = [text for path in TESTS.rglob("test_*.py") if "@fault(" in (text := path.read_text())]
-    for text in texts:
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            for mark in node.decorator_list:
-                if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id == "fault":
-                    for id in mark.args:
-                        assert isinstance(id, ast.Constant)
-                        found.setdefault(str(id.value), []).append(node.name)
-    return found
 
 
 def test_every_row_has_a_test_that_injects_its_fault():

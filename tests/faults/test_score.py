@@ -1,0 +1,57 @@
+"""The fast cases of the score of diagnoses: scripts/score_diagnoses.py judges all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
+from faults import score_doctor, score_healthy, score_runs
+from furlong.core.catalogue import CATALOGUE, diagnosis
+
+COMMANDS = [each for each in score_doctor.CASES if not each.is_slow][::3]
+HEALTHY = [*score_healthy.CASES[: -len(score_healthy.RUNS) : 12], *score_healthy.RUNS]
+FAST = [*COMMANDS, *score_runs.CASES, *HEALTHY]
+
+
+@pytest.mark.parametrize("each", FAST, ids=lambda each: f"{'/'.join(each.rows) or 'healthy'}: {each.name}")
+def test_the_case_gets_its_diagnosis(each, tmp_path):
+    outcome = each.judge(tmp_path)
+    if each.missed and not (outcome.is_right and not outcome.others):
+        pytest.xfail(each.missed)
+    assert outcome.why() == ""
+
+
+def test_there_are_enough_cases_with_names_of_their_own():
+    faults = [*score_doctor.CASES, *score_runs.CASES]
+    assert len(faults) >= 60
+    assert len(score_healthy.CASES) >= 60
+    everything = [*faults, *score_healthy.CASES]
+    assert len({(each.rows, each.name) for each in everything}) == len(everything)
+    assert {id for each in faults for id in (*each.rows, *each.also)} <= set(CATALOGUE)
+
+
+def test_misses_false_fixes_and_second_diagnoses_are_counted():
+    def found(*ids: str):
+        return lambda _: [diagnosis(id, "seen", remedy="use --lr") for id in ids]
+
+    outcomes = [
+        Outcome(case("healthy", "", found())),
+        *(
+            each.judge(None)
+            for each in (
+                case("right", "NUM03", found("NUM03"), remedy="--lr"),
+                case("another fix", "NUM03", found("NUM03"), remedy="--clip-grad"),
+                case("a false fix", "NUM03", found("NUM03"), without="--lr"),
+                case("a second one", "NUM03", found("NUM03", "REW02")),
+                case("not found", "NUM03 NUM04", found("CKPT03")),
+                case("an alarm", "", found("TPL03")),
+            )
+        ),
+    ]
+    assert score_table(outcomes, {"NUM03": 2, "REW02": 1})[2:] == [
+        "| NUM03 | 2 | 5 | 4 | 2 | 2 |",
+        "| REW02 | 1 | 0 | | | |",
+        "| all | 3 | 5 | 4 | 2 | 2 |",
+    ]
+    assert healthy_line(outcomes) == "2 healthy settings: 1 with a false alarm"
+    assert len(wrong_lines(outcomes)) == 5
