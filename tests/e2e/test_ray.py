@@ -15,6 +15,7 @@ import pytest
 import killing_reward
 from diagnosed_runs import told
 from faults_marker import fault, typed
+from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.config.topology import Topology
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics
@@ -72,6 +73,13 @@ def cluster() -> Iterator[None]:
     """Two machines with a slot and with three."""
     with connected_machines({address: {"num_cpus": num_slots} for address, num_slots in SLOTS.items()}):
         yield
+
+
+def test_a_cluster_is_asked_for_its_machines_before_a_run(cluster: None) -> None:
+    import ray
+
+    nodes, resource = cluster_nodes(ray.get_runtime_context().gcs_address)
+    assert ({node.address: node.total for node in nodes}, resource) == (SLOTS, "CPU")
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,68 @@ def test_a_check_that_raises_is_reported_and_the_others_run(world):
     assert "in a check" in ids["CHECK01"].finding
 
 
+def test_a_check_that_raises_beside_an_error_is_skipped(world):
+    def broken(context):
+        raise KeyError("depends on the model")
+
+    resolved, problems = examine(flags(world.folder / "none", world.data, world.folder / "run"))
+    assert [found.id for found in preflight(resolved.config, problems, checks=[broken, *CHECKS])] == ["CKPT07"]
+
+
+REFUSED_ONCE = {
+    "prefill without engines": {"prefill_num_servers": 1},
+    "no engine file": {"sglang_config": "none.yaml", "engine": "sglang"},
+    "no evaluation file": {"eval_config": "none.yaml", "eval_interval": 1},
+    "a stream from the end": {"streaming_data": True, "prompt_data": "{data}@[-3:]"},
+    "epochs of a stream": {"streaming_data": True, "num_rollout": None, "num_epoch": 1},
+    "epochs of less than a rollout": {"num_epoch": 1, "num_rollout": None, "rollout_batch_size": 64},
+    "no port": {"rollout_external_engine_addrs": "foo"},
+}
+
+
+@fault("CFG05")
+@pytest.mark.parametrize("name", REFUSED_ONCE)
+def test_a_refused_input_is_reported_without_failures_of_checks(world, name):
+    changes = {key: str(value).format(data=world.data) if key == "prompt_data" else value
+               for key, value in REFUSED_ONCE[name].items()}  # fmt: skip
+    found = world.look(**changes)
+    assert "CHECK01" not in [each.id for each in found]
+    assert any(each.severity == "error" for each in found)
+    texts = [(each.finding, each.remedy) for each in found]
+    assert len(texts) == len(set(texts))
+    flag = "--" + next(iter(REFUSED_ONCE[name])).replace("_", "-")
+    if name != "epochs of a stream":
+        assert len([each for each in found if "none.yaml" in each.finding]) <= 1
+    assert name in ("a stream from the end", "no port") or any(flag in each.finding for each in found)
+
+
+def test_a_slice_from_the_end_is_healthy(world):
+    assert world.look(prompt_data=f"{world.data}@[-8:]") == []
+    assert world.look(prompt_data=f"{world.data}@[:-8]") == []
+    assert world.look(prompt_data=f"{world.data}@[8:]", streaming_data=True) == []
+
+
+@fault("CFG05")
+def test_a_context_beyond_the_positions_of_the_model(world):
+    found = only(world.look(rollout_max_context_len=256), "CFG05")
+    assert names(found.finding, "256", "128")
+    assert world.look(rollout_max_context_len=128) == []
+
+
+@fault("CFG05")
+def test_flags_that_need_a_gpu(world, monkeypatch):
+    needed = {"record_memory_history": True}, {"offload_optimizer_states": True}, {"optimizer_cpu_offload": True}
+    nccl = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "distributed_backend": "nccl"}
+    for changes in (*needed, nccl):
+        monkeypatch.setattr("furlong.diagnosis.preflight.machine_checks.visible_device", lambda *_: "cpu")
+        found = [each for each in world.look(**changes) if each.severity == "error"]
+        assert len(found) == 1, changes
+        assert names(found[0].cause, "Assumed", "no GPU")
+        assert found[0].evidence["is_assumed"] is True
+        monkeypatch.setattr("furlong.diagnosis.preflight.machine_checks.visible_device", lambda *_: "cuda")
+        assert not [each for each in world.look(**changes) if each.severity == "error"], changes
+
+
 @fault("CFG05")
 def test_a_model_that_megatron_cannot_shard(world):
     config = json.loads((world.model / "config.json").read_text())
@@ -66,7 +128,7 @@ def test_a_model_that_megatron_cannot_shard(world):
 @fault("CFG01")
 def test_batch_sizes_that_do_not_fit_get_three_that_do(world):
     found = only(world.look(global_batch_size=6, num_steps_per_rollout=2), "CFG01")
-    assert names(found.finding, "--rollout-batch-size 4", "--n-samples-per-prompt 4", 16)
+    assert names(found.finding, "--rollout-batch-size 4", "--n-samples-per-prompt 4", "= 16 samples", "= 12 samples")
     assert found.evidence["global_batch_size"] == 6
     settings = [words[words.index("--") :] for words in found.remedy.split("; ")]
     assert len(settings) == 3
@@ -181,7 +243,12 @@ def test_settings_that_let_two_runs_differ(world):
     assert "--async-buffer-size 0" in found.remedy
     assert world.look(debug_determinism=True, async_buffer_size=0) == []
     (world.folder / "order.jsonl").touch()
-    assert world.look(debug_determinism=True, async_buffer_size=1, replay=world.folder) == []
+    again = {"debug_determinism": True, "async_buffer_size": 1}
+    recorded, _ = examine(flags(world.model, world.data, world.folder / "run", **again))
+    (world.folder / "config.json").write_text(recorded.to_json())
+    assert world.look(**again, replay=world.folder) == []
+    found = only(world.look(**again, replay=world.folder, rollout_seed=7), "CFG05")
+    assert names(found.finding, f"--replay {world.folder}", "--rollout-seed was 42, is 7")
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the engine computes on a GPU")

@@ -181,7 +181,7 @@ def test_an_unsupported_format_is_reported_once(world):
 
 
 def test_stop_ids_that_the_model_does_not_have(world):
-    path, size = world.model / "config.json", 64
+    path, size = world.model / "config.json", 512
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))
     found = only(world.look(rollout_stop_token_ids=[3, size]), "STOP01")
     assert names(found.finding, f"--rollout-stop-token-ids {size}", size - 1)
@@ -270,3 +270,35 @@ def test_a_reward_server_that_is_not_there(world):
     assert f"--rm-url {own['rm_url']}" in found.finding
     assert found.evidence == {"address": own["rm_url"]}
     assert "--rm-url" in found.remedy
+
+
+@fault("TPL01")
+def test_files_of_which_some_rows_are_rendered(world):
+    plain = [{"input": f"{i}+1=", "label": "1"} for i in range(8)]
+    chat = [{"input": f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n", "label": "1"} for i in range(8)]
+    world.write(*plain, *chat[:3])
+    found = only(world.look(), "TPL01", "warning")
+    assert found.evidence == {"num_rendered": 3, "num_prompts": 11}
+    found = only(world.look(apply_chat_template=True), "TPL01")
+    assert names(found.finding, "3 of 11 prompts", "prompt 8")
+    assert "one form" in found.remedy
+    world.write(*plain * 3, chat[0])  # a question about templates
+    assert world.look() == []
+    only(world.look(apply_chat_template=True), "TPL01", "warning")
+    world.write(*plain, *({"input": LLAMA.format(i), "label": "1"} for i in range(2)))
+    assert only(world.look(), "TPL01", "warning").evidence == {"mark": "<|start_header_id|>", "num_prompts": 2}
+
+
+@fault("CFG05")
+def test_the_advice_for_a_json_file_depends_on_its_content(world):
+    rows = [{"input": f"{i}+1=", "label": str(i)} for i in range(4)]
+    path = world.folder / "prompts.json"
+    contents = {
+        json.dumps(rows): "`jq -c '.[]' prompts.json > prompts.jsonl`",
+        "\n".join(map(json.dumps, rows)): "`mv prompts.json prompts.jsonl`",
+        json.dumps({"data": rows}): "`jq -c '.data[]' prompts.json > prompts.jsonl`",
+        json.dumps({"data": rows}, indent=1): "`jq -c '.KEY[]' prompts.json > prompts.jsonl`",
+    }
+    for content, advice in contents.items():
+        path.write_text(content)
+        assert advice in only(world.look(prompt_data=path), "CFG05").text()

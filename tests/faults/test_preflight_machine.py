@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,13 @@ import pytest
 from faults.world import names, only
 from faults_marker import fault, typed
 from furlong.cli import main
+from furlong.cluster.cluster_probe import _refusal
+from furlong.cluster.nodes import Node
 from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import machine_checks as machine
+from furlong.run.checks import findings_before_run
 from runs import flags
 
 
@@ -221,15 +228,114 @@ def test_training_that_does_not_fit_the_gpu_is_reported_with_a_change_that_does(
     assert not [each for each in world.look(bf16=True) if each.id == "MEM01"]
 
 
+@contextlib.contextmanager
+def listening(answer: bytes) -> Iterator[str]:
+    """Listen on a port, and answer each connection with these bytes before closing it; yields the address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(64)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
 @fault("GPU05")
 def test_a_ray_cluster_that_is_not_there(world):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        ranks = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "ray_address": address}
-        assert world.look(**ranks) == []
-    found = only(world.look(**ranks), "GPU05")
+    ranks = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
+    with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:  # a SETTINGS frame, as of a gRPC server
+        assert world.look(**ranks, ray_address=address) == []
+    found = only(world.look(**ranks, ray_address=address), "GPU05")
     assert f"--ray-address {address}" in found.finding
     assert found.evidence == {"address": address}
-    only(world.look(**ranks | {"ray_address": f"ray://{address}"}), "GPU05")
-    assert world.look(**ranks | {"ray_address": None}) == []
-    assert world.look(**ranks | {"ray_address": "auto"}) == []
+    found = only(world.look(**ranks, ray_address=f"ray://{address}"), "GPU05")
+    assert "ray job submit" in found.remedy
+    assert world.look(**ranks, ray_address=None) == []
+    assert world.look(**ranks, ray_address="auto") == []
+
+
+@fault("GPU05")
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+def test_another_server_at_the_address_of_ray(world, answer):
+    with listening(answer) as address:
+        started = time.monotonic()
+        found = only(world.look(actor_num_gpus_per_node=2, rollout_num_gpus=1, ray_address=address), "GPU05")
+        assert time.monotonic() - started < 5
+    assert names(found.finding, address, "gRPC")
+    assert "ray start" in found.remedy
+
+
+def cluster(monkeypatch, *nodes: Node, resource: str = "CPU") -> None:
+    """Let a cluster of these machines answer."""
+    monkeypatch.setattr("furlong.run.checks.cluster_nodes", lambda _: (list(nodes), resource))
+
+
+def check(world, **changes) -> list[Diagnosis]:
+    resolved, problems = examine(flags(world.model, world.data, world.folder / "run", **changes))
+    return findings_before_run(resolved, problems)
+
+
+def test_the_slots_of_a_cluster_and_the_key_of_its_engines(world, monkeypatch):
+    with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:
+        asked = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "ray_address": address}
+        cluster(monkeypatch, Node("a", "127.0.0.1", 4, 4))
+        assert check(world, **asked) == []
+        cluster(monkeypatch, Node("a", "127.0.0.1", 1, 1), Node("b", "127.0.0.1", 1, 1))
+        found = only(check(world, **asked), "GPU01")
+        assert names(found.finding, "2 + 1 = 3", "has 2")
+        cluster(monkeypatch, Node("a", "127.0.0.1", 1, 1), Node("b", "127.0.0.1", 3, 3))
+        assert check(world, **asked) == []
+        found = only(
+            check(world, **asked | {"actor_num_gpus_per_node": 4, "rollout_num_gpus": None, "colocate": True}), "GPU01"
+        )
+        assert "the largest machine has 3" in found.finding
+        cluster(monkeypatch, Node("a", "10.0.0.4", 4, 4))
+        found = only(check(world, **asked), "CFG05")
+        assert names(found.finding, "10.0.0.4", "without an API key")
+        assert "--sglang-api-key" in found.remedy
+        monkeypatch.setenv("FURLONG_API_KEY", "secret")
+        assert check(world, **asked) == []
+        found = only(check(world, **asked, offload_optimizer_states=True), "CFG02")
+        cluster(monkeypatch, Node("a", "10.0.0.4", 4, 4), resource="GPU")
+        assert check(world, **asked, offload_optimizer_states=True) == []
+
+
+@fault("GPU05")
+def test_a_cluster_that_refuses_the_token_is_not_a_missing_cluster(world, monkeypatch):
+    def refuse(address):
+        raise _refusal(address, "AuthenticationError: Unauthenticated: missing token")
+
+    monkeypatch.setattr("furlong.run.checks.cluster_nodes", refuse)
+    with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:
+        found = only(check(world, actor_num_gpus_per_node=2, rollout_num_gpus=1, ray_address=address), "GPU05")
+    assert names(found.finding, address, "token authentication")
+    assert names(found.remedy, "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN")
+
+
+@fault("ENG05")
+def test_engine_addresses_that_are_not_engines(world):
+    with listening(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi") as address:
+        found = only(world.look(rollout_external_engine_addrs=address), "ENG05")
+        assert names(found.finding, address, "JSON")
+    found = only(world.look(rollout_external_engine_addrs=address), "ENG05")
+    assert names(found.finding, "no engine answers", address)
+    with listening(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n") as address:
+        found = only(world.look(rollout_external_engine_addrs=address), "ENG05")
+        assert "--sglang-api-key" in found.remedy
+    found = only(world.look(rollout_external_engine_addrs="foo"), "ENG05")
+    assert names(found.finding, "'foo'", "not the address")
+    answer = b'{"version": "0.5.16", "context_length": 64}'
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer)
+    with listening(head + answer) as address:
+        assert world.look(rollout_external_engine_addrs=address) == []
+        found = only(world.look(rollout_external_engine_addrs=address, rollout_max_context_len=128), "ENG05")
+        assert names(found.finding, "128", "64", address)

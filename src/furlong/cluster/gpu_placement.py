@@ -18,8 +18,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from furlong.cluster.nodes import Node, check_fits, listed
 from furlong.config.topology import Topology
-from furlong.errors import PLACEMENT_TIMEOUT, ClusterError, ConfigError
+from furlong.errors import PLACEMENT_TIMEOUT, ClusterError
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,6 @@ REPORT_S = 30.0  # between two log lines while waiting
 PROBE_S = 120.0  # for a slot to report its GPU
 
 OnEvent = Callable[..., None]  # (name, **fields)
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the cluster with its GPUs, or CPU slots."""
-
-    node_id: str
-    address: str
-    total: int
-    free: int
-
-    def __str__(self) -> str:
-        return f"{self.address}: {self.free} of {self.total} free"
 
 
 @dataclass(frozen=True)
@@ -113,22 +101,6 @@ def _alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def check_fits(topology: Topology, nodes: Sequence[Node], resource: str) -> None:
-    """Raise ConfigError if the request can never be placed on these machines, with the numbers and what would fit."""
-    shortage = topology.shortage(sum(node.total for node in nodes))
-    if shortage and resource == "CPU":
-        shortage += " (no machine has a GPU: a slot is a CPU)"
-    if shortage:
-        raise ConfigError(f"{shortage}. By machine: {_listed(nodes)}")
-    largest = max(node.total for node in nodes)
-    if topology.num_ranks and topology.gpus_per_node > largest:
-        raise ConfigError(
-            f"--actor-num-gpus-per-node {topology.gpus_per_node}: the largest machine has {largest} GPUs "
-            f"({_listed(nodes)}); use --actor-num-nodes {-(-topology.num_ranks // largest)} "
-            f"--actor-num-gpus-per-node {largest}"
-        )
-
-
 def in_hardware_order(slots: Sequence[Slot]) -> list[Slot]:
     """Sort slots by machine (numerically by address), then GPU: neighboring ranks get neighboring GPUs."""
     return sorted(slots, key=lambda s: (_address_key(s.address), s.node_id, -1 if s.gpu is None else s.gpu, s.bundle))
@@ -179,7 +151,7 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
         waited = time.monotonic() - started
         what = (
             f"waiting for {topology.sum} {resource}s since {waited:.0f} s: {free} are free, "
-            f"{max(topology.num_gpus - free, 0)} are missing ({_listed(nodes)})"
+            f"{max(topology.num_gpus - free, 0)} are missing ({listed(nodes)})"
         )
         if waited >= timeout_s:
             raise ClusterError(
@@ -216,8 +188,3 @@ def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
 def _slot_gpu() -> int:
     """Return the index of this slot's GPU among those visible to a process on its machine."""
     return int(ray.get_gpu_ids()[0])
-
-
-def _listed(nodes: Sequence[Node]) -> str:
-    shown = "; ".join(map(str, nodes[:8]))
-    return f"{shown}; and {len(nodes) - 8} more" if len(nodes) > 8 else shown

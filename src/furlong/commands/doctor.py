@@ -58,11 +58,10 @@ def doctor(words: list[str]) -> int:
 
 def _check(words: list[str], *, as_json: bool) -> int:
     from furlong.config.command_line import examine
-    from furlong.diagnosis.preflight import preflight
-    from furlong.run.run_folder import folder_problems
+    from furlong.run.checks import findings_before_run
 
     resolved, problems = examine(words)
-    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)])
+    findings = findings_before_run(resolved, problems)
     counts = Counter(finding.severity for finding in findings)
     ok = not counts["error"]
     if as_json:

@@ -52,6 +52,8 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
             "Face model use --hf-checkpoint; to resume use the --save folder of the run"
         )
     folder = load_dir / folder_name(step)
+    if (problem := torch_format_problem(folder)) is not None:
+        raise CheckpointError(f"{flag} {problem}")
     if not (folder / MANIFEST).exists():
         complete = [step_from_folder(p) for p in find_complete_folders(load_dir)]
         raise CheckpointError(
@@ -93,6 +95,27 @@ def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     return folder / name if name and (folder / name / DIST_INDEX).is_file() else None
 
 
+def dist_with_fsdp(flag: str, folder: Path, hf_checkpoint: Path | str) -> str:
+    """Return the problem of a Megatron-LM checkpoint (torch_dist) in a run with --train-backend fsdp."""
+    return (
+        f"{flag} {folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
+        f"Hugging Face folder (furlong convert megatron-to-hf {folder} DIR --hf-checkpoint {hf_checkpoint}), or use "
+        "--train-backend megatron"
+    )
+
+
+def torch_format_problem(folder: Path) -> str | None:
+    """Return why a checkpoint in Megatron-LM's older format, `torch`, is not loaded; None for other folders."""
+    pickled = next(iter(sorted(folder.glob("mp_rank_*/*.pt"))), None)
+    if pickled is None:
+        return None
+    return (
+        f"{folder} is a Megatron-LM checkpoint in the format torch ({pickled.relative_to(folder)}): pickles of one "
+        "parallel layout, which are not loaded; convert it with Megatron-LM's --ckpt-convert-format torch_dist "
+        "--ckpt-convert-save DIR, and use DIR"
+    )
+
+
 def folder_name(step: int) -> str:
     """Return `iter_0000010` for step 10."""
     return f"iter_{step:07d}"
@@ -110,6 +133,9 @@ def newest_step(save_dir: Path) -> int | None:
         return None
     text = tracker.read_bytes()
     if not text.strip().isdigit():
+        named = save_dir / text.strip().decode("ascii", "replace")
+        if named.parent == save_dir and (problem := torch_format_problem(named)) is not None:
+            raise CheckpointError(problem)
         raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected a checkpoint number; use --ckpt-step")
     return int(text)
 

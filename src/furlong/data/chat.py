@@ -65,20 +65,34 @@ def double_template_problem(prompts: Sequence[str | Messages], tokenizer: Any) -
     Either the text contains one of the tokenizer's special tokens, or it ends with the text that the template writes
     between a user's turn and the assistant's.
     """
+    rendered = rendered_prompts(prompts, tokenizer)
+    if not rendered:
+        return None
+    number, (marker, text) = next(iter(rendered.items()))
+    is_all = len(rendered) == len(prompts)
+    return (
+        f"{len(rendered)} of {len(prompts)} prompts already contain {marker!r}, which the chat template adds: "
+        f"--apply-chat-template would render {'them' if len(rendered) > 1 else 'it'} twice (the first is prompt "
+        f"{number}, which starts with {text[:80]!r}); "
+        + ("remove --apply-chat-template, or use" if is_all else "store all prompts in one form:")
+        + " plain text or messages as prompts"
+    )
+
+
+def rendered_prompts(prompts: Sequence[str | Messages], tokenizer: Any) -> dict[int, tuple[str, str]]:
+    """Return the prompts that contain what the tokenizer's chat template adds: number -> marker and text."""
     specials = sorted(_special_tokens(tokenizer), key=len, reverse=True)
     turn_end = _turn_end(tokenizer)
+    rendered: dict[int, tuple[str, str]] = {}
     for number, prompt in enumerate(prompts):
         for text in _texts(prompt):
             marker = next((token for token in specials if token in text), None)
             if marker is None and turn_end and text.rstrip().endswith(turn_end):
                 marker = turn_end
             if marker is not None:
-                return (
-                    f"prompt {number} already contains {marker!r}, which the chat template adds: "
-                    f"--apply-chat-template would render it twice (it starts with {text[:80]!r}); "
-                    "remove --apply-chat-template, or use plain text or messages as prompts"
-                )
-    return None
+                rendered[number] = marker, text
+                break
+    return rendered
 
 
 def require_template(tokenizer: Any) -> None:

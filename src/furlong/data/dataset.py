@@ -68,11 +68,7 @@ class PromptStream:
         *,
         block_rows: int,
     ) -> None:
-        if (location.start or 0) < 0 or (location.stop or 0) < 0:
-            raise ConfigError(
-                f"{location.path}@{location.slice_text}: a negative slice needs the number of rows, which is unknown "
-                "for a stream; use non-negative bounds, or remove --streaming-data"
-            )
+        location.check_streamable()
         if block_rows < 1:
             raise ConfigError(f"the shuffle buffer size is {block_rows}; it must be at least 1")
         self._location, self._reader, self._renderer, self._check = location, reader, renderer, check

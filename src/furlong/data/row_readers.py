@@ -69,6 +69,14 @@ class PromptDataPath:
             "use .jsonl, .parquet, or a folder written by datasets' save_to_disk"
         )
 
+    def check_streamable(self) -> None:
+        """Raise ConfigError for a slice that counts from the end, which a stream does not know."""
+        if (self.start or 0) < 0 or (self.stop or 0) < 0:
+            raise ConfigError(
+                f"{self.path}@{self.slice_text}: a negative slice needs the number of rows, which is unknown for a "
+                "stream; use non-negative bounds, or remove --streaming-data"
+            )
+
     def files(self) -> list[Path]:
         """Return the files with rows, in row order."""
         return arrow_files(self.path) if self.kind == "arrow" else [self.path]

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -84,6 +84,20 @@ def prompt_settings(location: PromptDataPath, prompt_format: PromptFormat, *, sk
         "max_prompt_len": prompt_format.max_prompt_len,
         "skip_bad_rows": skip_bad_rows,
     }
+
+
+def check_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare the settings of a data state with those of a run. Raises CheckpointError naming what differs."""
+    differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
+    if differing:
+        changes = "; ".join(
+            HASHED_PARTS[key] if key in HASHED_PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
+            for key in differing
+        )
+        raise CheckpointError(
+            f"the checkpoint has other data or another order ({changes}), so its data position is not valid; "
+            "use the same data and settings, or start a new run from the checkpoint's weights (--finetune)"
+        )
 
 
 class PromptTable(Sequence[Prompt]):
@@ -263,17 +277,7 @@ class RolloutDataSource:
                 f"the data state has version {state.get('version')!r}, expected {STATE_VERSION}; "
                 "resume with the furlong version that wrote the checkpoint"
             )
-        saved, now = state["settings"], self._settings()
-        differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
-        if differing:
-            changes = "; ".join(
-                HASHED_PARTS[key] if key in HASHED_PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
-                for key in differing
-            )
-            raise CheckpointError(
-                f"the checkpoint has other data or another order ({changes}), so its data position is not valid; "
-                "use the same data and settings, or start a new run from the checkpoint's weights (--finetune)"
-            )
+        check_same_settings(state["settings"], self._settings())
         self._epoch = state["epoch"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
         self._prompts.seek(self._key(self._epoch), state["position"])

@@ -14,6 +14,13 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 LFS_POINTER = b"version https://git-lfs"  # start of a file from a clone without Git LFS
+ADAPTER = "adapter_config.json"  # of a PEFT folder, which has only the difference to a base model
+SNAPSHOTS = "snapshots"  # of a folder in the cache of huggingface_hub, with a model folder for each commit
+# Ends of the names of quantized weights: compressed-tensors, AWQ and GPTQ, bitsandbytes, FP8, MXFP4.
+QUANTIZED_NAMES = (
+    *(".weight_packed", ".qweight", ".qzeros", ".weight.absmax", ".weight.quant_state.bitsandbytes__nf4"),
+    *(".weight_scale_inv", ".weight_scale", "_proj_blocks"),
+)
 
 
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:
@@ -48,6 +55,15 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
     """Return how to get the missing files."""
+    snapshots = sorted(path for path in folder.glob(f"{SNAPSHOTS}/*") if (path / "config.json").exists())
+    if snapshots:
+        return f"It is a folder of the Hub's cache, where each commit of a model has its own; use {snapshots[-1]}"
+    if ADAPTER in present:
+        base = _base_of(folder)
+        return (
+            f"It is a LoRA adapter, which has only the difference to its base model{f' {base}' if base else ''}; merge "
+            "them once with PEFT's merge_and_unload(), save the model and its tokenizer, and use that folder"
+        )
     pickled = next((name for name in present if name.startswith("pytorch_model") and name.endswith(".bin")), None)
     if missing == WEIGHT_FILES and pickled is not None:
         return (
@@ -57,6 +73,55 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
     if "ledger.jsonl" in present:
         return "It is a run directory, not a model; --save-hf writes model folders"
     return COMPLETE
+
+
+def _base_of(folder: Path) -> str:
+    """Return the base model that an adapter names; "" if it names none."""
+    try:
+        return str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
+    except ConfigError:
+        return ""
+
+
+def quantization_problem(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
+    """Return why a folder cannot be trained from because its weights are quantized; None if they are not.
+
+    `config` is its config.json, `dtypes` the safetensors dtype of each stored tensor, as far as they are known.
+    """
+    settings: Any = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    names = [name for name, kind in dtypes.items() if _is_quantized(name, kind)]
+    if not settings and not names:
+        return None
+    method = settings.get("quant_method", "of an unknown method") if isinstance(settings, dict) else "unknown"
+    seen = f"quantization_config in config.json: {method}" if settings else f"{names[0]} is {dtypes[names[0]]}"
+    return (
+        f"{folder}: its weights are quantized ({seen}), but furlong loads weights in bfloat16, float16 or float32; use "
+        "the model's folder in bfloat16, which most quantized models name as their base model, or convert this one to "
+        "bfloat16 and remove quantization_config from its config.json"
+    )
+
+
+def _is_quantized(name: str, kind: str) -> bool:
+    """Whether a stored tensor is, or belongs to, a quantized weight. Masks of attention may be integers."""
+    return (
+        kind.startswith("F8_") or (kind in ("I8", "U8") and name.endswith(".weight")) or name.endswith(QUANTIZED_NAMES)
+    )
+
+
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtype of each tensor in the safetensors files of a folder; damaged files are left out."""
+    dtypes: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                continue
+            try:
+                header = json.loads(file.read(length))
+                dtypes |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue  # loading reports it
+    return dtypes
 
 
 def read_json(path: Path) -> dict[str, Any]:

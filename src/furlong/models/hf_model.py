@@ -22,7 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import TOKENIZER_FILES, WEIGHT_FILES, check_folder
+from furlong.models.hf_folder import (
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+    check_folder,
+    quantization_problem,
+    read_json,
+    stored_dtypes,
+)
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.tokenizer import unreadable_errors
 
@@ -105,10 +112,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in `dtype`, with packed attention and dropout off.
 
-    Raises ConfigError if the folder is not a model or the family does not support packed attention, CheckpointError if
-    weights are missing or of other shapes.
+    Raises ConfigError if the folder is not a model, its weights are quantized, or the family does not support packed
+    attention, CheckpointError if weights are missing or of other shapes.
     """
     path = check_folder(folder, weights=True)
+    if problem := quantization_problem(path, read_json(path / "config.json"), stored_dtypes(path)):
+        raise ConfigError(problem)
     config = without_dropout(load_config(path))
     transformers.utils.logging.disable_progress_bar()
     try:

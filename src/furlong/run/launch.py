@@ -19,7 +19,6 @@ from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import exits_fail_the_run
-from furlong.diagnosis.preflight import preflight
 from furlong.errors import ConfigError, DiagnosisError, FurlongError
 from furlong.machine import (
     Threads,
@@ -30,7 +29,8 @@ from furlong.machine import (
     raise_gc_threshold,
     set_threads,
 )
-from furlong.run.run_folder import folder_problems, lock_save_folder, log_changed_flags, run_folder, write_config
+from furlong.run.checks import findings_before_run
+from furlong.run.run_folder import lock_save_folder, log_changed_flags, run_folder, write_config
 from furlong.run.run_records import (
     TerminatedError,
     explain_errors,
@@ -84,7 +84,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
 
 def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
     """Return the warnings and notes of the preflight. Raises ConfigError with its errors and `problems`."""
-    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)])
+    findings = findings_before_run(resolved, problems)
     if errors := [finding.text() for finding in findings if finding.severity == "error"]:
         raise ConfigError(*errors)
     return findings

@@ -14,6 +14,7 @@ from furlong.config.command_line import examine
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.flag_spec import flag_specs
 from furlong.config.flag_values import words_from_value
+from furlong.config.resolve import DEFAULT_MAX_TOKENS
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -184,8 +185,11 @@ def _num_moments(config: Config) -> int:
 
 def _as_flags(change: str, config: Config) -> str:
     """Add the flags that --max-tokens-per-gpu in `change` needs in this run."""
-    if config.train.use_dynamic_batch_size or "--max-tokens-per-gpu" not in change:
+    is_default = config.train.max_tokens_per_gpu == DEFAULT_MAX_TOKENS  # which is dropped with either flag
+    if "--max-tokens-per-gpu" not in change or (config.train.use_dynamic_batch_size and not is_default):
         return change
+    if config.train.use_dynamic_batch_size:
+        return f"--use-dynamic-batch-size {change}"
     dropped = "" if config.train.micro_batch_size == 1 else ", without --micro-batch-size"
     return f"--use-dynamic-batch-size {change}{dropped}"
 

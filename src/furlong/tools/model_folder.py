@@ -26,6 +26,7 @@ from furlong.models.hf_folder import LFS_POINTER, read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SHOWN = 5
+COMPARED, COMPARED_BYTES = 256, 1 << 16  # parts of two tensors that are compared, and bytes of each
 _LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)")
 
 
@@ -144,6 +145,23 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def has_same_values(model: StoredModel, one: str, other: str) -> bool:
+    """Compare two stored tensors: dtype, shape, and `COMPARED` parts of their bytes, spread evenly over them."""
+    tensors = model.tensors[one], model.tensors[other]
+    if (tensors[0].dtype, tensors[0].shape) != (tensors[1].dtype, tensors[1].shape):
+        return False
+    step = max(tensors[0].num_bytes // COMPARED, COMPARED_BYTES)
+    holders = [next(s.path for s in model.shards.values() if name in s.tensors) for name in (one, other)]
+    with holders[0].open("rb") as first, holders[1].open("rb") as second:
+        for start in range(0, tensors[0].num_bytes, step):
+            size = min(COMPARED_BYTES, tensors[0].num_bytes - start)
+            first.seek(tensors[0].offset + start)
+            second.seek(tensors[1].offset + start)
+            if first.read(size) != second.read(size):
+                return False
+    return True
+
+
 def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
     """Return the diagnoses of a folder's weights.
 
@@ -195,7 +213,18 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
             finding = f"{name} {problem}: it has {shard.file_bytes} bytes, but its header needs {shard.needed_bytes}"
             add(finding, {"shard": name, "file_bytes": shard.file_bytes, "needed_bytes": shard.needed_bytes})
     stored = model.tensors
-    lacking = [t for t, name in model.weight_map.items() if name in model.shards and t not in stored]
+    elsewhere = {
+        t: name for t, name in model.weight_map.items() if name in model.shards and t not in model.shards[name].tensors
+    }
+    if moved := [t for t in elsewhere if t in stored]:
+        holder = next(name for name, shard in model.shards.items() if moved[0] in shard.tensors)
+        finding = (
+            f"{INDEX} names the wrong shard for {len(moved)} tensors: {moved[0]} is in {holder}, not in "
+            f"{elsewhere[moved[0]]}"
+        )
+        cause = "Shards were renamed, or the index and the shards are of two saves."
+        add(finding, {"tensors": moved[:SHOWN], "num_tensors": len(moved)}, cause=cause)
+    lacking = [t for t in elsewhere if t not in stored]
     if lacking:
         finding = f"{INDEX} lists {len(lacking)} tensors that no shard contains: {abbreviate(lacking, SHOWN)}"
         add(finding, {"tensors": lacking[:SHOWN], "num_tensors": len(lacking)})

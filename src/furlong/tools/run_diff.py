@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from furlong.config.command_line import flags_as_written
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -232,6 +233,13 @@ def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tup
         for name in dict.fromkeys([*a, *b])
         if a.get(name) != b.get(name) and name not in PLACES
     }
+
+
+def replay_problem(run: str, config: Config) -> str | None:
+    """Return why `config` cannot reproduce the run in the folder `run`; None if its flags are equal."""
+    different = replay_differences(read_flags(Path(run)), flags_as_written(config))
+    shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
+    return f"--replay {run}: the flags differ from that run's ({shown}); use the same flags" if different else None
 
 
 def replay_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

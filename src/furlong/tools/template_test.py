@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.data.chat import TEMPLATE_ERRORS, Messages, double_template_problem, render_chat
+from furlong.data.chat import (
+    TEMPLATE_ERRORS,
+    Messages,
+    double_template_problem,
+    render_chat,
+    rendered_prompts,
+)
 from furlong.models.hf_folder import check_folder, end_ids, read_json
 from furlong.models.tokenizer import SHIPPED, JsonTokenizer, load_tokenizer, read_template
 
@@ -383,7 +389,7 @@ def generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[str, int] | None:
-    """Find a marker of another family's chat template in at least half of the prompts; return it and their number.
+    """Find a marker of another family's chat template in a tenth of the prompts or more; return it and their number.
 
     A marker is foreign if it is neither a token of the tokenizer nor in its chat template.
     """
@@ -391,9 +397,35 @@ def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[s
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for mark in MARKS:
         count = sum(mark in text for text in texts)
-        if count * 2 >= max(len(prompts), 1) and mark not in known and mark not in (tokenizer.chat_template or ""):
+        if count >= _least_mixed(len(prompts)) and mark not in known and mark not in (tokenizer.chat_template or ""):
             return mark, count
     return None
+
+
+def _least_mixed(num_prompts: int) -> float:
+    """Return how many prompts must have a marker, out of `num_prompts`."""
+    return max(MIXED * num_prompts, min(2, max(num_prompts, 1)))
+
+
+def mixed_findings(prompts: Sequence[str | Messages], tokenizer: Any, *, name: str) -> list[Diagnosis]:
+    """TPL01: text prompts of which only some are rendered with the tokenizer's own chat template."""
+    marks = marks_of(tokenizer)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    rendered = [text for text in texts if any(mark in text for mark in marks)]
+    if len(rendered) == len(texts) or len(rendered) < _least_mixed(len(texts)):
+        return []
+    plain = next(text for text in texts if text not in rendered)
+    return [
+        diagnosis(
+            "TPL01",
+            f"{name}: {len(rendered)} of {len(texts)} prompts are rendered with the chat template, the others are "
+            f"plain text (such as {plain[:60]!r})",
+            cause="The file was assembled from rows that were prepared in different ways.",
+            remedy="store all prompts as plain questions or messages and use --apply-chat-template, or render all",
+            severity="warning",
+            evidence={"num_rendered": len(rendered), "num_prompts": len(texts)},
+        )
+    ]
 
 
 def marks_of(tokenizer: Any) -> list[str]:
@@ -407,7 +439,9 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
     if problem is None:
         return []
     finding, _, remedy = problem.rpartition("; ")
-    return [diagnosis("TPL01", f"{name}: {finding}", remedy=remedy)]
+    share = len(rendered_prompts(prompts, tokenizer)) / len(prompts)
+    severity = None if share >= MIXED else "warning"  # a few may quote a template
+    return [diagnosis("TPL01", f"{name}: {finding}", remedy=remedy, severity=severity)]
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -452,6 +486,7 @@ def _first_special(tokenizer: Any, text: str) -> list[int]:
 
 
 # Turn markers in the chat templates of known families.
+MIXED = 0.1  # share of rendered prompts from which on a file is taken for a mixture; a question may quote a template
 MARKS = (
     "<|im_start|>",
     "<|start_header_id|>",

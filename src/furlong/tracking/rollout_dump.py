@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample
@@ -31,6 +32,8 @@ FORMAT = "furlong.samples"
 VERSION = "1"
 HEADER = frozenset({"format", "version", "rollout_id"})
 COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teacher_log_probs")
+
+PICKLED = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # starts of torch.save's and pickle's files
 
 _DEFAULTS = Sample().to_dict()
 
@@ -72,24 +75,38 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
 def load_samples(path: Path | str) -> SampleDump:
     """Read a file written by `save_samples`. Raises DataError for damaged files, other files and other versions."""
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
+    check_dump(path)
     try:
         tensors, metadata = load_arrays(path, HEADER)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read the rollout dump {path}: {error}. If slime wrote it with torch.save: it contains pickled "
-            "objects, which furlong does not load; otherwise write it again"
-        ) from error
-    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
-        raise DataError(
-            f"{path} has format {metadata.get('format')!r} version {metadata.get('version')!r}, expected {FORMAT!r} "
-            f"version {VERSION!r}"
-        )
+        raise DataError(f"cannot read the rollout dump {path}: {error}; write it again") from error
     try:
         return _dump_of(tensors, int(metadata["rollout_id"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again") from error
+
+
+def check_dump(path: Path) -> None:
+    """Check that a dump exists and has the header of one, without reading samples. Raises DataError."""
+    if not path.is_file():
+        raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            metadata = opened.metadata() or {}
+    except (OSError, ValueError, SafetensorError) as error:
+        with path.open("rb") as file:
+            start = file.read(2)
+        if start in PICKLED:
+            raise DataError(
+                f"the rollout dump {path} was written with torch.save or pickle, as slime does: it contains pickled "
+                "objects, which furlong does not load; write it again with furlong's --save-debug-rollout-data"
+            ) from error
+        raise DataError(f"cannot read the rollout dump {path}: {error}; write it again") from error
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise DataError(
+            f"{path} has format {metadata.get('format')!r} version {metadata.get('version')!r}, expected {FORMAT!r} "
+            f"version {VERSION!r}; use a file that --save-debug-rollout-data wrote"
+        )
 
 
 def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump:

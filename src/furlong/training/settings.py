@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from furlong.config.checks.device_checks import offload_problem
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.core.batch import MicroBatch
 from furlong.errors import ConfigError, TrainerError
@@ -58,9 +59,8 @@ class BackendSettings:
             raise ConfigError(
                 f"training in {self.dtype} needs loss scaling, which is not implemented; use --bf16 or --fp32"
             )
-        if self.offload != "nothing" and self.device.type == "cpu":
-            flag = {"moments": "--offload-optimizer-states", "all": "--optimizer-cpu-offload"}[self.offload]
-            raise ConfigError(f"{flag} has no effect: training runs on the CPU; remove it")
+        if problem := offload_problem(self.optim, self.device.type):
+            raise ConfigError(problem)
 
     @property
     def offload(self) -> Offload:

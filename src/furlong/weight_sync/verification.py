@@ -30,6 +30,12 @@ from furlong.weight_sync.weight_record import ROWS, WeightRecord
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING = "embed_tokens.weight"
+UNTIE = (
+    'compare lm_head.weight and the embedding in --hf-checkpoint: if they differ, set "tie_word_embeddings": false in '
+    "its config.json; if they are equal, remove lm_head.weight from its files"
+)
+
 
 def compare_checksums(
     sent: Mapping[str, str], loaded: Mapping[str, str], *, version: int, source: WeightSource | None = None
@@ -51,15 +57,34 @@ def compare_checksums(
         for what, names in (("differ", different), ("did not arrive", missing), ("were never sent", extra))
         if names
     ]
+    head_cause = _head_cause(loaded, [*different, *missing, *extra])
     difference = diagnosis(
         "CKPT03",
         f"weight_sync version {version}: of {len(sent)} tensors, {', '.join(parts)}; the engine must not serve these "
         "weights",
-        remedy="check that trainer and engine read the same --hf-checkpoint, and the name mapping of this family; "
+        cause=head_cause,
+        remedy=UNTIE
+        if head_cause
+        else "check that trainer and engine read the same --hf-checkpoint, and the name mapping of this family; "
         "--check-weight-update-equal compares every tensor, --debug-weight-sync 1 logs it",
         evidence={"version": version, "differ": different[:16], "missing": missing[:16], "extra": extra[:16]},
     )
     raise SyncError(difference.text())
+
+
+def _head_cause(loaded: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Return why only the output layer differs: one side ties it to the embedding, the other does not; else None."""
+    head = next((name for name in names if name.endswith(HEAD)), None)
+    embedding = next((name for name in loaded if name.endswith(EMBEDDING)), None)
+    if head is None or embedding is None or len(set(names)) > 1:
+        return None
+    if head not in loaded:
+        return f"The trainer has an output layer ({head}) of its own; the engine uses its embedding, {embedding}."
+    same = "the same values as" if loaded[head] == loaded[embedding] else "other values than"
+    return (
+        f"The engine has an output layer ({head}) of its own, with {same} its embedding ({embedding}); the trainer "
+        "ties the two."
+    )
 
 
 def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[str]:

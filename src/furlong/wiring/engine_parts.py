@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from furlong.config.checks.device_checks import sharing_problems
 from furlong.config.checks.engine_checks import is_served, is_started
 from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
@@ -223,11 +224,8 @@ def check_sharing(context: RunContext) -> None:
     flags = context.config.cluster
     if context.config.debug.debug_rollout_only:
         return
-    transport = context.config.sync.update_weight_transport
-    if problem := transport_spec(transport).one_gpu_problem:
-        raise ConfigError(
-            f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
-        )
+    if problems := list(sharing_problems(context.config)):
+        raise ConfigError(*problems)
     kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
     if kept:
         logger.warning(

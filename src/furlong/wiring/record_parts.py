@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import without_credentials
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
@@ -40,12 +41,10 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
                 "--num-epoch with --streaming-data: the number of rows is unknown until they are read; "
                 "use --num-rollout"
             )
-        num_rollout = per_epoch * int(config.data.num_epoch or 1) // config.data.rollout_batch_size
-        if not num_rollout:
-            raise ConfigError(
-                f"--num-epoch {config.data.num_epoch} of {per_epoch} prompts is less than one rollout of "
-                f"--rollout-batch-size {config.data.rollout_batch_size}; lower it, or use more prompts or epochs"
-            )
+        num_epoch, batch_size = int(config.data.num_epoch or 1), config.data.rollout_batch_size
+        if problem := epoch_problem(num_epoch, per_epoch, batch_size):
+            raise ConfigError(problem)
+        num_rollout = per_epoch * num_epoch // batch_size
         logger.info(
             "%d rollouts: %d prompts x %s epochs / %d prompts each",
             num_rollout,

@@ -11,7 +11,6 @@ from typing import Any
 
 from furlong.config.checks.engine_checks import is_started
 from furlong.config.checks.model_rules import returns_routes, routing_of
-from furlong.config.command_line import flags_as_written
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
@@ -32,10 +31,10 @@ from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
-from furlong.tools.run_diff import replay_differences
+from furlong.tools.run_diff import replay_problem
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
-from furlong.tracking.run_files import StepFile, read_flags, read_rows
+from furlong.tracking.run_files import StepFile, read_rows
 from furlong.wiring.run_context import RunContext
 
 ORDER = "order.jsonl"
@@ -153,9 +152,8 @@ def _order(context: RunContext) -> GroupOrder:
         return GroupOrder(file.append)
     if Path(run).resolve() == context.folder.resolve():
         raise ConfigError(f"--replay {run} is the directory of this run; set another --output-dir")
-    if different := replay_differences(read_flags(Path(run)), flags_as_written(context.config)):
-        shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
-        raise ConfigError(f"--replay {run}: the flags differ from that run's ({shown}); use the same flags")
+    if problem := replay_problem(run, context.config):
+        raise ConfigError(problem)
     rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
     return ReplayedOrder(rows, file.append, name=run)
 

@@ -120,6 +120,19 @@ def test_kl_to_another_reference_model_is_an_info() -> None:
     assert found.severity == "error"
 
 
+def test_kl_of_a_warm_start_is_an_info(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    warm = {"hf_checkpoint": "a", "load": str(tmp_path)}
+    for flags in (warm, {"hf_checkpoint": "a", "load": "saved", "finetune": True}):
+        [found] = diagnose({"train/kl_loss": 1.5}, **flags)
+        assert (found.severity, f"--load {flags['load']}" in found.cause) == ("info", True)
+        assert "the same weights" not in found.cause
+    [found] = diagnose({"train/kl_loss": 1.5}, **warm, ref_load=str(tmp_path))  # the reference is the start
+    assert found.severity == "error"
+    [found] = diagnose({"train/kl_loss": 1.5}, hf_checkpoint="a", load="saved")  # the first start of a resumable run
+    assert found.severity == "error"
+
+
 def test_a_gradient_is_compared_with_those_before_it() -> None:
     usual = [{"train/grad_norm": 0.5 + 0.1 * (i % 3)} for i in range(12)]
     assert read(*usual, {"train/grad_norm": 20.0}) == ["NUM03"]

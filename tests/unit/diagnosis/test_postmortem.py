@@ -78,6 +78,24 @@ def test_out_of_memory_on_a_gpu_has_phase_values_and_a_remedy() -> None:
     assert "--micro-batch-size 2;" in found.remedy
 
 
+HOST_OOM = """Traceback (most recent call last):
+  File "src/furlong/inference/embedded/engine.py", line 400, in _step
+    self.batch.step()
+RuntimeError: [enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to \
+allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)
+"""
+
+
+def test_host_memory_for_generation_names_flags_of_the_engine() -> None:
+    facts = {"smallest_change": "--max-tokens-per-gpu 2048"}
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "embedded_num_slots": 128}
+    [found] = diagnose(HOST_OOM, facts, **sizes, rollout_max_response_len=512)
+    assert (found.id, found.evidence["phase"]) == ("MEM02", "generation")
+    assert found.remedy == "use --embedded-num-slots 16 or --rollout-max-response-len 256 (now 512)"
+    [found] = diagnose(HOST_OOM.replace("_step", "forward_backward"), facts, **sizes)
+    assert "--max-tokens-per-gpu 2048" in found.remedy
+
+
 def test_a_full_disk_names_the_flag_of_checkpoints_or_of_weights_for_engines() -> None:
     line = "SyncError: weight_sync version 2: [Errno 28] No space left on device: '/fast/weights/v2/model.safetensors'"
     [found] = diagnose(line, update_weight_disk_dir="/fast/weights", save="/slow/save")

@@ -50,7 +50,7 @@ def cluster_problems(config: Config) -> Iterator[str]:
 
 def _engines(config: Config) -> Iterator[str]:
     """Problems of the engines of a run on Ray."""
-    topology, without = Topology.of(config), _without_engines(config)
+    topology, without = Topology.of(config), without_engines(config)
     if without and is_started(config) and not config.cluster.colocate:
         yield f"{without} needs no engines; remove --rollout-num-gpus"
     if not without and not is_served(config):
@@ -69,7 +69,7 @@ def _engines(config: Config) -> Iterator[str]:
 
 def _sharing(config: Config) -> Iterator[str]:
     """Problems of --colocate, with or without Ray."""
-    if without := _without_engines(config):
+    if without := without_engines(config):
         yield f"{without} needs no engines; remove --colocate"
     if config.rollout.async_buffer_size:
         yield Problem(
@@ -79,7 +79,7 @@ def _sharing(config: Config) -> Iterator[str]:
         )
 
 
-def _without_engines(config: Config) -> str:
+def without_engines(config: Config) -> str:
     """Return the flag that makes engines unnecessary; "" if the run generates."""
     if config.debug.debug_train_only:
         return "--debug-train-only"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.cluster_checks import cluster_problems
+from furlong.config.checks.device_checks import device_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
 from furlong.config.checks.model_rules import model_problems
 from furlong.config.checks.value_checks import (
@@ -38,8 +39,8 @@ def validate(config: Config, *, device_type: str | None = None) -> list[Problem]
     problems: list[str] = []
     for rule in _RULES:
         problems.extend(rule(config))
-    if device_type == "cpu" and config.debug.record_memory_history:
-        problems.append("--record-memory-history records GPU memory, and this machine has no GPU; remove it")
+    if device_type is not None:
+        problems.extend(device_problems(config, device_type))
     return [Problem(problem) for problem in problems]
 
 
@@ -130,6 +131,11 @@ def _required(config: Config) -> Problems:
             f"--start-rollout-id {data.start_rollout_id} leaves no rollouts: --num-rollout {data.num_rollout} "
             "counts from the first start of the run; raise --num-rollout"
         )
+    if data.streaming_data and data.num_rollout is None and data.num_epoch is not None:
+        yield (
+            f"--num-epoch {data.num_epoch} with --streaming-data: the number of rows is unknown until they are read; "
+            "use --num-rollout"
+        )
     if not data.rollout_global_dataset and data.num_rollout is None:
         yield "--num-epoch has no meaning with --disable-rollout-global-dataset; use --num-rollout"
 
@@ -145,6 +151,8 @@ def _batches(config: Config) -> Problems:
     if size is None or steps is None or samples != size * steps:
         left = f"--rollout-batch-size {batch} x --n-samples-per-prompt {n} = {samples}"
         right = f"--global-batch-size {_or_unset(size)} x --num-steps-per-rollout {_or_unset(steps)}"
+        if size is not None and steps is not None:
+            right += f" = {size * steps} samples"
         options = nearest_batch_settings(batch, n, size, steps)
         message = f"batch sizes do not match: {left} samples, but {right}; nearest valid settings: "
         yield Problem(message + "; ".join(options), "CFG01")

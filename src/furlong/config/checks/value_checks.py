@@ -16,6 +16,7 @@ _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 SHOWN = 5  # directory entries in a message
+HEAD_BYTES = 1 << 16  # of a file whose suffix is not known, to see what it contains
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")  # rows of `rewards.verifiers.REWARDS`
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
@@ -51,11 +52,31 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in _FORMATS:
-        way = f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`" if file.suffix == ".json" else ""
+        way = _as_json_lines(file) if file.suffix == ".json" else ""
         return (
             f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet{way}"
         )
     return None
+
+
+def _as_json_lines(file: Path) -> str:
+    """Return how to make JSON Lines of a .json file, by how it starts: rows, a list of them, or lists by key."""
+    with file.open("rb") as opened:
+        start = opened.read(HEAD_BYTES).lstrip()
+    line = start.partition(b"\n")[0]
+    if start.startswith(b"["):
+        return f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None  # an object over several lines, or a line longer than what was read
+    lists = [key for key, value in row.items() if isinstance(value, list)] if isinstance(row, dict) else []
+    is_document = row is None or (len(lists) == len(row) == 1 and start.strip() == line.strip())
+    if isinstance(row, dict) and not is_document:
+        return f": it contains JSON Lines already, `mv {file.name} {file.stem}.jsonl`"
+    key = lists[0] if lists else "KEY"
+    which = "" if lists else ", with the KEY whose list has the rows"
+    return f": `jq -c '.{key}[]' {file.name} > {file.stem}.jsonl`{which}"
 
 
 def set_name_problem(flag: str, name: str) -> str | None:
@@ -114,6 +135,16 @@ def verifier_problem(where: str, name: str) -> str | None:
     _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])
     ways = f"use one of {', '.join(RM_TYPES)}, each also as {BOXED}<name>, or --custom-rm-path"
     return f"{where} {name} is not a verifier; {hint or ways}"
+
+
+def epoch_problem(num_epoch: int, num_prompts: int, batch_size: int) -> str | None:
+    """Return why epochs of a file do not fill one rollout; None if they do."""
+    if num_prompts * num_epoch >= batch_size:
+        return None
+    return (
+        f"--num-epoch {num_epoch} of {num_prompts} prompts is less than one rollout of --rollout-batch-size "
+        f"{batch_size}; lower it, or use more prompts or epochs"
+    )
 
 
 def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:

@@ -31,13 +31,15 @@ ROWS = (
     Row(
         "CKPT03",
         "engine and trainer have different weights",
-        "R",
+        "PR",
         "error",
         symptom="The first rollout is garbled although the parameters were loaded.",
         cause="A tensor name is mapped to another layer (wrong offsets of pipeline stages), a tensor was quantized "
-        "during the transfer, the engine released a buffer and did not restore it, or the precision differs.",
-        checked="After the first weight update, checksums of tensors in the trainer against those in the engine: "
-        "all tensors with --check-weight-update-equal, otherwise a sample.",
+        "during the transfer, the engine released a buffer and did not restore it, the precision differs, or only one "
+        "side ties the output layer to the embedding.",
+        checked="Before the start, lm_head.weight against the embedding if config.json ties them. After the first "
+        "weight update, checksums of tensors in the trainer against those in the engine: all tensors with "
+        "--check-weight-update-equal, otherwise a sample.",
         remedy="The message names the first tensor that differs, with both shapes, dtypes and norms; use "
         "--check-weight-update-equal and --debug-weight-sync 1 to see all of them.",
         guides=(MD, SD),
@@ -50,7 +52,8 @@ ROWS = (
         symptom="Loading fails with a missing shard, or parts of the model keep random values.",
         cause="A download was interrupted, or a conversion left files out.",
         checked="Every shard of model.safetensors.index.json exists and has the length that its header states, every "
-        "tensor of the index is in its shard, every layer has tensors, and layers of one kind have the same number.",
+        "tensor of the index is in its shard, every layer has tensors, layers of one kind have the same number, and "
+        "shapes are those of config.json. The embedding has a row for every token of the tokenizer.",
         remedy="Download or convert the model again; `furlong check DIR` names the missing shard or layer.",
         guides=(SD,),
     ),
@@ -122,6 +125,18 @@ ROWS = (
         checked="The checks of CKPT04, and that every packed weight has its scales and shape.",
         remedy="Convert again; `furlong check DIR` names what is missing.",
         guides=(SD,),
+    ),
+    Row(
+        "QNT03",
+        "quantized weights to train from",
+        "P",
+        "error",
+        symptom="Loading a model ends with an ImportError of a quantization library.",
+        cause="The folder has weights in FP8, INT4 or another quantized format; trainer and embedded engine compute in "
+        "bfloat16, float16 or float32.",
+        checked="quantization_config in the config.json of --hf-checkpoint, --load and --ref-load, and the names and "
+        "dtypes of their tensors.",
+        remedy="Use the model's folder in bfloat16, or convert this one to bfloat16.",
     ),
     Row(
         "CFG01",
@@ -254,7 +269,8 @@ ROWS = (
         "error",
         symptom="The job hangs at submission, and Ray logs for minutes that it cannot connect to GCS.",
         cause="Nothing listens at --ray-address: Ray is not running there, or the address is wrong.",
-        checked="A connection to --ray-address, if it is HOST:PORT or ray://HOST:PORT.",
+        checked="A connection to --ray-address, if it is HOST:PORT; that Ray answers there, with the token of this "
+        "process if it uses token authentication; and its version.",
         remedy="Run `ray start` on that machine, or use the address that it printed; without --ray-address the run "
         "starts its own cluster on this machine.",
         guides=(MQ, SQ),

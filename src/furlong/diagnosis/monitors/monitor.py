@@ -22,6 +22,7 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config, by_field
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
+from furlong.core.checkpoint_folder import find_foreign_weights
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
 from furlong.tracking.run_files import EventLog
@@ -73,9 +74,19 @@ class RunFacts:
         return str(self.config.checkpoint.ref_load or self.model)
 
     @property
+    def initial_weights(self) -> str:
+        """Path of the folder that training starts from: --load if it only provides weights, else the model's."""
+        flags = self.config.checkpoint
+        if flags.load is not None and (flags.finetune or _is_foreign(Path(flags.load), flags.ckpt_step)):
+            return flags.load
+        return self.model
+
+    @property
     def is_own_reference(self) -> bool:
         """Whether training starts from the reference's weights, so that their first KL is 0."""
-        return self.reference == self.model
+        flags = self.config.checkpoint
+        is_same_step = self.initial_weights == self.model or flags.ckpt_step == flags.ref_ckpt_step
+        return is_same_step and self.reference == self.initial_weights
 
     @property
     def first_step(self) -> int:
@@ -139,6 +150,14 @@ class RunFacts:
         """The transport of weight updates, as `core.transports` names it."""
         sync = self.config.sync
         return transport_spec(sync.update_weight_transport, mode=sync.update_weight_mode).name
+
+
+def _is_foreign(folder: Path, step: int | None) -> bool:
+    """Whether a folder has a model of Hugging Face or Megatron-LM. False if it is not readable any more."""
+    try:
+        return find_foreign_weights(folder, step=step) is not None
+    except OSError:
+        return False
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -37,19 +37,25 @@ def reference_kl(now: StepContext) -> Alert | None:
     if kl is None or kl <= KL_JITTER:
         return None
     facts = now.facts
+    is_warm_start = not facts.is_own_reference and facts.initial_weights != facts.model
     severity = "error" if kl > KL_WRONG else "warning" if facts.is_own_reference else "info"
+    if is_warm_start:  # two models on purpose: their distance is no fault
+        severity = "info"
     cause, remedy = None, _equal_kernels_remedy(facts)
     if not facts.is_own_reference:
         cause = f"--ref-load {facts.reference} is a different model from --hf-checkpoint {facts.model}."
         remedy = "check --ref-load, or remove it to use --hf-checkpoint as the reference; ignore this if intended"
+    if is_warm_start:
+        cause = f"Training starts from --load {facts.initial_weights}, which differs from the reference."
+        remedy = f"none if the reference is intended; --ref-load {facts.initial_weights} compares with the start"
     return now.alert(
         "NUM01",
         f"KL from the policy to the reference is {kl:.3g} before any training "
-        f"(policy {facts.model}, reference {facts.reference})",
+        f"(policy {facts.initial_weights}, reference {facts.reference})",
         cause=cause,
         remedy=remedy,
         severity=severity,
-        evidence={"kl": kl, "model": facts.model, "reference": facts.reference},
+        evidence={"kl": kl, "model": facts.initial_weights, "reference": facts.reference},
         level=kl,
     )
 

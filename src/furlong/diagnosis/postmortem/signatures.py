@@ -265,7 +265,7 @@ def _less_memory(text: LogText) -> str:
         return remedy_of(str(change))
     flags, remedies = text.flags, list[str]()
     if tokens := flags.get("max_tokens_per_gpu"):
-        remedies.append(f"--max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})")
+        remedies.append(f"--use-dynamic-batch-size --max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})")
     elif int(flags.get("micro_batch_size") or 1) > 1:
         remedies.append(f"--micro-batch-size {int(flags['micro_batch_size']) // 2}")
     if not flags.get("recompute_activations"):
@@ -284,9 +284,22 @@ def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
         "MEM02",
         f"out of host memory in {phase} ({details})",
         cause="The process needed more than the machine, its container or `ulimit -v` allows.",
-        remedy=_less_memory(text),
+        remedy=_smaller_cache(text) if phase == "generation" else _less_memory(text),
         evidence=_evidence(text, match) | {"phase": phase},
     )
+
+
+def _smaller_cache(text: LogText) -> str:
+    """Suggest flags with which the embedded engine caches fewer tokens, with values."""
+    flags = text.flags
+    slots = int(flags.get("embedded_num_slots") or 1)
+    samples = int(flags.get("rollout_batch_size") or slots) * int(flags.get("n_samples_per_prompt") or 1)
+    running = min(slots, max(samples, 1))
+    fewer = f"--embedded-num-slots {running // 2}" if running > 1 else ""
+    length = flags.get("rollout_max_response_len")
+    shorter = f"--rollout-max-response-len {max(int(length) // 2, 1)} (now {length})" if length else ""
+    ways = " or ".join(filter(None, (fewer, shorter)))
+    return f"use {ways}" if ways else "use a smaller model or more memory: one sequence at a time does not fit"
 
 
 def _fixed(

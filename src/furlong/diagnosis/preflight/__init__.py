@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
@@ -17,7 +18,12 @@ from furlong.diagnosis.preflight import flag_checks as flags
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.diagnosis.preflight import model_checks as model
 from furlong.diagnosis.preflight import path_checks as paths
+from furlong.diagnosis.preflight import resume_checks as resume
+from furlong.diagnosis.preflight import weight_checks as stored
 from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.errors import CheckpointError, ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[[PreflightContext], Iterable[Diagnosis]]
 
@@ -26,18 +32,25 @@ CHECKS: tuple[Check, ...] = (
     flags.backend,
     flags.evaluation_sets,
     flags.chat_template,
+    flags.context_length,
     flags.kl_without_pull,
     flags.user_functions,
     flags.tool_tokens,
     flags.router_address,
-    flags.rollout_dumps,
     model.model_folder,
-    model.weights,
+    stored.weights,
+    stored.megatron_checkpoint,
+    stored.embedding,
+    stored.tied_head,
     checkpoint.folders_to_load,
     checkpoint.folder_to_save,
-    model.reference_tokens,
+    stored.reference_tokens,
     checkpoint.layout,
     checkpoint.resume_plan,
+    resume.checkpoint_model,
+    resume.checkpoint_data,
+    resume.rollout_dumps,
+    resume.replayed_run,
     model.no_template,
     model.templated_twice,
     model.of_another_family,
@@ -45,6 +58,7 @@ CHECKS: tuple[Check, ...] = (
     model.end_of_turn,
     model.stop_ids,
     data.files,
+    data.streamed_slice,
     data.rows,
     data.prompts_again,
     data.lengths,
@@ -58,6 +72,7 @@ CHECKS: tuple[Check, ...] = (
     machine.ray_cluster,
     machine.occupied_gpus,
     machine.engine_servers,
+    machine.device,
     model.kept_routers,
     model.own_head,
     machine.reproducibility,
@@ -68,30 +83,63 @@ CHECKS: tuple[Check, ...] = (
 )
 
 NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, flags.router_address, data.own_reward}
+REFUSED_AS = {ConfigError: "CFG05", CheckpointError: "CKPT01", DataError: "DATA01"}  # rows of what a check refuses
+REFUSALS = tuple(REFUSED_AS)
 
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
     """Run the checks and return their diagnoses, most severe first. `problems` are those of the flags themselves.
 
-    Modules of user functions are imported in a child process meanwhile, so the checks that need them run last. A check
-    that raises is reported as CHECK01.
+    Modules of user functions are imported in a child process meanwhile, so the checks that need them run last. An input
+    that a check refuses with furlong's own error is reported as a problem of that input. Another exception is CHECK01,
+    unless there is an error already: the check may depend on what that error is about, and runs again once it is
+    corrected.
     """
     context = PreflightContext(config, tuple(problems))
     trial = context.import_trial  # starts the child process
     diagnoses: dict[Check, list[Diagnosis]] = {check: [] for check in checks}
+    raised: list[tuple[Check, Exception]] = []
     try:
         for check in sorted(checks, key=lambda check: check in NEED_USER_CODE):
             try:
                 diagnoses[check].extend(check(context))
+            except REFUSALS as error:
+                diagnoses[check].extend(_refused(error))
             except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
-                diagnoses[check].append(_failed(check, error))
+                raised.append((check, error))
     finally:
         trial.close()
-    return most_severe_first([each for check in checks for each in diagnoses[check]])
+    has_error = any(each.severity == "error" for found in diagnoses.values() for each in found)
+    for check, error in raised:
+        if has_error:
+            logger.debug("the check %s was skipped", _name(check), exc_info=error)
+        else:
+            diagnoses[check].append(_failed(check, error))
+    return most_severe_first(list(_distinct(each for check in checks for each in diagnoses[check])))
+
+
+def _refused(error: Exception) -> Iterator[Diagnosis]:
+    """Report an input that a check refused, in the row of its kind."""
+    row = next(row for kind, row in REFUSED_AS.items() if isinstance(error, kind))
+    texts = error.problems if isinstance(error, ConfigError) else (str(error),)
+    yield from (flags.from_problem(text, row=row) for text in texts)
+
+
+def _distinct(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
+    """Leave out repetitions: several checks may read the same damaged file."""
+    seen = set[tuple[str, str]]()
+    for each in diagnoses:
+        if (each.finding, each.remedy) not in seen:
+            seen.add((each.finding, each.remedy))
+            yield each
+
+
+def _name(check: Check) -> str:
+    return f"{check.__module__.rpartition('.')[2].removesuffix('_checks')}.{check.__name__}"
 
 
 def _failed(check: Check, error: Exception) -> Diagnosis:
-    name = f"{check.__module__.rpartition('.')[2].removesuffix('_checks')}.{check.__name__}"
+    name = _name(check)
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-FRAMES:]
     where = "\n".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)

@@ -109,6 +109,9 @@ def _no_checkpoint(source: _Source) -> Diagnosis | None:
             find_checkpoint(source.folder, step=step, save_dir=source.save, flag=source.flag)
             return None
     except CheckpointError as error:
+        if "in the format torch" in str(error):
+            finding, _, remedy = str(error).removeprefix(f"{source.flag} ").rpartition("; ")
+            return diagnosis("CKPT01", f"{source.flag}: {finding}", cause="", remedy=remedy, evidence=source.evidence)
         others = [other for other in source.steps if other != step]
         return diagnosis(
             "CKPT01",
@@ -168,7 +171,7 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
     )
 
 
-def _resumed(context: PreflightContext) -> Path | None:
+def resumed(context: PreflightContext) -> Path | None:
     """Return the checkpoint that the run would resume from, if there is a readable one."""
     flags = context.config.checkpoint
     folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
@@ -186,11 +189,11 @@ def folder_to_save(context: PreflightContext) -> Iterator[Diagnosis]:
     flags = context.config.checkpoint
     if flags.save is None or context.config.data.num_rollout == 0:
         return
-    save, resumed = Path(flags.save), _resumed(context)
+    save, start = Path(flags.save), resumed(context)
     loaded = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
     if loaded is not None and loaded.resolve() == save.resolve():
         return  # its own; a kill may have left one that the tracker does not name
-    first = step_from_folder(resumed) if resumed is not None else context.config.data.start_rollout_id or 0
+    first = step_from_folder(start) if start is not None else context.config.data.start_rollout_id or 0
     later = [step for step in map(step_from_folder, find_complete_folders(save)) if step > first]
     if later:
         saved = f"rollout {later[0]}" if len(later) == 1 else f"rollouts {later[0]} to {later[-1]}"
@@ -204,7 +207,7 @@ def folder_to_save(context: PreflightContext) -> Iterator[Diagnosis]:
 
 def layout(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT05: a checkpoint of another layout or backend. Any can read it: tensors on disk are not sharded."""
-    folder = _resumed(context)
+    folder = resumed(context)
     if folder is None:
         return
     saved, current = _saved_backend(folder), _current_backend(context)
@@ -241,7 +244,7 @@ def _current_backend(context: PreflightContext) -> str:
 
 def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT06: what a checkpoint restores and lacks; CFG01: rollouts in it that do not fit this run."""
-    load, folder = context.config.checkpoint.load, _resumed(context)
+    load, folder = context.config.checkpoint.load, resumed(context)
     if folder is not None:
         yield _resume_summary(context, folder)
         yield from _mismatched_rollouts(context, folder)

@@ -207,12 +207,14 @@ def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: 
     if whole:
         return _rows(location, renderer.render(list(read_slice(reader, location))), is_whole=True)
     start, stop = location.start or 0, location.stop
+    if start < 0 or (stop is not None and stop < 0):
+        raw = list(read_slice(reader, location))
+        return _rows(location, renderer.render(raw[:FIRST_ROWS]), is_whole=len(raw) <= FIRST_ROWS)
     last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
     raw = list(islice(reader.read(Cursor(0)), start, last))
     if location.start is None and location.stop is None and len(raw) == FIRST_ROWS:
         raw += _rows_from_elsewhere(reader, after=raw[-1])
-    is_whole = len(raw) < FIRST_ROWS and start >= 0 and (stop is None or stop >= 0)
-    return _rows(location, renderer.render(raw), is_whole=is_whole)
+    return _rows(location, renderer.render(raw), is_whole=len(raw) < FIRST_ROWS)
 
 
 def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, is_whole: bool) -> SampledRows:

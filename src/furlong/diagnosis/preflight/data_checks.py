@@ -7,14 +7,16 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
-from furlong.config.checks.value_checks import BOXED
+from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.data.prompt import RejectedRow
+from furlong.data.row_readers import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
-from furlong.errors import RewardError
+from furlong.diagnosis.preflight.flag_checks import from_problem
+from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
 from furlong.tools.reward_test import answered, right_answer, unnamed_entry
@@ -46,6 +48,16 @@ def files(context: PreflightContext) -> Iterator[Diagnosis]:
             )
 
 
+def streamed_slice(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: a slice of --prompt-data that a stream cannot find."""
+    data = context.config.data
+    if context.reads_prompts and data.streaming_data and context.rows is not None:
+        try:
+            PromptDataPath.parse(str(data.prompt_data)).check_streamable()
+        except ConfigError as error:
+            yield from_problem(f"--prompt-data {error}")
+
+
 def rows(context: PreflightContext) -> Iterator[Diagnosis]:
     """DATA01, DATA02, TPL01: rows that cannot be used, by their problem."""
     for file in context.files:
@@ -65,9 +77,15 @@ def rows(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def prompts_again(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG01, as an info: a rollout needs more prompts than the file has, so some are repeated."""
+    """CFG01, as an info: a rollout needs more prompts than the file has; CFG05: so do all epochs together."""
     rows, data = context.rows, context.config.data
-    if rows is None or not rows.is_whole or rows.refused or data.num_epoch is not None or not rows.prompts:
+    if rows is None or not rows.is_whole or rows.refused or not rows.prompts:
+        return
+    if data.num_epoch is not None:
+        if data.num_rollout is None and (
+            problem := epoch_problem(data.num_epoch, len(rows.prompts), data.rollout_batch_size)
+        ):
+            yield from_problem(problem)
         return
     batch_size, num_prompts = data.rollout_batch_size, len(rows.prompts)
     if batch_size > num_prompts:

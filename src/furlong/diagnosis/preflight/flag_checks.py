@@ -50,8 +50,8 @@ def batch_values(context: PreflightContext) -> dict[str, Any]:
 def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: an unreadable --eval-config; HOOK01 and REW01: functions that it names."""
     path = context.config.eval.eval_config
-    if path is None:
-        return
+    if path is None or not Path(path).is_file():
+        return  # reported with the flags
     try:
         specs = eval_specs(context.config)
     except ConfigError as error:
@@ -78,6 +78,22 @@ def backend(context: PreflightContext) -> Iterator[Diagnosis]:
         layout = Layout.of(train, megatron, model.get("num_hidden_layers"))
         problems = *layout_flag_problems(train, megatron, model), *model_problems(model, layout)
         yield from (from_problem(problem) for problem in problems)
+
+
+def context_length(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: a --rollout-max-context-len beyond the positions of the model, which the embedded engine refuses."""
+    config, model = context.config, context.model
+    requested = config.rollout.rollout_max_context_len
+    longest = None if model is None else model.text_config.get("max_position_embeddings")
+    if config.cluster.engine != "embedded" or requested is None or not isinstance(longest, int) or requested <= longest:
+        return
+    yield diagnosis(
+        "CFG05",
+        f"--rollout-max-context-len {requested} exceeds max_position_embeddings {longest} of {context.model_dir}",
+        cause="",
+        remedy=f"use --rollout-max-context-len {longest} or less",
+        evidence={"requested": requested, "longest": longest},
+    )
 
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -149,23 +165,6 @@ def router_address(context: PreflightContext) -> Iterator[Diagnosis]:
             "--sglang-router-strategy cache_aware",
             severity="warning",
             evidence={"function": path},
-        )
-
-
-def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: --load-debug-rollout-data lacks the first rollout."""
-    config = context.config
-    template, first = config.debug.load_debug_rollout_data, config.data.start_rollout_id or 0
-    if template is None or config.checkpoint.load is not None:  # the checkpoint determines the first
-        return
-    path = Path(template.format(rollout_id=first))
-    if not path.is_file():
-        content = sorted(each.name for each in path.parent.iterdir())[:4] if path.parent.is_dir() else "no such folder"
-        yield diagnosis(
-            "CFG05",
-            f"--load-debug-rollout-data {template}: {path} does not exist ({path.parent} contains: {content})",
-            cause="--save-debug-rollout-data and --dump-details write one file per rollout.",
-            remedy="use the same pattern as --save-debug-rollout-data, or set --start-rollout-id",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shutil
@@ -11,12 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from furlong.config.checks.cluster_checks import without_engines
+from furlong.config.checks.device_checks import device_problems, start_problems
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.addresses import split_port
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse, cpu_quota, has_amx
 from furlong.models.hf_folder import read_json
@@ -26,7 +30,9 @@ from furlong.tools.gpu_memory import gpus_in_use, local_device
 from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
-RAY_CONNECT_S = 3.0  # to connect to a running cluster
+RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
+HTTP2_SETTINGS = 4  # type of the first frame of an HTTP/2 server
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 CONNECT_S = 1.0  # to connect to a server
 
 
@@ -273,24 +279,97 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
     """GPU05: no Ray cluster at --ray-address; Ray itself would retry for minutes."""
     address = context.config.cluster.ray_address
-    host, port = split_port((address or "").removeprefix("ray://"))
-    if not host or not port.isdecimal() or not uses_ray(context.config):
+    if address is None or not uses_ray(context.config):
+        return
+    if address.startswith("ray://"):
+        yield diagnosis(
+            "GPU05",
+            f"--ray-address {address} is the address of a Ray client, which tensors cannot pass",
+            cause="",
+            remedy="run on a machine of the cluster with --ray-address HOST:PORT or auto, or submit the command with "
+            "`ray job submit`",
+            evidence={"address": address},
+        )
+        return
+    host, port = split_port(address)
+    if not host or not port.isdecimal():
         return  # `auto`: Ray finds a cluster on this machine
     try:
-        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
+        speaks_grpc = _speaks_grpc(host, int(port))
     except (OSError, OverflowError) as error:
         yield diagnosis(
             "GPU05",
             f"--ray-address {address}: cannot connect ({error})",
             evidence={"address": address},
         )
+        return
+    if not speaks_grpc:
+        yield diagnosis(
+            "GPU05",
+            f"--ray-address {address}: a server listens there, but it is not Ray's: it does not speak gRPC",
+            cause="The port belongs to another program, or to Ray's dashboard (8265).",
+            remedy=f"use the address that `ray start` printed on the first machine, by default {host}:6379",
+            evidence={"address": address},
+        )
+
+
+def _speaks_grpc(host: str, port: int) -> bool:
+    """Whether a server answers the start of an HTTP/2 connection, as gRPC servers do. Raises OSError."""
+    with socket.create_connection((host, port), RAY_CONNECT_S) as connection:
+        connection.settimeout(RAY_CONNECT_S)
+        try:
+            connection.sendall(HTTP2_START)
+            answer = connection.recv(9)
+        except OSError:  # no answer in time, or the connection was closed
+            return False
+    return len(answer) == 9 and answer[3] == HTTP2_SETTINGS
 
 
 def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
-    """ENG05: external engines that do not listen."""
-    for address in context.config.cluster.rollout_external_engine_addrs or ():
-        url = address if "://" in address else f"http://{address}"
-        yield from _not_listening("ENG05", "--rollout-external-engine-addrs", address, url)
+    """ENG05: external engines that do not answer, or that this run cannot use."""
+    config, cluster = context.config, context.config.cluster
+    if cluster.engine != "external" or config.debug.debug_train_only or not context.generates:
+        return
+    from furlong.inference.sglang.external_servers import external_addresses, read_external  # imports torch
+
+    try:
+        addresses, _ = external_addresses(config)
+    except ConfigError as error:
+        yield _unusable_engine(error)
+        return
+    for url in addresses:
+        try:
+            read_external(config, url)
+        except ConfigError as error:
+            yield _unusable_engine(error)
+
+
+def _unusable_engine(error: ConfigError) -> Diagnosis:
+    finding, _, remedy = str(error).rpartition("; ")
+    if not finding:
+        finding, remedy = remedy, "use the address of an SGLang or `furlong serve` server"
+    return diagnosis("ENG05", finding, cause="", remedy=remedy, evidence={"problem": str(error)})
+
+
+def device(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
+    """CFG05 and CFG02: flags that need GPUs, or none. Assumes that the run uses the machine of the doctor."""
+    config = context.config
+    if config.cluster.ray_address is not None:
+        return  # checked when the run connects to that cluster
+    kind = visible_device(devices)
+    problems = list(device_problems(config, kind))
+    if not without_engines(config):
+        problems += start_problems(config, kind)
+    assumed = "no GPU" if kind == "cpu" else "a GPU"
+    for problem in problems:
+        found = from_problem(problem, {"device": kind, "is_assumed": True})
+        yield dataclasses.replace(found, cause=f"Assumed: the run uses this machine, which has {assumed}.")
+
+
+def visible_device(devices: Path = Path("/dev")) -> str:
+    """Return "cuda" if this process may use a GPU, else "cpu". Does not import torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "cuda" if _gpu_files(devices) and visible not in ("", "-1") else "cpu"
 
 
 def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:

@@ -1,4 +1,4 @@
-"""CKPT07, CKPT04, QNT, NUM01, SYNC, TPL and STOP rows: the model folder, its reference, and its chat template."""
+"""CKPT07, SYNC, TPL and STOP rows: the model folder and its chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import COMPLETE, check_folder, read_json
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
-from furlong.tools.model_folder import check_model, completeness, quantization
 from furlong.tools.template_test import (
     Conversation,
     ConversationCheck,
@@ -24,6 +23,7 @@ from furlong.tools.template_test import (
     foreign_marker,
     generation_ends,
     marks_of,
+    mixed_findings,
     prompt_findings,
     read_tokenizer,
     rewriting_findings,
@@ -31,7 +31,6 @@ from furlong.tools.template_test import (
 )
 
 COMPLETE_MODEL = "use a complete Hugging Face model folder with --hf-checkpoint"
-MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN_CONVERSATIONS = 16
 ROUTERS = r"mlp\.gate\.weight"
 
@@ -79,44 +78,6 @@ def _is_known_family(name: str) -> bool:
     return not texts or any(f'"{name}"' in text for text in texts)
 
 
-def weights(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT04, QNT01 and QNT02: the model's shards, layers and quantization."""
-    folder = context.model_dir
-    if context.model is not None:
-        yield from completeness(context.model)
-        yield from quantization(context.model)
-    elif folder is not None and (folder / "config.json").is_file():
-        yield from check_model(folder)
-
-
-def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """NUM01: a reference model with another vocabulary, so that its log-probs are those of other texts."""
-    reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
-    if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
-        return
-    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of tokens that it lacks."
-    remedy = "use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load"
-    config = read_json(folder / "config.json")
-    size = (config.get("text_config") or config).get("vocab_size")
-    if isinstance(size, int) and size < len(tokenizer):
-        finding = f"--ref-load {folder} has {size} tokens, --hf-checkpoint {context.model_dir} {len(tokenizer)}"
-        yield diagnosis("NUM01", finding, cause=cause, remedy=remedy, evidence={"vocab_size": size})
-        return
-    if not (folder / "tokenizer.json").is_file():
-        return
-    vocab, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
-    moved = [token for token, number in vocab.items() if other.get(token) != number]
-    if len(moved) > MOVED * len(vocab):
-        yield diagnosis(
-            "NUM01",
-            f"--ref-load {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint {context.model_dir} have "
-            f"another id there or none (for example {moved[0]!r})",
-            cause=cause,
-            remedy=remedy,
-            evidence={"moved": len(moved), "tokens": len(vocab)},
-        )
-
-
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
     data, tokenizer = context.config.data, context.tokenizer
@@ -152,6 +113,8 @@ def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
     if context.tokenizer is None or not context.generates:
         return
     prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
+    if not context.config.data.apply_chat_template:
+        yield from mixed_findings(prompts, context.tokenizer, name=name)
     marker = foreign_marker(prompts, context.tokenizer)
     if marker is not None:
         mark, count = marker

@@ -33,7 +33,8 @@ def url_of(address: str) -> str:
     text = address if "://" in address else f"http://{address}"
     try:
         url = httpx.URL(text)
-        is_right = url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/")
+        has_port = "://" in address or url.port is not None
+        is_right = url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/") and has_port
     except httpx.InvalidURL:
         is_right = False
     if not is_right:

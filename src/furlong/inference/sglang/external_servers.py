@@ -22,26 +22,43 @@ def connect_external(config: Config) -> tuple[list[SglangServer], SglangServer |
     A server with settings that this run cannot use is a ConfigError, too.
     """
     cluster = config.cluster
-    addresses: Sequence[str] = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
-    if cluster.sglang_router_ip is None:
-        return [_connect(config, url) for url in addresses], None
-    url = url_of(host_and_port(cluster.sglang_router_ip, cluster.sglang_router_port or 0))
-    addresses = _behind_router(url, addresses, cluster.sglang_api_key)
+    addresses, router_url = external_addresses(config)
+    servers = [_connect(config, url) for url in addresses]
+    if router_url is None:
+        return servers, None
     router = SglangServer(
-        url,
+        router_url,
         ServerInfo.read({}),
         api_key=cluster.sglang_api_key,
         concurrency=cluster.sglang_server_concurrency * len(addresses),
         timeout_s=cluster.sglang_router_request_timeout_secs,
         keeps_together=False,
     )
-    return [_connect(config, url) for url in addresses], router
+    return servers, router
+
+
+def external_addresses(config: Config) -> tuple[Sequence[str], str | None]:
+    """Return the URLs of the servers, and that of the router in front of them, if any.
+
+    Raises ConfigError for a malformed address, a router that does not answer, or one with other servers.
+    """
+    cluster = config.cluster
+    addresses = [url_of(address) for address in cluster.rollout_external_engine_addrs or ()]
+    if cluster.sglang_router_ip is None:
+        return addresses, None
+    url = url_of(host_and_port(cluster.sglang_router_ip, cluster.sglang_router_port or 0))
+    return _behind_router(url, addresses, cluster.sglang_api_key), url
+
+
+def read_external(config: Config, url: str) -> ServerInfo:
+    """Ask a server for its settings. Raises ConfigError if it does not answer, or this run cannot use it."""
+    info = ServerInfo.read(probe(url, api_key=config.cluster.sglang_api_key))
+    _check_external(info, url, config)
+    return info
 
 
 def _connect(config: Config, url: str) -> SglangServer:
-    cluster = config.cluster
-    info = ServerInfo.read(probe(url, api_key=cluster.sglang_api_key))
-    _check_external(info, url, config)
+    cluster, info = config.cluster, read_external(config, url)
     logger.info("engine %s: %s, dtype %s, tp %d", url, info.software, info.dtype, info.tp_size)
     return SglangServer(
         url,

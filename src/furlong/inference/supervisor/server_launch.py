@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -11,16 +10,14 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.device_checks import start_problems
 from furlong.config.checks.model_rules import returns_routes
 from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts, served_models
 from furlong.config.evaluation import eval_specs
 from furlong.config.sections import Config
-from furlong.config.topology import uses_ray
 from furlong.core.addresses import host_and_port, is_loopback
 from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
-from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.host import HostGpus
 
@@ -231,11 +228,18 @@ def _needs_text(config: Config) -> bool:
 
 def _check_key(key: str | None, index: int, address: str) -> None:
     """Raise ConfigError for a server without an API key at an address that other machines can reach."""
-    if not key and not is_loopback(address):
-        raise ConfigError(
-            f"engine {index} would listen on {address} without an API key, where other machines could replace its "
-            f"weights; set --sglang-api-key or {API_KEY_VARIABLE}"
-        )
+    if problem := key_problem(key, f"engine {index}", address):
+        raise ConfigError(problem)
+
+
+def key_problem(key: str | None, who: str, address: str) -> str | None:
+    """Return the problem of a server without an API key at an address that other machines can reach, else None."""
+    if key or is_loopback(address):
+        return None
+    return (
+        f"{who} would listen on {address} without an API key, where other machines could replace its weights; set "
+        f"--sglang-api-key or {API_KEY_VARIABLE}"
+    )
 
 
 def module_command(module: str, key: str | None) -> list[str]:
@@ -261,36 +265,5 @@ def argv_from_options(values: Mapping[str, Any]) -> list[str]:
 
 def check_startable(config: Config, device: str) -> None:
     """Check for SGLang, sglang-router and GPUs. Raises ConfigError for what is missing."""
-    if not is_started(config):
-        return
-    strategy = config.engines.sglang_router_strategy
-    if config.cluster.engine == "sglang":
-        is_on_cpu = config.engines.sglang_options.get("device") == "cpu"
-        if is_on_cpu:
-            _check_sglang_on_cpu(config, device)
-        elif device != "cuda" and not uses_ray(config):  # a cluster has reserved its GPUs
-            raise ConfigError(
-                "--engine sglang needs a CUDA GPU, but none is visible; use --engine embedded on a CPU, or "
-                "--sglang-device cpu with a CPU build of SGLang"
-            )
-        if importlib.util.find_spec("sglang") is None:
-            raise ConfigError("--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'")
-    if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
-        raise ConfigError(
-            f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "
-            "--sglang-router-strategy direct"
-        )
-
-
-def _check_sglang_on_cpu(config: Config, device: str) -> None:
-    """Raise ConfigError for settings that SGLang on CPUs does not support."""
-    if device == "cuda":
-        raise ConfigError(
-            "--sglang-device cpu, but the trainer is on a GPU and cannot send weights to a CPU engine; remove it, or "
-            "hide the GPU with CUDA_VISIBLE_DEVICES="
-        )
-    if config.cluster.colocate:
-        raise ConfigError("--sglang-device cpu with --colocate, which shares GPUs; remove --colocate")
-    transport = config.sync.update_weight_transport
-    if problem := transport_spec(transport).cpu_problem:
-        raise ConfigError(f"--sglang-device cpu with --update-weight-transport {transport}: {problem}")
+    if problems := list(start_problems(config, device)):
+        raise ConfigError(*problems)

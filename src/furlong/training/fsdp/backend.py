@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.batch import FlopsModel, MicroBatch
+from furlong.core.checkpoint_folder import dist_with_fsdp
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
@@ -100,7 +101,13 @@ class FsdpBackend(Backend):
         choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
-        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model."""
+        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model.
+
+        Raises ConfigError for a Megatron-LM checkpoint.
+        """
+        if is_dist_folder(folder):
+            flag = "--load" if is_trained else "--ref-load"
+            raise ConfigError(dist_with_fsdp(flag, folder, self.settings.hf_checkpoint))
         is_checkpoint = (folder / trainer_files.META).exists()
         source, dtype = self.settings.hf_checkpoint if is_checkpoint else folder, self.settings.dtype
         packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
@@ -111,12 +118,6 @@ class FsdpBackend(Backend):
 
     def _load_start(self, folder: Path) -> PackedModel:
         """Load the initial policy."""
-        if is_dist_folder(folder):
-            raise ConfigError(
-                f"{folder} is a Megatron-LM checkpoint, which --train-backend fsdp cannot load; convert it to a "
-                f"Hugging Face folder: furlong convert megatron-to-hf {folder} DIR --hf-checkpoint "
-                f"{self.settings.hf_checkpoint}"
-            )
         packed = self._load(folder, prepare=self._prepare, is_trained=True)
         logger.info("loaded weights from %s", folder)
         return packed

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from furlong.config.checks.device_checks import attention_problem
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
@@ -390,14 +391,11 @@ class MegatronBackend(PipelinedBackend):
 
 def _check(settings: BackendSettings) -> None:
     """Raise ConfigError for settings that this backend does not support on this device."""
-    device, dtype, context = settings.device.type, settings.dtype, settings.train.context_parallel_size
+    device, dtype = settings.device.type, settings.dtype
     if dtype == torch.float64:
         raise ConfigError("--train-backend megatron does not support float64; use --bf16 or --fp32")
-    if settings.megatron.attention_backend == "flash" and (device != "cuda" or dtype != torch.bfloat16 or context > 1):
-        raise ConfigError(
-            "--attention-backend flash needs CUDA, bfloat16 and no --context-parallel-size; this run has "
-            f"{device}, {str(dtype).removeprefix('torch.')} and {context}; use auto"
-        )
+    if problem := attention_problem(settings.train, settings.megatron, device, str(dtype).removeprefix("torch.")):
+        raise ConfigError(problem)
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:

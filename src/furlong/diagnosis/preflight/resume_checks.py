@@ -1,0 +1,142 @@
+"""CKPT01, CFG05 and DATA01 rows: what a run continues or replays: its checkpoint's model and data, dumps, runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.checkpoint_folder import read_state, step_from_folder
+from furlong.core.text import abbreviate
+from furlong.data.prompt import PromptFormat
+from furlong.data.row_readers import PromptDataPath
+from furlong.data.source import check_same_settings, prompt_settings
+from furlong.diagnosis.preflight.checkpoint_checks import resumed
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.flag_checks import from_problem
+from furlong.errors import CheckpointError, DataError
+from furlong.tools.model_folder import StoredTensor, read_header
+from furlong.tools.run_diff import replay_problem
+from furlong.tracking.rollout_dump import check_dump, load_samples
+
+SHOWN = 3
+COUNTED = ("num_prompts",)  # settings that are known only once the whole file was read
+
+
+def checkpoint_model(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT01: a checkpoint of another model than --hf-checkpoint, by names and shapes of its weights."""
+    folder, model = resumed(context), context.model
+    if folder is None or model is None or not model.tensors:
+        return
+    saved: dict[str, StoredTensor] = {}
+    try:
+        for path in sorted((folder / "trainer").glob("trainer_weights*.safetensors")):
+            saved |= read_header(path).tensors
+    except CheckpointError:  # damaged: loading compares checksums and reports it
+        return
+    shapes = [
+        f"{name} is {list(tensor.shape)}, in the model {list(model.tensors[name].shape)}"
+        for name, tensor in saved.items()
+        if name in model.tensors and tensor.shape != model.tensors[name].shape
+    ]
+    unknown = [name for name in saved if name not in model.tensors and not _is_head(name)]
+    absent = _layers_of(model.tensors) - _layers_of(saved) if saved else set[str]()
+    parts = [f"{len(shapes)} tensors have another shape ({'; '.join(shapes[:SHOWN])})"] if shapes else []
+    if saved and len(unknown) * 2 > len(saved):
+        parts.append(f"the model has no {abbreviate(unknown, SHOWN)}")
+    elif extra := _layers_of(saved) - _layers_of(model.tensors):
+        parts.append(f"the model has no layers {abbreviate(sorted(extra), SHOWN)}")
+    layers = model.text_config.get("num_hidden_layers")
+    if absent := {layer for layer in absent if int(layer.rpartition(".")[2]) < (layers or math.inf)}:
+        parts.append(f"the checkpoint has no layers {abbreviate(sorted(absent), SHOWN)}")
+    if parts:
+        yield diagnosis(
+            "CKPT01",
+            f"--load {context.config.checkpoint.load}: {folder.name} is of another model than --hf-checkpoint "
+            f"{context.model_dir}: {'; '.join(parts)}",
+            cause="",
+            remedy="use the --hf-checkpoint of the run that saved it, or another --load",
+            evidence={"folder": str(folder), "shapes": shapes[:SHOWN], "unknown": unknown[:SHOWN]},
+        )
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith("lm_head.weight")  # stored or not, depending on how it is tied
+
+
+def _layers_of(names: Mapping[str, StoredTensor]) -> set[str]:
+    """Return the numbered layers among tensor names, such as `model.layers.3`."""
+    parts = (name.split(".") for name in names)
+    return {
+        ".".join(part[: i + 1])
+        for part in parts
+        for i in range(1, len(part))
+        if part[i].isdecimal() and part[i - 1] == "layers"
+    }
+
+
+def checkpoint_data(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT01: a checkpoint whose data position is of other data, or of another order."""
+    folder, data = resumed(context), context.config.data
+    if folder is None or not context.reads_prompts or context.rows is None:
+        return
+    saved = read_state(folder).get("source", {}).get("settings")
+    if not isinstance(saved, dict):
+        return
+    location = PromptDataPath.parse(str(data.prompt_data))
+    now = prompt_settings(
+        location, PromptFormat.of(context.config), skip_bad_rows=context.config.fault.skip_bad_rows
+    ) | {"streaming": data.streaming_data, "shuffle": data.rollout_shuffle, "rollout_seed": data.rollout_seed}
+    shared = {key: value for key, value in saved.items() if key in now and key not in COUNTED}
+    try:
+        check_same_settings(shared, {key: now[key] for key in shared})
+    except CheckpointError as error:
+        finding, _, remedy = str(error).rpartition("; ")
+        yield diagnosis(
+            "CKPT01",
+            f"--load {context.config.checkpoint.load}, {folder.name}: {finding}",
+            cause="",
+            remedy=remedy,
+            evidence={"folder": str(folder)},
+        )
+
+
+def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: dumps of --load-debug-rollout-data that are missing; DATA01: those that are not dumps."""
+    config = context.config
+    template, folder = config.debug.load_debug_rollout_data, resumed(context)
+    if template is None or "{rollout_id}" not in template:
+        return
+    first = config.data.start_rollout_id or 0 if folder is None else step_from_folder(folder)
+    last = max(config.data.num_rollout or 0, first + 1)
+    paths = {number: Path(template.replace("{rollout_id}", str(number))) for number in range(first, last)}
+    missing = [number for number, path in paths.items() if not path.is_file()]
+    if missing:
+        parent = paths[missing[0]].parent
+        content = sorted(each.name for each in parent.iterdir())[:4] if parent.is_dir() else "no such folder"
+        num_missing = f"{len(missing)} of {len(paths)} rollouts have no dump; " if len(paths) > 1 else ""
+        yield diagnosis(
+            "CFG05",
+            f"--load-debug-rollout-data {template}: {num_missing}{paths[missing[0]]} does not exist ({parent} "
+            f"contains: {content})",
+            cause="--save-debug-rollout-data and --dump-details write one file per rollout.",
+            remedy="use the same pattern as --save-debug-rollout-data, or set --start-rollout-id"
+            if missing[0] == first
+            else f"use --num-rollout {missing[0]}, or record the others",
+            evidence={"missing": missing[:SHOWN], "num_missing": len(missing)},
+        )
+    for number, path in paths.items():
+        if number not in missing:
+            try:
+                (load_samples if number == first else check_dump)(path)
+            except DataError as error:
+                yield from_problem(f"--load-debug-rollout-data: {error}", {"rollout_id": number}, "DATA01")
+                return
+
+
+def replayed_run(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: a run for --replay that was recorded with other flags."""
+    run = context.config.debug.replay
+    if run is not None and (Path(run) / "order.jsonl").is_file() and (problem := replay_problem(run, context.config)):
+        yield from_problem(problem)

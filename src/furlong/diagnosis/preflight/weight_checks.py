@@ -1,0 +1,187 @@
+"""CKPT04, CKPT07, QNT and NUM01 rows: the folders whose weights the run loads, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
+from furlong.core.text import abbreviate
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.flag_checks import from_problem
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.hf_folder import check_folder, quantization_problem, read_json
+from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, read_model
+from furlong.tools.model_shapes import EMBEDDING, HEAD, misfits
+from furlong.tools.template_test import read_tokenizer
+
+MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
+SHOWN = 3
+TABLE = "embed_tokens.weight"  # end of the embedding's name
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A folder that weights are loaded from, and the flag that names it."""
+
+    flag: str
+    folder: Path
+    known: StoredModel | None = None
+
+    @cached_property
+    def model(self) -> StoredModel | None:
+        """Its headers and config.json; None if they cannot be read."""
+        if self.known is not None:
+            return self.known
+        try:
+            return read_model(self.folder)
+        except (ConfigError, CheckpointError):
+            return None
+
+
+def _foreign(context: PreflightContext) -> list[_Weights]:
+    """Return the folders of --load and --ref-load that furlong did not save."""
+    flags = context.config.checkpoint
+    named = ("--load", flags.load, flags.ckpt_step), ("--ref-load", flags.ref_load, flags.ref_ckpt_step)
+    found: list[_Weights] = []
+    for flag, folder, step in named:
+        if folder is None or not Path(folder).is_dir() or (Path(folder) / "ledger.jsonl").is_file():
+            continue  # reported with the flags, or as the folder of a run
+        foreign = find_foreign_weights(Path(folder), step=step)
+        if foreign is not None and foreign != context.model_dir:
+            found.append(_Weights(flag, foreign))
+    return found
+
+
+def _models(context: PreflightContext) -> list[_Weights]:
+    """Return the Hugging Face folders that weights are loaded from."""
+    own = [] if context.model_dir is None else [_Weights("--hf-checkpoint", context.model_dir, context.model)]
+    own = [each for each in own if (each.folder / "config.json").is_file()]
+    return own + [each for each in _foreign(context) if not (each.folder / DIST_INDEX).is_file()]
+
+
+def weights(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT04: shards, layers and shapes of every model that the run loads; QNT03: quantized weights."""
+    for each in _models(context):
+        try:
+            check_folder(each.folder, weights=True)
+        except ConfigError as error:
+            if each.flag != "--hf-checkpoint":  # else reported by model.model_folder
+                finding, _, remedy = str(error).partition(". ")
+                yield diagnosis(
+                    "CKPT07", f"{each.flag}: {finding}", remedy=remedy, evidence={"folder": str(each.folder)}
+                )
+            continue
+        if each.model is None:
+            yield from check_model(each.folder)
+            continue
+        incomplete = list(completeness(each.model))
+        yield from incomplete
+        dtypes = {name: tensor.dtype for name, tensor in each.model.tensors.items()}
+        if problem := quantization_problem(each.folder, each.model.config, dtypes):
+            yield from_problem(f"{each.flag} {problem}", {"folder": str(each.folder)}, "QNT03")
+        elif not incomplete:
+            yield from _shapes(each.flag, each.model)
+
+
+def _shapes(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
+    """CKPT04: tensors that config.json needs, but are missing or have another shape."""
+    missing, other = misfits(model)
+    parts = [f"{len(missing)} tensors are missing: {abbreviate(missing, SHOWN)}"] if missing else []
+    parts += [f"{len(other)} tensors have another shape: {'; '.join(other[:SHOWN])}"] if other else []
+    if parts:
+        yield diagnosis(
+            "CKPT04",
+            f"{flag} {model.folder}: the weights do not fit config.json: {'; '.join(parts)}",
+            cause="config.json was edited or belongs to another model, or a conversion left tensors out.",
+            remedy=f"use the config.json that belongs to these weights, or download {model.folder} again",
+            evidence={"folder": str(model.folder), "missing": missing[:SHOWN], "shapes": other[:SHOWN]},
+        )
+
+
+def tied_head(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT03: an output layer that differs from the embedding, although config.json ties them."""
+    for each in _models(context):
+        model = each.model
+        if model is None or not model.text_config.get("tie_word_embeddings"):
+            continue
+        head, table = (next((n for n in model.tensors if n.endswith(end)), None) for end in (HEAD, TABLE))
+        if head is not None and table is not None and not has_same_values(model, head, table):
+            yield diagnosis(
+                "CKPT03",
+                f"{each.flag} {each.folder}: config.json has tie_word_embeddings true, but {head} is stored beside "
+                f"{table} with other values",
+                cause="Trainer and engine may use different ones of the two as the output layer.",
+                remedy='set "tie_word_embeddings": false in config.json if the model was trained with both; otherwise '
+                f"remove {head} from the files",
+                evidence={"folder": str(each.folder), "head": head, "embedding": table},
+            )
+
+
+def embedding(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT04: tokens of the tokenizer without a row in the embedding."""
+    model, tokenizer = context.model, context.tokenizer
+    if model is None or tokenizer is None:
+        return
+    table = model.tensors.get(EMBEDDING)
+    size = table.shape[0] if table is not None and table.shape else model.text_config.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+    if not beyond:
+        return
+    prompts = context.rows.prompts if context.rows is not None else []
+    used = sorted({number for prompt in prompts for number in prompt.tokens if number >= size})
+    first, token = beyond[0]
+    yield diagnosis(
+        "CKPT04",
+        f"{context.model_dir}: the embedding has {size} rows, but the tokenizer has {len(beyond)} tokens with ids of "
+        f"{size} or more (the first is {token!r}, {first})"
+        + (f", and prompts contain them ({abbreviate([str(each) for each in used], SHOWN)})" if used else ""),
+        cause="The tokenizer belongs to another model, or tokens were added without resizing the embedding.",
+        remedy="use the model's own tokenizer files, or resize the embedding once (resize_token_embeddings) and save "
+        "the model",
+        severity=None if used or len(beyond) > MOVED * size else "warning",
+        evidence={"rows": size, "num_beyond": len(beyond), "used": used[:SHOWN]},
+    )
+
+
+def megatron_checkpoint(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CKPT01: a Megatron-LM checkpoint (torch_dist) with --train-backend fsdp."""
+    if context.config.train.train_backend != "fsdp":
+        return
+    for each in _foreign(context):
+        if (each.folder / DIST_INDEX).is_file():
+            problem = dist_with_fsdp(each.flag, each.folder, str(context.config.rollout.hf_checkpoint))
+            yield from_problem(problem, {"folder": str(each.folder)}, "CKPT01")
+
+
+def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
+    """NUM01: a reference model with another vocabulary, so that its log-probs are those of other texts."""
+    reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
+    if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
+        return
+    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of tokens that it lacks."
+    remedy = "use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load"
+    config = read_json(folder / "config.json")
+    size = (config.get("text_config") or config).get("vocab_size")
+    if isinstance(size, int) and size < len(tokenizer):
+        finding = f"--ref-load {folder} has {size} tokens, --hf-checkpoint {context.model_dir} {len(tokenizer)}"
+        yield diagnosis("NUM01", finding, cause=cause, remedy=remedy, evidence={"vocab_size": size})
+        return
+    if not (folder / "tokenizer.json").is_file():
+        return
+    vocab, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
+    moved = [token for token, number in vocab.items() if other.get(token) != number]
+    if len(moved) > MOVED * len(vocab):
+        yield diagnosis(
+            "NUM01",
+            f"--ref-load {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint {context.model_dir} have "
+            f"another id there or none (for example {moved[0]!r})",
+            cause=cause,
+            remedy=remedy,
+            evidence={"moved": len(moved), "tokens": len(vocab)},
+        )

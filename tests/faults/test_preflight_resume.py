@@ -1,0 +1,106 @@
+"""Faults of what a run continues or replays: found before the start, each with its fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.test_preflight_checkpoints import write_checkpoint
+from faults.world import names, only
+from faults_marker import fault
+from furlong.core.sample import Group, Sample
+from furlong.data.prompt import PromptFormat
+from furlong.data.row_readers import PromptDataPath
+from furlong.data.source import prompt_settings
+from furlong.tracking.rollout_dump import save_samples
+from stored_models import dense_layer, write_safetensors
+
+
+def with_weights(folder: Path, tensors: dict[str, Any]) -> None:
+    write_safetensors(folder / "trainer" / "trainer_weights.safetensors", tensors)
+    rewrite_manifest(folder)
+
+
+def rewrite_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file() and p != path}
+    path.write_text(json.dumps({"format": 1, "step": 3, "files": sizes}))
+
+
+@fault("CKPT01")
+def test_a_checkpoint_of_another_model(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    asked = {"load": save, "num_rollout": 9}
+    with_weights(folder, dense_layer(0, dtype="F32") | dense_layer(1, dtype="F32"))
+    only(world.look(**asked), "CKPT06", "info")
+    with_weights(folder, dense_layer(0, width=16) | dense_layer(1, width=16))
+    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
+    assert names(found.finding, "another model", "q_proj.weight is [16, 16], in the model [8, 8]")
+    with_weights(folder, dense_layer(0) | dense_layer(1) | dense_layer(2))
+    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
+    assert "model.layers.2" in found.finding
+    with_weights(folder, dense_layer(0))
+    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
+    assert "model.layers.1" in found.finding
+
+
+@fault("CKPT01")
+def test_a_checkpoint_of_other_data(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    settings = prompt_settings(
+        PromptDataPath.parse(str(world.data)), PromptFormat(label_key="label"), skip_bad_rows=False
+    )
+    settings |= {"streaming": False, "num_prompts": 24, "shuffle": False, "rollout_seed": 42}
+    asked = {"load": save, "num_rollout": 9, "rollout_seed": 42}
+
+    def write_state(**changes: Any) -> None:
+        state = {"ahead": [], "ledger": {}, "source": {"settings": settings | changes}}
+        (folder / "state.json").write_text(json.dumps(state))
+        rewrite_manifest(folder)
+
+    write_state()
+    only(world.look(**asked), "CKPT06", "info")
+    write_state(size=1)
+    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
+    assert names(found.finding, "other data", "size was 1")
+    assert "--finetune" in found.remedy
+    write_state()
+    found = only([each for each in world.look(**asked | {"rollout_seed": 7}) if each.id != "CKPT06"], "CKPT01")
+    assert "rollout_seed was 42, is 7" in found.finding
+
+
+@fault("DATA01")
+def test_dumps_after_the_first_are_looked_at(world):
+    template = world.folder / "dumps" / "{rollout_id}.pt"
+    for number in range(3):
+        save_samples(
+            str(template).format(rollout_id=number), number, [Group(0, [Sample(tokens=[1, 2], response_length=1)])]
+        )
+    asked = {"load_debug_rollout_data": template, "num_rollout": 3, "prompt_data": None, "label_key": None}
+    assert [each.text() for each in world.look(**asked) if each.severity == "error"] == []
+    last = world.folder / "dumps" / "2.pt"
+    content = last.read_bytes()
+    last.write_bytes(b"PK\x03\x04" + content)
+    found = only([each for each in world.look(**asked) if each.severity == "error"], "DATA01")
+    assert names(found.finding, str(last), "pickled")
+    last.write_bytes(b"{}")
+    found = only([each for each in world.look(**asked) if each.severity == "error"], "DATA01")
+    assert str(last) in found.finding
+    last.unlink()
+    found = only([each for each in world.look(**asked) if each.severity == "error"], "CFG05")
+    assert names(found.finding, "1 of 3", str(last))
+    assert "--num-rollout 2" in found.remedy
+
+
+@pytest.mark.parametrize("data", [b"PK\x03\x04", b"\x80\x04"])
+def test_a_first_dump_of_slime_is_refused(world, data):
+    (world.folder / "0.pt").write_bytes(data)
+    asked = {"load_debug_rollout_data": world.folder / "{rollout_id}.pt", "num_rollout": 1}
+    found = [each for each in world.look(**asked) if each.severity == "error"]
+    assert [each.id for each in found] == ["DATA01"]
+    assert "pickled" in found[0].finding

@@ -1,0 +1,195 @@
+"""Faults of the folders whose weights a run loads: found before the start, each with its fix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from faults.world import names, only
+from faults_marker import fault
+from furlong.core.checkpoint_folder import TRACKER
+from furlong.errors import ConfigError
+from furlong.models.hf_model import load_model
+from runs import write_model
+from stored_models import dense_layer, write_safetensors, write_stored_model
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> Path:
+    """A model folder of transformers, with everything that config.json needs."""
+    return write_model(tmp_path_factory.mktemp("complete") / "model")
+
+
+@pytest.fixture
+def own(world, complete) -> Path:
+    """A copy of it that a test may change."""
+    return shutil.copytree(complete, world.folder / "own")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_complete_model_has_no_diagnosis(world, own):
+    assert world.look(hf_checkpoint=own) == []
+    assert world.look(hf_checkpoint=own, load=own)[0].severity == "info"
+
+
+@fault("QNT03")
+@pytest.mark.parametrize("flag", ["hf_checkpoint", "load", "ref_load"])
+def test_quantized_weights_are_refused_by_doctor_and_loading_alike(world, own, flag):
+    asked = {"hf_checkpoint": own} | ({"use_kl_loss": True} if flag == "ref_load" else {})
+    other = shutil.copytree(own, world.folder / "quantized")
+    healthy = [each for each in world.look(**asked | {flag: other}) if each.severity == "error"]
+    edit(other, quantization_config=FP8)
+    found = [each for each in world.look(**asked | {flag: other}) if each.severity == "error"]
+    assert ([each.id for each in found], healthy) == (["QNT03"], [])
+    assert names(found[0].finding, f"--{flag.replace('_', '-')} {other}", "fp8")
+    assert "bfloat16" in found[0].remedy
+    with pytest.raises(ConfigError) as refused:
+        load_model(other)
+    assert f"--{flag.replace('_', '-')} {refused.value}" == f"{found[0].finding}; {found[0].remedy}"
+
+
+@fault("QNT03")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3"),
+        ("model.layers.0.self_attn.q_proj.qweight", "I32"),
+        ("model.layers.0.self_attn.q_proj.weight_packed", "I32"),
+        ("model.layers.0.mlp.up_proj.weight", "I8"),
+    ],
+)
+def test_quantized_tensors_are_found_without_a_note_in_config_json(world, name, dtype):
+    for path in world.model.glob("*.safetensors*"):
+        path.unlink()
+    layers = [dense_layer(n) | ({name: (dtype, (8, 8))} if n == 0 else {}) for n in range(2)]
+    tensors = {key: value for layer in layers for key, value in layer.items()}
+    write_safetensors(world.model / "model.safetensors", tensors)
+    found = [each for each in world.look() if each.severity == "error"]
+    assert [each.id for each in found] == ["QNT03"]
+    assert names(found[0].finding, name, dtype)
+
+
+def test_masks_of_whole_numbers_are_not_quantized_weights(world):
+    for path in world.model.glob("*.safetensors*"):
+        path.unlink()
+    mask = {"model.layers.0.attn.bias": ("I8", (4, 4)), "model.layers.1.attn.bias": ("I8", (4, 4))}
+    tensors = dense_layer(0) | dense_layer(1) | mask
+    write_safetensors(world.model / "model.safetensors", tensors)
+    assert world.look() == []
+
+
+@fault("CKPT04")
+def test_tensors_that_do_not_fit_config_json(world, own):
+    edit(own, hidden_size=64)
+    found = only(world.look(hf_checkpoint=own), "CKPT04")
+    assert names(found.finding, "do not fit config.json", "model.embed_tokens.weight", "[", "64]")
+    edit(own, hidden_size=32, intermediate_size=56)
+    found = only(world.look(hf_checkpoint=own), "CKPT04")
+    assert "mlp.gate_proj.weight is [48, 32], expected [56, 32]" in found.finding
+    edit(own, intermediate_size=48)
+    assert world.look(hf_checkpoint=own) == []
+    tensors = load_file(own / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, own / "model.safetensors", {"format": "pt"})
+    found = only(world.look(hf_checkpoint=own), "CKPT04")
+    assert names(found.finding, "missing", "model.norm.weight")
+    save_file(tensors | {"model.norm.weight": norm}, own / "model.safetensors", {"format": "pt"})
+    assert world.look(hf_checkpoint=own) == []
+
+
+@fault("CKPT04")
+def test_an_index_that_names_another_shard(world):
+    layers = [dense_layer(0), dense_layer(1)]
+    write_stored_model(world.model, layers, num_hidden_layers=2, max_position_embeddings=128)
+    (world.model / "model.safetensors").unlink(missing_ok=True)
+    assert world.look() == []
+    path = world.model / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    path.write_text(json.dumps({"weight_map": weight_map | {name: "model-00002-of-00002.safetensors"}}))
+    found = only(world.look(), "CKPT04")
+    assert names(found.finding, name, "is in model-00001-of-00002.safetensors", "not in model-00002")
+
+
+@fault("CKPT04")
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(world, own):
+    tensors = load_file(own / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    rows = len(table)
+    save_file(tensors | {"model.embed_tokens.weight": table[:10].copy()}, own / "model.safetensors", {"format": "pt"})
+    edit(own, vocab_size=10)
+    found = [each for each in world.look(hf_checkpoint=own) if each.id == "CKPT04"]
+    assert [each.severity for each in found] == ["error"]
+    assert names(found[0].finding, "10 rows", "prompts contain them")
+    save_file(tensors | {"model.embed_tokens.weight": table}, own / "model.safetensors", {"format": "pt"})
+    edit(own, vocab_size=rows)
+    assert world.look(hf_checkpoint=own) == []
+
+
+@fault("CKPT03")
+def test_an_output_layer_beside_tied_embeddings(world, own):
+    tensors = load_file(own / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table + 1}, own / "model.safetensors", {"format": "pt"})
+    found = only(world.look(hf_checkpoint=own), "CKPT03")
+    assert names(found.finding, "tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight")
+    assert "false" in found.remedy
+    edit(own, tie_word_embeddings=False)
+    assert world.look(hf_checkpoint=own) == []
+    edit(own, tie_word_embeddings=True)
+    save_file(tensors | {"lm_head.weight": table.copy()}, own / "model.safetensors", {"format": "pt"})
+    assert world.look(hf_checkpoint=own) == []
+
+
+@fault("CKPT07")
+def test_adapters_and_the_hubs_cache_are_named(world):
+    adapter = world.folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-4B"}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    found = only(world.look(hf_checkpoint=adapter), "CKPT07")
+    assert names(found.remedy, "LoRA adapter", "Qwen/Qwen3-4B", "merge_and_unload")
+    cache = world.folder / "models--Qwen--Qwen3-4B"
+    shutil.copytree(world.model, cache / "snapshots" / "0123abcd")
+    found = only(world.look(hf_checkpoint=cache), "CKPT07")
+    assert str(cache / "snapshots" / "0123abcd") in found.remedy
+    assert world.look(hf_checkpoint=cache / "snapshots" / "0123abcd") == []
+
+
+@fault("CKPT01")
+def test_megatron_lm_checkpoints_that_fsdp_cannot_load(world):
+    saved = world.folder / "megatron"
+    (saved / "iter_0000010").mkdir(parents=True)
+    (saved / "iter_0000010" / ".metadata").write_bytes(b"")
+    (saved / TRACKER).write_text("10")
+    found = only(world.look(load=saved), "CKPT01")
+    assert names(found.finding, f"--load {saved}", "--train-backend fsdp")
+    assert names(found.remedy, "furlong convert megatron-to-hf", "--train-backend megatron")
+    found = only(world.look(ref_load=saved / "iter_0000010", use_kl_loss=True), "CKPT01")
+    assert "--ref-load" in found.finding
+    with_megatron = world.look(load=saved, train_backend="megatron")
+    assert "CKPT01" not in [each.id for each in with_megatron]
+
+
+@fault("CKPT01")
+@pytest.mark.parametrize(("tracker", "folder"), [("10", "iter_0000010"), ("release", "release")])
+def test_a_megatron_lm_checkpoint_in_the_older_format_is_named(world, tracker, folder):
+    saved = world.folder / "megatron"
+    (saved / folder / "mp_rank_00").mkdir(parents=True)
+    (saved / folder / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
+    (saved / TRACKER).write_text(tracker)
+    found = only(world.look(load=saved), "CKPT01")
+    assert names(found.finding, "in the format torch", "model_optim_rng.pt")
+    assert "interrupted" not in found.text()
+    assert "torch_dist" in found.remedy
