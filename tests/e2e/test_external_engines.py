@@ -162,7 +162,7 @@ def test_a_server_without_routed_experts_is_rejected_for_routing_replay(model, d
     server = Loading("qwen3_moe", enable_return_routed_experts=False)
     changes = {"rollout_external_engine_addrs": server.url, "use_rollout_routing_replay": True}
     try:
-        with pytest.raises(ConfigError, match=r"--use-rollout-routing-replay .*--enable-return-routed-experts"):
+        with pytest.raises(ConfigError, match=r"(?s)--use-rollout-routing-replay .*--enable-return-routed-experts"):
             train(flags(moe, data, tmp_path / "run", **changes))
     finally:
         server.stop()
@@ -171,7 +171,7 @@ def test_a_server_without_routed_experts_is_rejected_for_routing_replay(model, d
 def test_a_server_with_several_http_processes_is_rejected(model, data, tmp_path):
     server = Loading("qwen3", tokenizer_worker_num=4)
     try:
-        with pytest.raises(ConfigError, match=r" 4 HTTP processes.*--tokenizer-worker-num"):
+        with pytest.raises(ConfigError, match=r"(?s) 4 HTTP processes.*--tokenizer-worker-num"):
             train(flags(model, data, tmp_path / "run", rollout_external_engine_addrs=server.url))
     finally:
         server.stop()
