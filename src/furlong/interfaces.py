@@ -59,7 +59,8 @@ class SamplingParams:
 class Completion:
     """One generated response.
 
-    log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang).
+    log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang), and in the
+        embedded engine before stop tokens are banned for `min_new_tokens`.
     versions: the weight version that each token was sampled from.
     finish_reason: "abort" if the request was ended early; `tokens` are those generated until then.
     routed_experts: [prompt + tokens - 1, layers, experts per token] if requested; None if the request was aborted

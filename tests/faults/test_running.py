@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import random
 import re
 import shutil
 
@@ -460,17 +459,38 @@ def test_weights_that_arrive_changed(tmp_path, monkeypatch, capsys):
 
 
 @fault("TPL03")
-def test_prompts_in_another_form_than_the_model_learned(tmp_path):
-    rng = random.Random(0)
-    data = tmp_path / "strange.jsonl"
-    strange = ["".join(rng.choices("=+0123456789", k=20)) for _ in range(64)]
-    data.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in strange))
-    _, found = run(tmp_path / "run", prompt_data=data, num_rollout=1)
+def test_a_norm_that_is_damaged(tmp_path):
+    model = shutil.copytree(model_folder(), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 0.4
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    _, found = run(tmp_path / "run", hf_checkpoint=model, num_rollout=1)
     event = found["TPL03"]
-    assert event["evidence"]["log_prob"] == rows(tmp_path / "run")[0]["rollout/log_probs"] < -0.8
-    assert "--apply-chat-template" in event["remedy"]
+    assert event["evidence"]["log_prob"] == rows(tmp_path / "run")[0]["rollout/log_probs"] < -1.4
+    assert "damaged" in event["cause"]
+    assert all(word in event["cause"] + event["remedy"] for word in ("--apply-chat-template", "`furlong check DIR`"))
     assert told(tmp_path / "run")["TPL03"] == event
-    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+    assert "TPL03" not in run(tmp_path / "mended", num_rollout=1)[1]
+
+
+@fault("NUM02")
+def test_a_history_that_is_cut_is_another_context_and_not_numerics(tmp_path):
+    faulty = {"num_rollout": 1, "custom_generate_function_path": hook(faulty_hooks.generate_with_cut_history)}
+    _, found = run(tmp_path / "run", **faulty)
+    event = found["NUM02"]
+    assert max(event["evidence"]["shares"], key=event["evidence"]["shares"].get) == "other_context"
+    assert event["evidence"]["rollout/other_context"] == rows(tmp_path / "run")[0]["rollout/other_context"] == 32
+    assert "another context" in event["cause"]
+    assert "precision" not in event["remedy"]
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert log.count("asked the engine with another context") == 1
+    assert run(tmp_path / "mended", num_rollout=1, custom_generate_function_path=hook(faulty_hooks.generate)) == (0, {})
+
+
+def test_log_probs_with_a_minimum_length_are_those_before_stop_tokens_are_banned(tmp_path):
+    code, found = run(tmp_path / "run", num_rollout=1, rollout_min_new_tokens=6)
+    assert (code, "NUM02" in found) == (0, False)
+    assert rows(tmp_path / "run")[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
 def test_groups_that_are_right_or_wrong_as_a_whole_are_not_blamed_on_the_label():

@@ -233,3 +233,18 @@ async def generate_and_stop_schedulers(args, sample, sampling_params):
             if "scheduler" in " ".join([process.name(), *process.cmdline()]):
                 process.suspend()
     return sample
+
+
+async def generate_with_cut_history(args, sample, sampling_params):
+    """Ask the second time without the first answer, and train both in one sample."""
+    asked = list(sample.tokens)
+    for turn in range(2):
+        answer = await policy().generate(asked, **sampling_params | {"max_new_tokens": 3, "ignore_eos": True})
+        sample.append_response_tokens(
+            tokens=answer.tokens, log_probs=answer.log_probs, text=answer.text, version=answer.versions
+        )
+        if turn == 0:
+            seen = policy().encode(OBSERVATION)
+            sample.append_response_tokens(tokens=seen, trainable=False, text=OBSERVATION)
+            asked = [*asked[-4:], *seen]
+    return sample

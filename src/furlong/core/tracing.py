@@ -37,10 +37,19 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._beats: dict[str, tuple[float, int]] = {}
+        self._notes: dict[str, int] = {}
 
     def beat(self, kind: str) -> None:
         """Record progress of this kind."""
         self._beats[kind] = (time.monotonic(), self._beats.get(kind, (0.0, 0))[1] + 1)
+
+    def note(self, kind: str) -> None:
+        """Count something that is not progress by itself, such as a request of a conversation that may never end."""
+        self._notes[kind] = self._notes.get(kind, 0) + 1
+
+    def notes(self) -> dict[str, int]:
+        """Return the number of notes of each kind."""
+        return self._notes.copy()
 
     def last(self) -> float:
         """Return the `time.monotonic` of the last beat of any kind; 0 if there was none."""
@@ -58,6 +67,7 @@ class Heartbeat:
     def reset(self) -> None:
         """Clear all beats, at the start of another run in this process."""
         self._beats.clear()
+        self._notes.clear()
 
 
 class Tracer:

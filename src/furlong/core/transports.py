@@ -12,8 +12,8 @@ from typing import Literal
 TransportName = Literal["memory", "ipc", "nccl", "disk"]
 
 NCCL_REMEDY = (
-    "select the network interface with NCCL_SOCKET_IFNAME, raise the limit with NCCL_TIMEOUT=1800, or debug with "
-    "NCCL_DEBUG=INFO; with InfiniBand, check `ibstat` and set NCCL_IB_DISABLE=0"
+    "select the network interface with NCCL_SOCKET_IFNAME, or debug with NCCL_DEBUG=INFO; with InfiniBand, check "
+    "`ibstat` and set NCCL_IB_DISABLE=0"
 )
 GLOO_REMEDY = "select the network interface with GLOO_SOCKET_IFNAME"
 NETWORK_CAUSE = "A rank or an engine does not take part, or the network between them is misconfigured or slow."

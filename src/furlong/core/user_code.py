@@ -31,6 +31,11 @@ def is_user_file(name: str) -> bool:
     return not name.startswith((_FURLONG, "<", *LIBRARIES))
 
 
+def is_library_file(name: str) -> bool:
+    """Return whether a file name in a traceback is one of Python or of an installed package other than furlong."""
+    return name.startswith(("<", *LIBRARIES)) and not name.startswith(_FURLONG)
+
+
 def describe_exception(error: BaseException) -> str:
     """Return the exception and the last frames of its traceback, including at least one in the user's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_FURLONG, "<frozen"))]

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 import psutil
 
 from furlong.core.tracing import heartbeat
-from furlong.core.user_code import exit_process
+from furlong.core.user_code import exit_process, is_library_file, is_user_file
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ GRACE_S = 30.0  # for a cancelled run to end; then its process is killed
 DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
+ENGINE_CALLS = ("Policy.generate", "generate_turn")
 WAITING = (
     "threading.py",
     "queue.py",
@@ -74,6 +75,8 @@ class HangWatchdog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._reports = 0
+        self._last = 0.0  # the last progress that was seen, and the requests that were finished then
+        self._requests = 0
 
     def __enter__(self) -> HangWatchdog:
         if self._seconds:
@@ -96,6 +99,8 @@ class HangWatchdog:
         reported = 0.0  # the last heartbeat before the hang that was reported
         while not self._done.wait(min(self._seconds / 4, 5.0)):
             last = heartbeat.last()
+            if last != self._last:
+                self._last, self._requests = last, heartbeat.notes().get("request", 0)
             if time.monotonic() - last < self._seconds or last == reported:
                 continue
             self._report(time.monotonic() - last)
@@ -107,7 +112,8 @@ class HangWatchdog:
 
     def _report(self, seconds: float) -> None:
         others = self._other_stacks()
-        doing, probable = self._activity(describe_ranks(others))
+        requests = heartbeat.notes().get("request", 0) - self._requests
+        doing, probable = self._activity(describe_ranks(others), requests)
         ages, counts = heartbeat.ages(), heartbeat.counts()
         path = self._folder / f"hang_{self._reports}.txt"
         self._reports += 1
@@ -124,6 +130,8 @@ class HangWatchdog:
             stops=self._stops,
             last={name: round(age, 1) for name, age in ages.items()},
             queues=dict(self._depths()),
+            waits=self._waits(),
+            requests=requests,
         )
 
     def _write(
@@ -143,12 +151,20 @@ class HangWatchdog:
             file.write(f"\nprocess {child.pid}:\n{stacks_of(child)}\n")
 
     def _waits(self) -> list[str]:
-        """Count the event loop's tasks by the innermost function that they wait in."""
+        """Count the event loop's tasks by the function that they wait in."""
         if self._loop is None:
             return []
         tasks = asyncio.all_tasks(self._loop)
         names = Counter(f"{_kind(task.get_name())}: {waiting_in(task)}" for task in tasks)
         return [f"{count} x {name}" for name, count in names.most_common(TASKS)]
+
+    def _user_waits(self) -> Counter[TaskWait]:
+        """Count the tasks that wait in functions of the user, and those that wait for the engine beside them."""
+        if self._loop is None:
+            return Counter()
+        waits = [task_wait(task) for task in asyncio.all_tasks(self._loop)]
+        is_any = any(wait.is_user for wait in waits)
+        return Counter(wait for wait in waits if is_any and (wait.is_user or wait.for_engine))
 
     def _other_stacks(self) -> Mapping[str, str]:
         try:
@@ -157,20 +173,42 @@ class HangWatchdog:
             logger.warning("[CHECK01] cannot read the stack traces of other processes", exc_info=error)
             return {}
 
-    def _activity(self, ranks: str) -> tuple[str, str]:
-        """Describe what the run is doing, and guess the catalogue row behind the hang."""
+    def _activity(self, ranks: str, requests: int) -> tuple[str, str]:
+        """Describe what the run is doing, and guess the catalogue row behind the hang.
+
+        requests: requests that were finished since the last progress.
+        """
         counts = heartbeat.counts()
         if counts.get("weight_update_started", 0) > counts.get("weight_update", 0):
             return f"weights are being updated{'; ' if ranks else ''}{ranks}", "SYNC01"
         if ranks:
             return ranks, "HANG01"
-        for name in ("furlong-trainer", "MainThread", "furlong-engine"):
+        waits = self._user_waits()
+        if waits and requests:
+            return self._user_activity(waits, requests, None)
+        for name in ("furlong-trainer", "MainThread", "asyncio_"):
             if (where := busy_in(name)) is not None:
-                return f"the thread {name} is in {where}", "HANG01"
+                return f"the thread {name.rstrip('_')} is in {where}", "HANG01"
+        engine = busy_in("furlong-engine")
+        if waits:
+            return self._user_activity(waits, requests, engine)
+        if engine is not None:
+            return f"the thread furlong-engine is in {engine}", "HANG01"
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
-        waits = self._waits()
-        probable = "REW03" if any("(rewards/" in line for line in waits) else "STOP02" if running else "HANG01"
-        return f"all threads are idle; {'; '.join(waits[:2])}", probable
+        lines = self._waits()
+        probable = "REW03" if any("(rewards/" in line for line in lines) else "STOP02" if running else "HANG01"
+        return f"all threads are idle; {'; '.join(lines[:2])}", probable
+
+    def _user_activity(self, waits: Counter[TaskWait], requests: int, engine: str | None) -> tuple[str, str]:
+        """Describe which functions of the user wait, and for what: the engine, or something of their own."""
+        shown = "; ".join(f"{count} x {wait}" for wait, count in waits.most_common(3))
+        own = sum(count for wait, count in waits.items() if not wait.for_engine)
+        if requests:  # the engine answers, so a function does not come to an end
+            return f"functions keep asking the engine, {requests} requests finished since: {shown}", "HANG01"
+        if own == waits.total():
+            return f"functions wait for something of their own, not for the engine: {shown}", "HANG01"
+        state = f"; the thread furlong-engine is in {engine}" if engine is not None else ""
+        return f"no request finished since: {shown}{state}", "HANG01" if own else "STOP02"
 
     def _end_if_needed(self) -> None:
         """Wait for the run to end; kill the process if it does not."""
@@ -182,28 +220,69 @@ class HangWatchdog:
         exit_process(HUNG)
 
 
-def waiting_in(task: asyncio.Task[Any]) -> str:
-    """Return the innermost coroutine that a task waits in, except asyncio's, as `function (file:line)`."""
+@dataclass(frozen=True)
+class TaskWait:
+    """Where a task waits: in a function of the user if furlong called one, else in the innermost one beyond asyncio."""
+
+    place: str
+    is_user: bool
+    for_engine: bool
+
+    def __str__(self) -> str:
+        return f"{self.place}{', in policy().generate' if self.is_user and self.for_engine else ''}"
+
+
+def task_wait(task: asyncio.Task[Any]) -> TaskWait:
+    """Return where a task waits, and whether it waits for the engine."""
+    place, is_user, for_engine, is_called = "nothing: it is done", False, False, False
     inner: Any = task.get_coro()
-    place = "nothing: it is done"
     while inner is not None:
-        frame: FrameType | None = getattr(inner, "cr_frame", None)
-        if frame is not None and Path(frame.f_code.co_filename).parent.name != "asyncio":
-            place = _place(frame)
-        inner = getattr(inner, "cr_await", None)
-    return place
+        frame: FrameType | None = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            is_own = is_user_file(code.co_filename)
+            is_called |= not is_own
+            if is_own and is_called:
+                place, is_user, for_engine = _place(frame), True, False
+            elif code.co_qualname in ENGINE_CALLS:
+                for_engine = True
+            if not is_user and Path(code.co_filename).parent.name != "asyncio":
+                place = _place(frame)
+        inner = None if is_user and for_engine else getattr(inner, "cr_await", None) or getattr(inner, "ag_await", None)
+    return TaskWait(place, is_user, for_engine)
+
+
+def waiting_in(task: asyncio.Task[Any]) -> str:
+    """Return the function that a task waits in, as `function (file:line)`."""
+    return str(task_wait(task))
 
 
 def busy_in(thread_name: str) -> str | None:
-    """Return where a thread of this process is busy; None if it is idle or does not exist."""
+    """Return where a thread of this process is busy; None if it is idle or does not exist.
+
+    That is the innermost function of the user or of furlong, and what it calls in a library, such as an operator.
+    """
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
     for thread in threading.enumerate():
         if not thread.name.startswith(thread_name) or thread.ident not in frames:
             continue
-        frame = frames[thread.ident]
-        if not frame.f_code.co_filename.endswith(WAITING):
-            return _place(frame)
+        innermost = frames[thread.ident]
+        if innermost.f_code.co_filename.endswith(WAITING):
+            continue
+        frame: FrameType | None = innermost
+        while frame is not None and is_library_file(frame.f_code.co_filename) and not _is_event_loop(frame):
+            frame = frame.f_back
+        if frame is not None and _is_event_loop(frame):
+            continue  # between two tasks
+        if frame is None or frame is innermost:
+            return _place(innermost)
+        return f"{_place(frame)}, calling {innermost.f_code.co_qualname}"
     return None
+
+
+def _is_event_loop(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "run_forever" and code.co_filename.endswith("asyncio/base_events.py")
 
 
 def stacks_of(process: psutil.Process) -> str:

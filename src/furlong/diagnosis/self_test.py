@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,9 +23,19 @@ from furlong.core.metric import Metrics, maximum, mean
 from furlong.core.sample import UNKNOWN_VERSION
 from furlong.interfaces import SamplingParams, TokenStats
 
-Cause = Literal["stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics"]
-CAUSES: tuple[Cause, ...] = ("stale_version", "retokenisation", "sampling_transform", "flat", "routing", "numerics")
+Cause = Literal[
+    "stale_version",
+    "retokenisation",
+    "other_context",
+    "sampling_transform",
+    "flat",
+    "routing",
+    "numerics",
+    "unexplained",
+]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 FLOOR = 1e-4  # smaller gaps are float noise and ignored
+NUMERIC = 1.0  # a larger gap on a token is not numerics: equal weights in bfloat16 differ by at most 0.1 or so
 EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
 FLAT_TOKENS = 8  # at least; no policy finds that many equally likely
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the engine may have sampled with
@@ -50,15 +60,17 @@ def attribute(
     *,
     is_stale_R: Flags | None = None,
     is_retokenised_R: Flags | None = None,
+    is_other_context_R: Flags | None = None,
     is_rerouted_R: Flags | None = None,
     transformed_R: Mapping[str, Floats] | None = None,
 ) -> Attribution:
     """Attribute each token's gap to the first cause that applies, in the order of `CAUSES`.
 
     A token is stale if older weights sampled it, retokenised if the engine may have had other ids for its text or
-    context, and rerouted if trainer and engine chose different experts. `transformed_R` has the trainer's log-probs
-    under other sampling parameters: the closest one applies if it explains most of the remaining gap. Log-probs are
-    flat if all tokens have the same. The rest is numerics: precision and kernels.
+    context, of another context if the engine was asked with other ids than are trained on before it, and rerouted if
+    trainer and engine chose different experts. `transformed_R` has the trainer's log-probs under other sampling
+    parameters: the closest one applies if it explains most of the remaining gap. Log-probs are flat if all tokens have
+    the same. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -75,11 +87,13 @@ def attribute(
 
     take("stale_version", none_R if is_stale_R is None else is_stale_R)
     take("retokenisation", none_R if is_retokenised_R is None else is_retokenised_R)
+    take("other_context", none_R if is_other_context_R is None else is_other_context_R)
     name, is_transformed_R = _best_transform(engine_R, gap_R, left_R, transformed_R or {})
     take("sampling_transform", is_transformed_R)
     take("flat", ~none_R if len(engine_R) >= FLAT_TOKENS and np.ptp(engine_R) < FLOOR else none_R)
     take("routing", none_R if is_rerouted_R is None else is_rerouted_R)
-    take("numerics", ~none_R)
+    take("numerics", gap_R <= NUMERIC)
+    take("unexplained", ~none_R)
     return Attribution(shares, name)
 
 
@@ -235,6 +249,7 @@ class LogProbSelfTest:
             trainer_R[keep].astype(np.float64),
             is_stale_R=is_stale,
             is_retokenised_R=flags("retokenised"),
+            is_other_context_R=flags("other_context"),
             is_rerouted_R=is_rerouted,
             transformed_R=others,
         )

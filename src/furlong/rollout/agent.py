@@ -34,10 +34,12 @@ from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import Routes, extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
+from furlong.core.tracing import heartbeat
 from furlong.core.user_code import is_raised_by_user
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
-from furlong.rollout.sample_metrics import RETOKENISED, UNSAMPLED
+from furlong.rollout.asked_context import ContextDifference, context_differences
+from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
 
 T = TypeVar("T")
 
@@ -92,6 +94,7 @@ class Policy:
     session: str
     return_routed_experts: bool = False
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    asked: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # input ids of each completion
     sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
     routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
 
@@ -112,6 +115,8 @@ class Policy:
         if params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
         completion = await self.engine.generate(ids, params, session=self.session)
+        heartbeat.note("request")
+        self.asked.append(ids)
         self.sampled.append(list(completion.tokens))
         if completion.routed_experts is not None:
             self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
@@ -204,10 +209,11 @@ def check_produced(
     group_index: int | None,
     vocab_size: int | None,
     max_tokens: int | None,
-) -> None:
-    """Check a sample of a generate function, and set its identity, its routes, and the position of unsampled tokens.
+) -> list[ContextDifference]:
+    """Check a sample of a generate function, and set its identity, its routes, and the positions of unsampled tokens.
 
-    `group_index` is that of the prompt group, as `origin` may be the same object as `produced`.
+    `group_index` is that of the prompt group, as `origin` may be the same object as `produced`. Returns the parts that
+    were sampled in another context than they are trained in, which it also sets.
     Raises GenerateFunctionError for a sample of more than `max_tokens`, and RolloutError like `check_sample`.
     """
     copy_identity(produced, origin)
@@ -229,6 +235,10 @@ def check_produced(
         produced.metadata[UNSAMPLED] = unsampled
     elif (position := _first_unsampled(produced, policy.sampled)) is not None:
         produced.metadata[RETOKENISED] = position
+    elif differences := context_differences(produced, policy.asked, policy.sampled):
+        produced.metadata[OTHER_CONTEXT] = [[each.start, each.stop] for each in differences]
+        return differences
+    return []
 
 
 def copy_identity(produced: Sample, origin: Sample) -> None:

@@ -19,7 +19,7 @@ from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
-from furlong.core.tracing import tracer
+from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
@@ -36,7 +36,8 @@ from furlong.rollout.agent import (
     load_generate_function,
     seed_of_part,
 )
-from furlong.rollout.sample_metrics import SampleReport, eval_metrics, evaluation_data
+from furlong.rollout.asked_context import ContextDifference
+from furlong.rollout.sample_metrics import OTHER_CONTEXT, SampleReport, eval_metrics, evaluation_data
 
 T = TypeVar("T")
 
@@ -88,6 +89,16 @@ class Generation:
             self.logged_failures.add(kind)
         level = logging.WARNING if is_new else logging.DEBUG
         logger.log(level, "%s failed on sample %s: %s", what, sample.index, reason)
+
+    def log_other_context(self, sample: Sample, differences: Sequence[ContextDifference]) -> None:
+        """Log the first sample whose tokens were sampled in another context than they are trained in."""
+        if OTHER_CONTEXT not in self.logged_failures:
+            self.logged_failures.add(OTHER_CONTEXT)
+            logger.warning(
+                "the custom generate function asked the engine with another context than is trained on: sample %s, %s "
+                "(%d such parts); return one sample per context, or ask with sample.tokens",
+                sample.index, differences[0], len(differences),
+            )  # fmt: skip
 
 
 def continuation(sample: Sample, generation: Generation) -> SamplingParams:
@@ -145,6 +156,7 @@ async def generate_turn(
             return sample
         with tracer.flight("generate", sample=sample.index, group=sample.group_index):
             completion = await generation.engine.generate(list(sample.tokens), params, session=session_of(sample))
+        heartbeat.note("request")
         append_completion(sample, completion)
         if sample.response_length == cut_at and completion.finish_reason == "length":
             sample.status = Status.ABORTED
@@ -209,7 +221,7 @@ async def _generate_custom(function: Function, sample: Sample, generation: Gener
         timer=generation.blocking,
     )
     for each in produced:
-        check_produced(
+        differences = check_produced(
             each,
             sample,
             policy,
@@ -217,6 +229,8 @@ async def _generate_custom(function: Function, sample: Sample, generation: Gener
             vocab_size=generation.vocab_size,
             max_tokens=generation.max_tokens,
         )
+        if differences:
+            generation.log_other_context(each, differences)
     return produced
 
 

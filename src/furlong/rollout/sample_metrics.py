@@ -27,6 +27,7 @@ REPETITION_RATIO = 10.0
 REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so large rollouts are sampled evenly
 
 UNSAMPLED = "trained_unsampled_tokens"  # sample metadata: number of trained tokens that the engine did not sample
+OTHER_CONTEXT = "sampled_in_another_context"  # sample metadata: [start, stop] of such trained parts of the response
 RETOKENISED = "retokenised_from"  # sample metadata: position of the first trained token that was not sampled
 
 DEFAULT_TRACK = TrackFlags()
@@ -42,7 +43,8 @@ def rollout_metrics(
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
-    If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled, and
+    If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
+    `rollout/other_context`, samples whose tokens were sampled in another context than they are trained in, and
     `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
     --log-reward-category gives `rollout/error_cat/{value}`, --log-passrate `passrate/pass@k`, --log-multi-turn
     `multi_turn/*`, and --log-correct-samples `rollout/correct_response_len/*` of those with reward 1.
@@ -59,6 +61,8 @@ def rollout_metrics(
     metrics |= _under("rollout", _outcomes(samples))
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
+    if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
+        metrics["rollout/other_context"] = total(count)
     if track.log_reward_category is not None:
         metrics |= _under("rollout/error_cat", _categories(samples, track.log_reward_category))
     if track.log_passrate:

@@ -16,7 +16,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.errors import DataError, RolloutError
-from furlong.rollout.sample_metrics import RETOKENISED
+from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED
 
 # Keys of slime's custom conversion that are not per-token columns; the last three are derived here.
 CONVERTED = frozenset(
@@ -199,6 +199,8 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
         columns[name] = _flat(parts, dtype)
     if any(RETOKENISED in s.metadata for s in samples):
         columns["retokenised"] = _flat((_retokenised(s) for s in samples), np.uint8)
+    if any(OTHER_CONTEXT in s.metadata for s in samples):
+        columns["other_context"] = _flat((_other_context(s) for s in samples), np.uint8)
     return columns
 
 
@@ -238,6 +240,14 @@ def _retokenised(sample: Sample) -> NDArray[np.uint8]:
     """Return 1 from the first trained token that differs from the sampled one, 0 before it."""
     start = sample.metadata.get(RETOKENISED, sample.response_length)
     return (np.arange(sample.response_length) >= start).astype(np.uint8)
+
+
+def _other_context(sample: Sample) -> NDArray[np.uint8]:
+    """Return 1 for the tokens that were sampled in another context than they are trained in."""
+    flags = np.zeros(sample.response_length, np.uint8)
+    for start, stop in sample.metadata.get(OTHER_CONTEXT, ()):
+        flags[start:stop] = 1
+    return flags
 
 
 def _flat(parts: Any, dtype: Any) -> NDArray[Any]:

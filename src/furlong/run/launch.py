@@ -201,6 +201,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
     ended_by: list[str] = []
     lost: list[FurlongError] = []
     watching: list[asyncio.Task[None]] = []
+    closing: list[bool] = []
 
     async def watch() -> None:
         lost.append(await built.parts.trainer.wait_for_failure())
@@ -211,7 +212,9 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         built.ledger.begin()
 
     def end(reason: str) -> None:
-        if not ended_by:  # a second cancellation would interrupt the shutdown
+        if closing:
+            logger.warning("%s: the run is closing already", reason)
+        elif not ended_by:  # a second cancel would interrupt the end that the first one began
             ended_by.append(reason)
             task.cancel()
 
@@ -237,6 +240,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
             raise DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}") from None
         raise
     finally:
+        closing.append(True)  # a signal from now on would replace the error that ended the run
         interrupt.attach(lambda _: None)  # the loop is about to close
         for watcher in watching:
             watcher.cancel()

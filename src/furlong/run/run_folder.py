@@ -165,9 +165,15 @@ def _numbered(folder: Path) -> Iterator[Path]:
     return (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
 
 
+def _recorded_save(folder: Path) -> str | None:
+    """Return the --save of the run in `folder`, None if it had none or its config.json lacks it."""
+    saved = read_sections(folder).get("checkpoint", {}).get("save")
+    return saved if isinstance(saved, str) else None
+
+
 def _other_run_fix(folder: Path) -> str:
     """Return the fix if the directory contains another run."""
-    saved = read_sections(folder)["checkpoint"]["save"] if (folder / CONFIG).exists() else None
+    saved = _recorded_save(folder) if (folder / CONFIG).exists() else None
     if saved is None:
         return f" without checkpoints; choose another directory, such as {free_folder(folder)}"
     return f"; resume it with --load {saved}, or choose another directory, such as {free_folder(folder)}"
@@ -206,5 +212,5 @@ def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
     """Whether the --save of the run in `folder` is the --load of this one."""
     if flags.load is None or not (folder / CONFIG).exists():
         return False
-    saved = read_sections(folder)["checkpoint"]["save"]
+    saved = _recorded_save(folder)
     return saved is not None and Path(saved).resolve() == Path(flags.load).resolve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -125,7 +126,7 @@ def record_outcome(observer: Observer, findings: Sequence[Diagnosis], **facts: o
 
     A killed run has a start without an outcome.
     """
-    observer.notify("start", version=__version__, process=os.getpid(), **facts)
+    observer.notify("start", version=__version__, process=os.getpid(), machine=socket.gethostname(), **facts)
     for finding in findings:
         observer.notify("diagnosis", **finding.record())
     try:

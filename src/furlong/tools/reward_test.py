@@ -12,7 +12,9 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, Status
 from furlong.data.prompt import Prompt
 from furlong.rewards.group_reward import GroupReward
+from furlong.tools.reward_failures import failure_cause
 
+FIX = "fix the function or the row, or raise --reward-timeout if it is only slow"
 # Response formats of verifiers that look for the answer in a certain place; others get the label itself.
 ANSWER_FORMS = {
     "math": "\\boxed{{{}}}",
@@ -74,12 +76,14 @@ def reward_findings(calls: Sequence[RewardCall], *, name: str, reward_key: str |
     diagnoses: list[Diagnosis] = []
     if failed := [call for call in calls if call.outcome != "scored"]:
         first = failed[0]
+        cause, remedy = failure_cause(first.reason) or (None, FIX)
         diagnoses.append(
             diagnosis(
                 "REW01",
                 f"{name}: {len(failed)} of {len(calls)} calls gave no reward; row {first.row} with {first.kind}: "
                 f"{first.reason}",
-                remedy="fix the function or the row, or raise --reward-timeout if it is only slow",
+                cause=cause,
+                remedy=remedy,
                 evidence={"num_failed": len(failed), "num_calls": len(calls)},
             )
         )

@@ -23,6 +23,13 @@ from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, rea
 DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group", "replay"})
+# Flags of functions that compute a value of a stage, by the value's name; "" for the others of the stage.
+FUNCTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("rollout", "raw_rewards"): ("custom_reward_post_process_path", "custom_rm_path", "rm_type"),
+    ("rollout", "rewards"): ("custom_reward_post_process_path", "custom_rm_path", "rm_type"),
+    ("rollout", ""): ("custom_generate_function_path", "rollout_function_path"),
+    ("advantages", ""): ("custom_advantage_function_path",),
+}
 DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")
 
@@ -70,13 +77,14 @@ class MetricDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs."""
+    """The differences between two runs. `functions`: flags of functions that compute the first value that differs."""
 
     flags: dict[str, tuple[Any, Any]]
     difference: Difference | None
     metrics: list[MetricDifference]
     steps: tuple[int, int]
     num_stages: int
+    functions: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_same(self) -> bool:
@@ -95,13 +103,24 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
     """
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
+    flags_a = read_flags(a)
     return Comparison(
-        flags=different_flags(read_flags(a), read_flags(b)),
+        flags=different_flags(flags_a, read_flags(b)),
         difference=difference,
         metrics=_metric_differences(rows_a, rows_b, rtol=rtol),
         steps=(max(rows_a, default=0), max(rows_b, default=0)),
         num_stages=num_stages,
+        functions=_functions(difference, flags_a),
     )
+
+
+def _functions(difference: Difference | None, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flags, with their values, of the functions that compute the value that differs."""
+    if difference is None:
+        return {}
+    key = (difference.stage, difference.name)
+    names = FUNCTIONS.get(key) or FUNCTIONS.get((difference.stage, ""), ())
+    return {f"--{name.replace('_', '-')}": str(flags[name]) for name in names if flags.get(name)}
 
 
 def findings(comparison: Comparison) -> list[Diagnosis]:
@@ -140,6 +159,11 @@ def findings(comparison: Comparison) -> list[Diagnosis]:
 
 
 def _cause(comparison: Comparison) -> str:
+    if not comparison.flags and comparison.functions:
+        shown = ", ".join(f"{flag} {value}" for flag, value in comparison.functions.items())
+        if comparison.difference is not None and comparison.difference.name in ("raw_rewards", "rewards"):
+            return f"The responses are equal and their rewards are not: {shown} does not always return the same."
+        return f"The flags are equal: {shown} does not always return the same, or the machine or its libraries differ."
     if not comparison.flags:
         return "The flags are equal: the machine, its libraries, kernels or the order of events differ."
     shown = [f"{name} {a} / {b}" for name, (a, b) in comparison.flags.items()]
@@ -149,6 +173,11 @@ def _cause(comparison: Comparison) -> str:
 def _remedy(comparison: Comparison) -> str:
     if comparison.flags:
         return "use the same flags"
+    if comparison.functions:
+        return (
+            f"look for randomness, time and servers in the function of {' and '.join(comparison.functions)}; seed it "
+            "from sample.index"
+        )
     stage = None if comparison.difference is None else comparison.difference.stage
     if stage in ("data", "rollout"):
         return "--replay FIRST_RUN reproduces its completion order; --deterministic-mode fixes kernels and threads"

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from furlong.config.sections import by_field
 from furlong.core.files import atomic_file
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
+from furlong.tracking.event_fields import is_event, is_step
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ RUN_STARTS = "run folder"  # begins the first line that each start of a run logs
 JsonRow = dict[str, Any]
 
 TYPES: dict[str, type] = {"step": int, "event": str}  # types of the keys that rows are selected by
+CHECKS = {METRICS: is_step, EVENTS: is_event}  # of the other fields, by the name of the file
 
 
 class StepFile:
@@ -186,11 +188,20 @@ def read_steps(folder: Path) -> list[tuple[int, dict[str, float]]]:
     return [(row["step"], {k: v for k, v in row.items() if k != "step" and v is not None}) for row in rows]
 
 
+def torn_lines(path: Path, numbers: Collection[int]) -> list[int]:
+    """Return those of the invalid lines `numbers` that end in the middle of an object, as a kill leaves them."""
+    with path.open("rb") as file:
+        return [number for number, line in enumerate(file, 1) if number in numbers and not line.endswith(b"}\n")]
+
+
 def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, JsonRow | None]]:
     """Yield the number of each line, the line, and its row, None if it is invalid; skip an incomplete last line."""
+    has_right_fields = CHECKS.get(path.name, lambda _: True)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             row = _row(line, keys)
+            if row is not None and not has_right_fields(row):
+                row = None
             if row is not None or line.endswith(b"\n"):
                 yield number, line, row
 

@@ -27,7 +27,12 @@ def test_log_probs_that_agree_have_no_cause() -> None:
 
 @pytest.mark.parametrize(
     ("cause", "argument"),
-    [("stale_version", "is_stale_R"), ("retokenisation", "is_retokenised_R"), ("routing", "is_rerouted_R")],
+    [
+        ("stale_version", "is_stale_R"),
+        ("retokenisation", "is_retokenised_R"),
+        ("other_context", "is_other_context_R"),
+        ("routing", "is_rerouted_R"),
+    ],
 )
 def test_a_gap_on_flagged_tokens_is_attributed_to_their_cause(cause: str, argument: str) -> None:
     engine_R = TRAINER_R + np.where(some(10), 0.5, 0.0)
@@ -38,7 +43,7 @@ def test_a_gap_on_flagged_tokens_is_attributed_to_their_cause(cause: str, argume
 def test_log_probs_that_are_all_the_same_are_flat() -> None:
     engine_R = np.full(40, -np.log(56))
     assert attribute(engine_R, TRAINER_R).shares["flat"] == pytest.approx(1)
-    assert attribute(engine_R[:7], TRAINER_R[:7]).shares["numerics"] == pytest.approx(1)  # too few to tell
+    assert attribute(engine_R[:7], TRAINER_R[:7]).shares["flat"] == 0  # too few to tell
     colder = attribute(np.zeros(40), TRAINER_R, transformed_R={"temperature 0.5": np.full(40, -1e-3)})
     assert colder.shares["sampling_transform"] == pytest.approx(1)
 
@@ -57,6 +62,12 @@ def test_an_unexplained_gap_is_numerics() -> None:
     found = attribute(TRAINER_R + 0.02 * RNG.normal(size=40), TRAINER_R, transformed_R={"x": TRAINER_R + 0.5})
     assert found.shares["numerics"] == pytest.approx(1)
     assert found.transform == ""
+
+
+def test_a_gap_of_3_on_a_token_is_not_numerics() -> None:
+    found = attribute(TRAINER_R + np.where(some(10), 3.0, 0.02), TRAINER_R)
+    assert found.shares["unexplained"] == pytest.approx(30 / 30.6)
+    assert found.shares["numerics"] == pytest.approx(0.6 / 30.6)
 
 
 LOGITS_RV = torch.from_numpy(RNG.normal(size=(40, 12)) * 2)

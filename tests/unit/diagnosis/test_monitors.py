@@ -16,6 +16,7 @@ from furlong.config.command_line import config_from_values
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, RunFacts, RunMonitor, StepMonitor
+from furlong.diagnosis.postmortem.recorded_run import config_from_sections
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 from furlong.tracking.run_files import EventLog, read_steps
 
@@ -26,8 +27,14 @@ ENGINE_KEEPS, TRAINER_TAKES = "memory/engine_kept_frac", "memory/trainer_peak_fr
 CUSTOM = "own.py:generate"
 
 
-def suite(*, has_chat_template: bool = False, **flags: Any) -> MonitorSuite:
-    return MonitorSuite(MONITORS, RunFacts(config_from_values(flags), has_chat_template))
+SMALL_MODEL = {"has_chat_template": True, "vocab_size": 49_152, "num_parameters": 134_500_000}
+LARGE_MODEL = SMALL_MODEL | {"vocab_size": 151_936, "num_parameters": 8_000_000_000}
+
+
+def suite(
+    *, has_chat_template: bool = False, vocab_size: int = 0, num_parameters: int = 0, **flags: Any
+) -> MonitorSuite:
+    return MonitorSuite(MONITORS, RunFacts(config_from_values(flags), has_chat_template, vocab_size, num_parameters))
 
 
 def diagnose(*rows: dict[str, float], first: int = 1, **flags: Any) -> list[Diagnosis]:
@@ -61,7 +68,8 @@ def test_every_monitor_has_a_row_of_the_catalogue_for_running_runs() -> None:
         ("NUM03", {"train/grad_norm": 101.0}, {"train/grad_norm": 99.0}, {}),
         ("NUM03", {"train/ppo_kl": 0.02}, {"train/ppo_kl": 1e-3}, {}),
         ("NUM05", {"train/routing_agreement": 0.89}, {"train/routing_agreement": 0.91}, {}),
-        ("TPL03", {"rollout/log_probs": -0.81}, {"rollout/log_probs": -0.79}, {"has_chat_template": True}),
+        ("TPL03", {"rollout/log_probs": -3.8}, {"rollout/log_probs": -3.7}, SMALL_MODEL),
+        ("TPL03", {"rollout/log_probs": -0.81}, {"rollout/log_probs": -0.79}, LARGE_MODEL),
         ("REW03", {"rollout/reward_timed_out": 1.0}, {"rollout/reward_timed_out": 0.0}, {"rollout_batch_size": 64}),
         (
             "ASYNC01",
@@ -89,8 +97,10 @@ def test_values_beyond_a_threshold_are_reported(id: str, bad: dict[str, float], 
     ("row", "flags"),
     [
         ({"train/kl_loss": 0.5}, {"num_steps_per_rollout": 2}),  # a mean over steps that move the policy
-        ({"rollout/log_probs": -2.0}, {}),  # a base model
-        ({"rollout/log_probs": -2.0}, {"has_chat_template": True, "rollout_temperature": 1.5}),
+        ({"rollout/log_probs": -9.0}, {"vocab_size": 49_152}),  # no chat format
+        ({"rollout/log_probs": -2.0}, SMALL_MODEL),  # SmolLM2-135M-Instruct in its own format
+        ({"rollout/log_probs": -9.0}, SMALL_MODEL | {"rollout_temperature": 1.5}),
+        ({GAP: 0.5, "rollout/other_context": 4.0, "rollout/staleness/max": 1.0}, {"async_buffer_size": 1}),
         ({GAP: 0.5}, {"use_rollout_logprobs": True, "num_steps_per_rollout": 2}),
         ({"train/ppo_kl": 0.5}, {"num_steps_per_rollout": 2}),
         ({"train/ppo_kl": 0.5}, {"keep_old_actor": True}),
@@ -107,9 +117,9 @@ def test_values_that_flags_explain_are_not_reported(row: dict[str, float], flags
 
 
 def test_a_resumed_run_has_no_first_step() -> None:
-    row = {"train/kl_loss": 2.0, "rollout/log_probs": -3.0, "rollout/truncated_ratio": 1.0}
-    assert read(row, first=7, has_chat_template=True) == []
-    assert read(row, first=7, start_rollout_id=6, has_chat_template=True) == ["TPL03", "STOP02", "NUM01"]
+    row = {"train/kl_loss": 2.0, "rollout/log_probs": -6.0, "rollout/truncated_ratio": 1.0}
+    assert read(row, first=7, **SMALL_MODEL) == []
+    assert read(row, first=7, start_rollout_id=6, **SMALL_MODEL) == ["TPL03", "STOP02", "NUM01"]
 
 
 def test_kl_to_another_reference_model_is_an_info() -> None:
@@ -189,7 +199,7 @@ def test_rewards_whose_mean_is_0_are_not_all_0() -> None:
 
 def test_facts_tell_whether_rewards_are_compared_in_groups() -> None:
     def compares(**algo: Any) -> bool:
-        return RunFacts.from_recorded({"algo": algo}).compares_in_groups
+        return RunFacts(config_from_sections({"algo": algo})[0]).compares_in_groups
 
     assert compares(advantage_estimator="grpo", rewards_normalization=True)
     assert not compares(advantage_estimator="grpo", rewards_normalization=False)
@@ -199,7 +209,7 @@ def test_facts_tell_whether_rewards_are_compared_in_groups() -> None:
 
 def test_facts_are_read_from_the_config_of_another_version() -> None:
     sections = {"data": {"rollout_batch_size": 3, "gone": 1}, "other": {"rollout_stop": ["a"], "lr": None}}
-    facts = RunFacts.from_recorded(sections)
+    facts = RunFacts(config_from_sections(sections)[0])
     assert (facts.num_samples, facts.config.rollout.rollout_stop) == (3, ("a",))
     assert facts.steps_per_rollout == RunFacts().steps_per_rollout
 
@@ -249,7 +259,7 @@ def test_slow_data_weight_updates_and_engines_are_reported_after_several_steps()
 @pytest.mark.parametrize(
     ("transport", "present", "absent"),
     [
-        ("nccl broadcast", "NCCL_TIMEOUT=1800 `ibstat` --colocate", "GLOO_ --update-weight-buffer-size"),
+        ("nccl broadcast", "NCCL_SOCKET_IFNAME `ibstat` --colocate", "NCCL_TIMEOUT GLOO_ --update-weight-buffer-size"),
         ("gloo broadcast", "GLOO_SOCKET_IFNAME --colocate", "NCCL ibstat"),
         ("ipc", "--update-weight-buffer-size", "NCCL GLOO_ ibstat --colocate network"),
         ("disk", "--update-weight-disk-dir --update-weight-mode", "NCCL GLOO_ ibstat --colocate network"),
@@ -569,6 +579,97 @@ def test_ranks_without_a_lasting_lag_are_not_reported(events: list[dict[str, Any
 
 
 def test_log_probs_of_tokens_that_no_policy_sampled_are_reported_only_as_tool01() -> None:
-    row = {"rollout/env_tokens_in_loss": 32.0, GAP: 3.4, "rollout/log_probs": -3.4}
-    assert read(row, has_chat_template=True) == ["TOOL01"]
-    assert read(row | {"rollout/env_tokens_in_loss": 0.0}, has_chat_template=True) == ["TPL03", "NUM02"]
+    row = {"rollout/env_tokens_in_loss": 32.0, GAP: 3.4, "rollout/log_probs": -6.0}
+    assert read(row, **SMALL_MODEL) == ["TOOL01"]
+    assert read(row | {"rollout/env_tokens_in_loss": 0.0}, **SMALL_MODEL) == ["TPL03", "NUM02"]
+
+
+def test_log_probs_near_chance_have_both_causes_and_a_check_for_each() -> None:
+    [found] = diagnose({"rollout/log_probs": -5.0}, **SMALL_MODEL)
+    assert (found.severity, found.evidence["share_of_chance"]) == ("warning", pytest.approx(5 / math.log(49_152)))
+    assert "--apply-chat-template is off" in found.cause
+    assert "damaged" in found.cause
+    assert all(command in found.remedy for command in ("`furlong doctor`", "`furlong check DIR`"))
+    [rendered] = diagnose({"rollout/log_probs": -5.0}, **SMALL_MODEL, apply_chat_template=True)
+    assert "is off" not in rendered.cause
+    [untrained] = diagnose({"rollout/log_probs": -10.7}, **SMALL_MODEL)
+    assert "--apply-chat-template" not in untrained.cause + untrained.remedy
+    [large] = diagnose({"rollout/log_probs": -1.2}, **LARGE_MODEL)
+    assert (large.severity, "base" in large.finding) == ("info", True)
+
+
+def test_a_gap_of_another_context_is_named_with_the_samples() -> None:
+    row = {GAP: 1.5, "rollout/other_context": 31.0}
+    shares = {"selftest/share/other_context": 0.9, "selftest/share/numerics": 0.1}
+    for each in (row | shares, row):  # with a self-test, and in a later step
+        [found] = diagnose(each)
+        assert "31 samples" in found.cause
+        assert "precision" not in found.remedy
+        assert found.evidence["rollout/other_context"] == 31.0
+    [found] = diagnose(row | {"selftest/share/numerics": 1.0})  # the self-test knows better
+    assert "--embedded-dtype auto" in found.remedy
+
+
+def test_a_gap_beyond_numerics_has_its_possible_causes() -> None:
+    row = {GAP: 3.0, "selftest/share/unexplained": 0.99, "selftest/share/numerics": 0.01}
+    [found] = diagnose(row)
+    assert "--check-weight-update-equal" in found.remedy
+    assert "precision" not in found.remedy
+    assert "--rollout-min-new-tokens" not in found.cause
+    [sglang] = diagnose(row, engine="sglang", rollout_min_new_tokens=8)
+    assert "--rollout-min-new-tokens 8" in sglang.cause
+    [own] = diagnose(row, engine="embedded", rollout_min_new_tokens=8)
+    assert "--rollout-min-new-tokens" not in own.cause
+
+
+def test_a_policy_that_moves_in_its_first_step_may_be_a_rollout_that_was_split() -> None:
+    row = {"train/ppo_kl": 0.05}
+    [found], [resumed] = diagnose(row), diagnose(row, load="save")
+    assert ("several optimizer steps" in found.cause, "several optimizer steps" in resumed.cause) == (False, True)
+
+
+def fallen(**algo: Any) -> Diagnosis:
+    good = [{"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}] * 15
+    [found] = diagnose(*good, *[{"rollout/raw_reward": 0.01, "rollout/zero_std_frac": 0.5}] * 6, **algo)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algo", "present", "absent"),
+    [
+        ({}, "--use-kl-loss --lr", "--entropy-coef"),
+        ({"entropy_coef": 0.5}, "lower --entropy-coef", "--kl-loss-coef"),
+        ({"entropy_coef": 0.001}, "0.001", "lower --entropy-coef"),
+        ({"use_kl_loss": True, "kl_loss_coef": 1000.0}, "lower --kl-loss-coef", "larger"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.01}, "larger --kl-loss-coef (now 0.01)", "--use-kl-loss"),
+    ],
+)
+def test_the_fix_of_a_collapse_follows_from_the_coefficients(algo: dict[str, Any], present: str, absent: str) -> None:
+    found = fallen(**algo)
+    text = f"{found.cause} {found.remedy}"
+    assert found.id == "REW02"
+    assert all(word in text for word in ([present] if "lower" in present or "(" in present else present.split()))
+    assert absent not in text
+
+
+def test_one_reward_of_a_half_for_all_samples_is_a_constant_not_a_hard_task() -> None:
+    row = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 0.0}
+    [found] = diagnose(*[row] * 3)
+    assert "every reward is 0.5" in found.finding
+    assert "same value for any answer" in found.cause
+    [older] = diagnose(*[{k: v for k, v in row.items() if "range" not in k}] * 3)
+    assert "every reward" not in older.finding  # a version that did not record the range
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"rollout_temperature": 1.8, "rollout_max_response_len": 8}, "--rollout-temperature 1.8"),
+        ({"rollout_min_new_tokens": 8, "rollout_max_response_len": 8}, "--rollout-min-new-tokens 8"),
+    ],
+)
+def test_sampling_that_keeps_responses_from_ending_is_named(flags: dict[str, Any], word: str) -> None:
+    [found] = diagnose({"rollout/truncated_ratio": 1.0}, **flags)
+    assert word in found.cause
+    [usual] = diagnose({"rollout/truncated_ratio": 1.0}, rollout_max_response_len=8, rollout_min_new_tokens=2)
+    assert "--rollout-min-new-tokens" not in usual.cause

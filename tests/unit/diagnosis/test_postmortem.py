@@ -523,3 +523,52 @@ def test_a_failed_run_has_its_stated_diagnosis_its_signatures_and_its_monitors(t
     ]  # errors first; no DISK01: before
     assert result.error == "TrainerError: [NUM04] rollout 3: loss nan"
     assert result.record()["ok"] is False
+
+
+RANK_DIED = "WorkerCrashed: trainer rank 1, process 9 on a died: its process ended; the last lines of LOG:\n    bye"
+
+
+def test_a_trainer_rank_that_died_has_its_own_log_and_no_fault_tolerance(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("trainer-rank-1", "trainer-rank-0", "engine-0"):  # survivors write last
+        (tmp_path / "logs" / f"{name}.log").write_text(f"of {name}\n")
+    dead = tmp_path / "logs" / "trainer-rank-1.log"
+    for message in (RANK_DIED.replace("LOG", str(dead)), "WorkerCrashed: trainer rank 1 died: it is gone"):
+        [found], words = explain(TrainerError(message, code=WORKER_DIED), tmp_path, {"save": "kept"})
+        assert (found.id, "--use-fault-tolerance" in found.remedy, "--load kept" in found.remedy) == (
+            "ENG03", False, True
+        )  # fmt: skip
+        assert words == [f"last lines of {dead}:", "of trainer-rank-1"]
+
+
+def test_last_words_are_those_of_the_engine_that_the_error_names(tmp_path: Path) -> None:
+    message = "engine 1 at http://a:1: process 9 was ended by signal 9"
+    failed = {"event": "failed", "error": "EngineError", "message": message, "code": ENGINE_KILLED}
+    folder = run_folder(tmp_path, START, failed, log=f"EngineError: {message}\n")
+    (folder / "logs").mkdir()
+    for name in ("engine-1", "engine-10", "engine-0"):
+        (folder / "logs" / f"{name}.log").write_text(f"of {name}\n")
+    result = examine(folder)
+    assert [d.id for d in result.diagnoses] == ["ENG03"]
+    assert list(result.last_words) == [f"last lines of {folder / 'logs' / 'engine-1.log'}:", "of engine-1"]
+
+
+def test_last_words_are_those_of_the_run_if_no_log_is_named(tmp_path: Path) -> None:
+    message = "an engine is gone: no answer"
+    failed = {"event": "failed", "error": "EngineError", "message": message, "code": ENGINE_KILLED}
+    folder = run_folder(tmp_path, START, failed, log=f"EngineError: {message}\n")
+    (folder / "logs").mkdir()
+    for name in ("engine-1", "engine-0"):
+        (folder / "logs" / f"{name}.log").write_text(f"of {name}\n")
+    assert list(examine(folder).last_words)[1:] == [f"EngineError: {message}"]
+
+
+def test_a_collective_that_timed_out_names_the_flags_of_its_limit() -> None:
+    for line in (
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete",
+    ):
+        [found] = diagnose(line)
+        assert found.id == "SYNC01"
+        assert all(flag in found.remedy for flag in ("--distributed-timeout-minutes", "--update-weight-timeout"))
+        assert "NCCL_TIMEOUT" not in found.remedy

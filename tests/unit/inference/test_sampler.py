@@ -135,3 +135,21 @@ def test_samples_do_not_depend_on_the_default_dtype_which_another_thread_may_hav
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(reference, result, strict=True))
+
+
+@pytest.mark.parametrize("vocab", [37, 600])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(top_k=3)], ids=str
+)
+def test_banned_tokens_are_not_drawn_and_leave_log_probs_unchanged(vocab, params):
+    torch.manual_seed(0)
+    logits_NV = torch.randn(64, vocab)
+    logits_NV[:, 5] += 40  # nearly all of the probability
+    rows = SamplingRows.build([params] * 64, vocab, CPU)
+    uniform = torch.rand(64, dtype=torch.float64)
+    banned = {row: [5, 7] for row in range(0, 64, 2)}
+    tokens, log_probs = Sampler(vocab).sample(logits_NV.clone(), rows, uniform, banned)
+    want = torch.log_softmax(logits_NV.double() / params.temperature, -1).gather(1, tokens[:, None])[:, 0]
+    assert not {5, 7} & set(tokens[::2].tolist())
+    assert set(tokens[1::2].tolist()) == {5}
+    assert torch.allclose(log_probs.double(), want, rtol=1e-5, atol=1e-5)

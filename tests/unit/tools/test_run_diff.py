@@ -125,3 +125,27 @@ def test_flags_of_output_do_not_keep_a_run_from_being_replayed() -> None:
     own = recorded | {"num_rollout": 2, "save_hf": None, "async_save": False, "trace": False}
     assert replay_differences(recorded, own) == {}
     assert replay_differences(recorded, own | {"lr": 1e-2}) == {"--lr": (1e-3, 1e-2)}
+
+
+def test_a_reward_function_that_gives_equal_responses_other_rewards_is_named(tmp_path):
+    def rewarded(path, value, **flags):
+        hashes = {"tokens": column(1, 2), "rewards": {"hash": value}, "raw_rewards": {"hash": value}}
+        return run_folder(path, digests=[{"step": 1, "stage": "rollout", "values": hashes}], **flags)
+
+    own = {"custom_rm_path": "mine.py:reward", "custom_generate_function_path": "mine.py:generate"}
+    a, b = (rewarded(tmp_path / name, value, **own) for name, value in (("a", "1"), ("b", "2")))
+    (finding,) = findings(compare_runs(a, b))
+    assert "--custom-rm-path mine.py:reward" in finding.cause
+    assert "generate" not in finding.cause + finding.remedy
+    assert "machine" not in finding.cause
+    c, d = (rewarded(tmp_path / name, value) for name, value in (("c", "1"), ("d", "2")))
+    (finding,) = findings(compare_runs(c, d))
+    assert "--custom-rm-path" not in finding.cause
+
+
+def test_tokens_of_a_custom_generate_function_name_it_and_the_machine(tmp_path):
+    own = {"custom_generate_function_path": "mine.py:generate"}
+    a = run_folder(tmp_path / "a", digests=stages(), **own)
+    b = run_folder(tmp_path / "b", digests=stages(tokens=(1, 3)), **own)
+    (finding,) = findings(compare_runs(a, b))
+    assert all(word in finding.cause for word in ("mine.py:generate", "machine"))

@@ -39,7 +39,8 @@ ROWS = (
         symptom="Connection errors during generation; an engine process is gone.",
         cause="It ran out of memory or a kernel failed; the end of its log shows which.",
         checked="Process exits and failed health checks.",
-        remedy="Restart engines with --use-fault-tolerance. Lower --sglang-mem-fraction-static (or raise it, if the "
+        remedy="Restart engines with --use-fault-tolerance (a trainer rank is not restarted: resume with --load). "
+        "Lower --sglang-mem-fraction-static (or raise it, if the "
         "engine's log says that the KV cache is too small) or --rollout-batch-size; use "
         "--sglang-disable-cuda-graph to find the cause.",
         guides=(ST,),
@@ -92,9 +93,10 @@ ROWS = (
         "slow.",
         checked="A deadline for each bucket; when it expires, the engines that have not answered, the bucket and the "
         "transport.",
-        remedy="NCCL: set NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO, NCCL_TIMEOUT=1800 in the environment; with "
-        "InfiniBand check `ibstat` and set NCCL_IB_DISABLE=0. gloo: set GLOO_SOCKET_IFNAME=IFACE. Disk: use a faster "
-        "file system. Or use a larger --update-weights-interval, or --colocate.",
+        remedy="Raise the limit that expired: --update-weight-timeout for an engine, --distributed-timeout-minutes for "
+        "a collective of the trainer's ranks. NCCL: set NCCL_SOCKET_IFNAME=IFACE, NCCL_DEBUG=INFO in the environment; "
+        "with InfiniBand check `ibstat` and set NCCL_IB_DISABLE=0. gloo: set GLOO_SOCKET_IFNAME=IFACE. Disk: use a "
+        "faster file system. Or use a larger --update-weights-interval, or --colocate.",
         guides=(MD, ST),
     ),
     Row(

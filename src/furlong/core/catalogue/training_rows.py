@@ -36,11 +36,12 @@ ROWS = (
         "log-probs near chance",
         "R",
         "warning",
-        symptom="Log-probs of about -0.8 per token or lower at step 1, with an instruct model.",
-        cause="The prompts do not have the chat format that the model was trained on.",
-        checked="Mean negative log-prob per response token under the trainer at the first step.",
-        remedy="Check --apply-chat-template and run `furlong template check`; if the model knows no chat format, use "
-        "its instruct version.",
+        symptom="Log-probs of about -0.8 per token or lower at step 1, with a large instruct model.",
+        cause="The prompts do not have the chat format that the model was trained on, or its weights are damaged.",
+        checked="Mean log-prob per response token under the trainer at the first step, against chance "
+        "(-ln of the vocabulary size); small and base models are less certain than large instruct models.",
+        remedy="Check --apply-chat-template and run `furlong template check`; read the weights with `furlong check`. "
+        "If the model knows no chat format, use its instruct version.",
         guides=(MD, SD),
     ),
     Row(
@@ -141,7 +142,8 @@ ROWS = (
         "P",
         "error",
         symptom="The reward function raises, hangs, or returns an invalid reward.",
-        cause="It does not handle the labels in the data, or a response without an answer.",
+        cause="It does not handle the labels in the data, or a response without an answer; or its server or process "
+        "failed.",
         checked="It is imported, its signature checked, and it is called on a row of the data: with the label as the "
         "response, and with a wrong response.",
         remedy="The message has the traceback, the value or the type; test changes with `furlong reward test`.",
@@ -204,7 +206,7 @@ ROWS = (
         "error",
         symptom="The log-probs of training and rollout drift apart.",
         cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, retokenized text, "
-        "or different expert routing.",
+        "another context than the engine was asked with, or different expert routing.",
         checked="The difference per token at step 0 and after each weight update (forward_logp_max_diff, mean, 99th "
         "percentile), and the share of each cause.",
         remedy="The message names the cause; --use-tis corrects a difference that cannot be removed.",

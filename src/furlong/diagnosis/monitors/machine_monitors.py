@@ -315,12 +315,11 @@ def worker_died(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert
 
 
 def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues} of the watchdog."""
+    """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues, waits, requests}."""
     del before
     remedies = {
         "SYNC01": f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}",
-        "STOP02": "responses may not end (STOP02): use --rollout-stop-token-ids, --rollout-max-response-len or "
-        "--generate-timeout",
+        "STOP02": _no_answer_remedy(facts),
         "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "
         "or the server that it calls",
     }
@@ -333,6 +332,20 @@ def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None
         remedy=f"{remedy}; all stack traces are in {event.get('report')}"
         + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
         evidence=_fields(event),
+    )
+
+
+def _no_answer_remedy(facts: RunFacts) -> str:
+    """Return what to do if the engine's responses do not end, or its requests do not."""
+    rollout = facts.config.rollout
+    settings = [
+        f"--rollout-temperature {rollout.rollout_temperature:g}" if rollout.rollout_temperature > 1 else "",
+        f"--rollout-min-new-tokens {rollout.rollout_min_new_tokens}" if rollout.rollout_min_new_tokens else "",
+    ]
+    lower = ", ".join(filter(None, settings))
+    return (
+        "either responses do not end (STOP02): use --rollout-stop-token-ids, --rollout-max-response-len or "
+        f"--generate-timeout{f', and lower {lower}' if lower else ''}; or the engine hangs (ENG06): see its log"
     )
 
 

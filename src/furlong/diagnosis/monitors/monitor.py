@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import threading
@@ -17,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from furlong.config.checks.value_checks import BOXED
-from furlong.config.command_line import config_from_values
-from furlong.config.flag_spec import flag_specs
-from furlong.config.sections import Config, by_field
+from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
 from furlong.core.checkpoint_folder import find_foreign_weights
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
+from furlong.errors import ConfigError
+from furlong.models.hf_folder import read_json
+from furlong.tools.memory_model import ModelSize
 from furlong.tracking.run_files import EventLog
 
 if TYPE_CHECKING:
@@ -38,30 +38,18 @@ LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.IN
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run's configuration, what follows from it, and whether its model folder has a chat template."""
+    """A run's configuration, what follows from it, and what its model folder says: the rest is 0 if it is unknown."""
 
     config: Config = dataclasses.field(default_factory=Config)
     has_chat_template: bool = False
+    vocab_size: int = 0
+    num_parameters: int = 0
 
     @staticmethod
     def of(config: Config) -> RunFacts:
-        """Look up the chat template of `config`'s model."""
-        return RunFacts(config, _has_chat_template(Path(str(config.rollout.hf_checkpoint or ""))))
-
-    @staticmethod
-    def from_recorded(sections: Mapping[str, Mapping[str, Any]]) -> RunFacts:
-        """Read the flags of a `config.json`, as section -> field -> value.
-
-        Flags that the file lacks have their defaults, and flags that this version lacks are ignored: another version
-        may have written it.
-        """
-        specs = flag_specs(Config)
-        values = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in by_field(sections).items()
-            if name in specs
-        }
-        return RunFacts.of(config_from_values(values))
+        """Look up the chat template and the sizes of `config`'s model."""
+        folder = Path(str(config.rollout.hf_checkpoint or ""))
+        return RunFacts(config, _has_chat_template(folder), *_sizes(folder))
 
     @property
     def model(self) -> str:
@@ -163,8 +151,27 @@ def _is_foreign(folder: Path, step: int | None) -> bool:
 def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").exists():
         return True
-    path = folder / "tokenizer_config.json"
-    return path.exists() and bool(json.loads(path.read_text()).get("chat_template"))
+    return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Return the vocabulary size and the number of parameters of a model folder, 0 for what is unknown."""
+    content = _read_json(folder / "config.json")
+    text: Any = content.get("text_config") or content
+    vocab_size = text.get("vocab_size") if isinstance(text, dict) else None
+    try:
+        num_parameters = ModelSize.read(content).parameters
+    except (ConfigError, KeyError, TypeError, ValueError):
+        num_parameters = 0
+    return vocab_size if type(vocab_size) is int and vocab_size > 1 else 0, num_parameters
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Read a JSON object of the model's folder, which may be damaged or gone by now: {}."""
+    try:
+        return read_json(path)
+    except ConfigError:
+        return {}
 
 
 Row = Mapping[str, float]

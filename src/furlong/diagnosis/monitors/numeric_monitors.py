@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from furlong.diagnosis.monitors.monitor import Alert, Row, RunFacts, StepContext
@@ -16,9 +17,11 @@ GAP_WARNING, GAP_ERROR = 0.03, 0.1
 # The same on tokens of an older policy, averaged over steps: how far the policy has moved since. The quickstart's model
 # over 40 rollouts with 1 to 5 in flight: below 0.1 it learned as in a synchronous run, from 0.2 on less or not at all.
 DRIFT, DRIFT_ROWS = 0.2, 8
-# Mean log-prob of a model's own answers at which the guides suspect the chat template of an instruct model.
-LIKELY = -0.8
-UNTRAINED = -2.5  # below it a template alone is no explanation: chance is -ln(vocabulary)
+# Mean log-prob of a model's own answers. The guides suspect the chat template of an instruct model from -0.8 on, which
+# holds for large ones: SmolLM2-135M-Instruct has -2.0 in its own format, and base models are less certain, too. So only
+# a value near chance, -ln(vocabulary), is a warning: 19 % of it is healthy for that model.
+LIKELY, LARGE = -0.8, 10**9  # parameters of a model that `LIKELY` applies to
+NEAR_CHANCE, UNTRAINED = 0.35, 0.8  # of chance
 # Log-ratio to the old policy before any update: Miles asserts 1e-9; repeated bfloat16 passes differ by 1e-3.
 PPO_KL = 1e-2
 # Gradient norms before clipping. The first was at most 9 in 17 CPU settings; in 40 rollouts of the quickstart none
@@ -96,16 +99,18 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     largest = now.row.get("selftest/logp_max_diff")
     by_size = sorted(shares.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
+    cause, remedy = _mismatch_cause(now, [name for name, _ in by_size])
     return now.alert(
         "NUM02",
         f"log-probs of engine and trainer differ by {gap:.3g} per token for the same weights "
         f"(normal: below {GAP_WARNING}"
         + ("" if largest is None else f"; forward_logp_max_diff {largest:.3g}")
         + (f"); by cause: {causes}" if causes else ")"),
-        remedy=_mismatch_remedy(shares),
+        cause=cause,
+        remedy=remedy,
         severity="error" if gap > GAP_ERROR else "warning",
         evidence={"mean_abs_diff": gap, "shares": shares}
-        | {name: now.row[name] for name in ("selftest/logp_max_diff", "selftest/logp_p99_diff") if name in now.row},
+        | {name: now.row[name] for name in NUM02_EVIDENCE if name in now.row},
         level=gap,
     )
 
@@ -158,55 +163,97 @@ def _is_gap_meaningful(now: StepContext) -> bool:
     return not (now.facts.has_old_policy and now.facts.steps_per_rollout > 1)
 
 
+NUM02_EVIDENCE = ("selftest/logp_max_diff", "selftest/logp_p99_diff", "rollout/other_context")
 MISMATCH_REMEDIES = {
     "stale_version": "update weights after every rollout (--update-weights-interval 1); engines must report versions",
     "sampling_transform": "use the same --rollout-temperature in engine and trainer; the engine must report log-probs "
     "from before top-p and top-k, as SGLang does",
     "retokenisation": "keep the engine's token ids (append_response_tokens) instead of encoding its text again",
+    "other_context": "return one sample for each context that was asked (a list of samples), each with that prompt in "
+    "`tokens`; or ask with sample.tokens. `grep 'another context' run.log` shows the first position",
     "flat": "every token has the same log-prob in the engine: if your function fills them in, keep the engine's; if "
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
     "and SYNC04 in docs/troubleshooting.md)",
     "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
     "numerics": "use the same precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
+    "unexplained": "compare the weights with --check-weight-update-equal; if they are equal, look at what sets "
+    "rollout_log_probs and the prompt in your functions, and at the engine's sampling parameters",
 }
 
 
-def _mismatch_remedy(shares: dict[str, float]) -> str:
-    if not shares:
-        return "find the cause with --debug-determinism and --check-weight-update-equal; --use-tis corrects the rest"
-    return MISMATCH_REMEDIES[max(shares, key=lambda name: shares[name])]
+def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, str]:
+    """Return the cause (None: the catalogue's) and the remedy. `by_size` are the self-test's causes, largest first."""
+    rollout, samples = now.facts.config.rollout, now.row.get("rollout/other_context", 0.0)
+    first = by_size[0] if by_size else "other_context" if samples else ""
+    if first == "other_context":
+        return (
+            f"In {samples:.0f} samples the engine was asked with another context than is trained on, for example with "
+            "a cut history.",
+            MISMATCH_REMEDIES[first],
+        )
+    if first == "unexplained":
+        cause = (
+            "Gaps above 1 per token are not numerics: the engine has other weights, or the log-probs, the tokens or "
+            "their context are not those of the engine's completion."
+        )
+        least = rollout.rollout_min_new_tokens
+        if least and now.facts.config.cluster.engine != "embedded":
+            cause += f" Or --rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs."
+        return cause, MISMATCH_REMEDIES[first]
+    if first:
+        return None, MISMATCH_REMEDIES[first]
+    return None, "find the cause with --debug-determinism and --check-weight-update-equal; --use-tis corrects the rest"
 
 
 def unlikely_responses(now: StepContext) -> Alert | None:
-    """TPL03: an instruct model assigns low probability to its own responses."""
-    config = now.facts.config
+    """TPL03: a model with a chat format assigns low probability to its own responses."""
+    config, facts = now.facts.config, now.facts
     log_prob = now.row.get("rollout/log_probs")
-    if not now.is_first or log_prob is None or log_prob > LIKELY or now.trains_foreign_tokens:
+    if not now.is_first or log_prob is None or now.trains_foreign_tokens or not facts.vocab_size:
         return None
-    if config.algo.loss_type != "policy_loss" or not now.facts.has_chat_template:
+    if config.algo.loss_type != "policy_loss" or not facts.has_chat_template:
         return None
     if config.rollout.rollout_temperature > 1:
         return None
-    cause, remedy = (
-        None,
-        "run `furlong doctor` with the same flags, which compares the prompts with the template (TPL01, TPL02), as "
-        "`furlong template check` does",
+    share = log_prob / -math.log(facts.vocab_size)
+    if share < NEAR_CHANCE and (log_prob > LIKELY or facts.num_parameters < LARGE):
+        return None
+    cause, remedy = _unlikely_cause(now, share)
+    limit = (
+        f"chance is {-math.log(facts.vocab_size):.3g}, a healthy model is above {NEAR_CHANCE:.0%} of it"
+        if share >= NEAR_CHANCE
+        else f"instruct models of this size are above {LIKELY} in their own format, base models may be below"
     )
-    if log_prob < UNTRAINED:
-        cause = "The model is untrained, or its weights were not loaded."
-        remedy = f"check --hf-checkpoint (`furlong check DIR` reads its tensors); then {remedy}"
-    elif not config.data.apply_chat_template:
-        remedy = f"add --apply-chat-template if the prompts are plain questions or messages; {remedy}"
     return now.alert(
         "TPL03",
-        f"the trainer's mean log-prob of the first responses is {log_prob:.3f} per token "
-        f"(an instruct model in its own format is above {LIKELY})",
+        f"the trainer's mean log-prob of the first responses is {log_prob:.3f} per token ({limit})",
         cause=cause,
         remedy=remedy,
+        severity="warning" if share >= NEAR_CHANCE else "info",
         evidence={
             "log_prob": log_prob,
+            "share_of_chance": share,
             "apply_chat_template": config.data.apply_chat_template,
         },
+    )
+
+
+def _unlikely_cause(now: StepContext, share: float) -> tuple[str, str]:
+    """Return the causes and how to tell them apart. `share`: the mean log-prob as a share of chance."""
+    weights = "`furlong check DIR` reads the tensors of --hf-checkpoint"
+    if share >= UNTRAINED:
+        return "The model is untrained, or its weights were not loaded.", f"check --hf-checkpoint: {weights}"
+    template = "`furlong doctor` with the same flags compares the prompts with the template (TPL01, TPL02)"
+    if now.facts.config.data.apply_chat_template:
+        form = (
+            "they are rendered with --apply-chat-template, so check --apply-chat-template-kwargs and custom templates"
+        )
+    else:
+        form = "--apply-chat-template is off; add it if they are plain questions or messages"
+    return (
+        "Two causes are possible: the prompts do not have the chat format that the model was trained on "
+        f"({form}), or its weights are damaged, in the wrong place or those of a base model.",
+        f"{template}, and `furlong template check` shows it; {weights}; a base model has an instruct version",
     )
 
 
@@ -258,7 +305,13 @@ def _gradient_cause(now: StepContext, name: str) -> tuple[str | None, str]:
         "--label-key"
     )
     if name == "train/ppo_kl":
-        return "Two passes over the same weights differ: kernels, or a split over ranks.", f"{inspect}; try --fp32"
+        cause = "Two passes over the same weights differ: kernels, or a split over ranks."
+        if now.facts.config.checkpoint.load is not None:
+            cause += (
+                " Or this rollout was generated ahead, before the run resumed with a smaller batch, and was split into "
+                "several optimizer steps: then later rollouts are as usual."
+            )
+        return cause, f"{inspect}; try --fp32"
     if now.is_first:
         return "Data or template do not fit the model, or the reward reads a wrong key.", inspect
     return None, f"{inspect}; lower --lr; --clip-grad limits each step"

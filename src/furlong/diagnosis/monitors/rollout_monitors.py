@@ -14,10 +14,7 @@ NO_SPREAD_STEPS = 3  # steps in a row; hard data can give one or two without a r
 NO_SPREAD_SAMPLES = 64  # without groups to compare; at 10 % right answers, this many are equal once in 700 times
 ENDED = 0.5  # truncated share of the first step below which stop tokens must be right
 COLLAPSED_CAUSE = "The policy left what earned the reward: the steps are too large, or nothing pulls it back."
-COLLAPSED_REMEDY = (
-    "restart, or resume from a checkpoint before that, with a lower --lr, or with --use-kl-loss --kl-loss-type k3 and "
-    "a larger --kl-loss-coef"
-)
+LARGE_ENTROPY, LARGE_KL = 0.02, 1.0  # coefficients from which on a bonus or the KL can outweigh the reward
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to this part of it
 FAILED_WARNING = 0.01  # of the samples; below it the severity is info: a verifier may time out once
 BLOCKED_SHARE, BLOCKED_LEAST_S = 0.5, 1.0  # of a rollout, and at least
@@ -46,8 +43,10 @@ def truncation(now: StepContext) -> Alert | None:
         cause = "The chat template ends a turn with a token that does not stop generation."
         ids = " ".join(map(str, missing))
         remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
+    if (setting := _endless_setting(now.facts)) is not None:
+        cause, remedy = setting[0], f"{setting[1]}; {remedy}"
     if before < ENDED:  # with the same flags, responses ended before the weights changed
-        note, cause, remedy = f" ({before:.0%} in the first step)", COLLAPSED_CAUSE, COLLAPSED_REMEDY
+        note, (cause, remedy) = f" ({before:.0%} in the first step)", _collapse_cause(now.facts)
     return now.alert(
         "STOP02",
         f"{ratio:.0%} of the responses were cut off {place}, without an end of turn{note}",
@@ -59,6 +58,50 @@ def truncation(now: StepContext) -> Alert | None:
             "max_response_len": limit,
         },
     )
+
+
+def _endless_setting(facts: RunFacts) -> tuple[str, str] | None:
+    """Return the cause and the fix of sampling parameters that keep responses from ending; None without such ones."""
+    rollout = facts.config.rollout
+    least, limit, temperature = (
+        rollout.rollout_min_new_tokens,
+        rollout.rollout_max_response_len,
+        rollout.rollout_temperature,
+    )
+    if limit and least >= limit:
+        return (
+            f"--rollout-min-new-tokens {least} bans stop tokens up to the limit of {limit} tokens.",
+            f"lower --rollout-min-new-tokens, or raise --rollout-max-response-len above {least}",
+        )
+    if temperature > 1:
+        return (
+            f"At --rollout-temperature {temperature:g} text becomes random and may never reach its end; or a stop "
+            "token is missing, or the limit too low.",
+            "try --rollout-temperature 1 first",
+        )
+    return None
+
+
+def _collapse_cause(facts: RunFacts) -> tuple[str, str]:
+    """Return why a policy may have left what earned the reward, by the weights of the loss's terms, and the fix."""
+    algo = facts.config.algo
+    back = "restart, or resume from a checkpoint before that, with"
+    if algo.entropy_coef >= LARGE_ENTROPY:
+        return (
+            f"The entropy bonus may outweigh the reward (--entropy-coef {algo.entropy_coef:g}), or the steps are too "
+            "large.",
+            f"{back} a lower --entropy-coef (0.001 is common), or a lower --lr",
+        )
+    if algo.use_kl_loss and algo.kl_loss_coef >= LARGE_KL:
+        return (
+            f"The KL term may outweigh the reward (--kl-loss-coef {algo.kl_loss_coef:g}), or the steps are too large.",
+            f"{back} a lower --kl-loss-coef (0.001 to 0.1 is common), or a lower --lr",
+        )
+    pull = "--use-kl-loss --kl-loss-type k3 and a --kl-loss-coef of 0.001 to 0.1"
+    if algo.use_kl_loss:
+        pull = f"a larger --kl-loss-coef (now {algo.kl_loss_coef:g})"
+    bonus = f", without the entropy bonus (--entropy-coef {algo.entropy_coef:g})" if algo.entropy_coef > 0 else ""
+    return COLLAPSED_CAUSE, f"{back} a lower --lr, or with {pull}{bonus}"
 
 
 def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
@@ -91,11 +134,12 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
 
 
 def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
+    cause, remedy = _collapse_cause(now.facts)
     return now.alert(
         "REW02",
         f"the mean reward fell from {best:.3g} to {last:.3g}, {note}",
-        cause=COLLAPSED_CAUSE,
-        remedy=COLLAPSED_REMEDY,
+        cause=cause,
+        remedy=remedy,
         evidence={"best": best, "last": last},
         kind="fall",
     )
@@ -132,7 +176,7 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     is_same = now.row.get("rollout/reward_range", 0.0) == 0
     if is_same and reward == 0 and best >= COLLAPSE_OF:
         return _collapse(now, best, reward, f"and stayed there for {rows} steps: there is no learning signal")
-    is_known = is_same and (reward in (0.0, 1.0) or not in_groups)
+    is_known = is_same and (reward in (0.0, 1.0) or "rollout/reward_range" in now.row)
     pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
     cause, remedy = _no_spread_cause(facts, in_groups, reward if is_known else None)
     if in_groups and not is_same:  # so the verifier does distinguish right and wrong answers
@@ -176,7 +220,7 @@ def _no_spread_cause(facts: RunFacts, in_groups: bool, every: float | None) -> t
             "The task is solved, or the reward function accepts everything.",
             f"use harder data{drop}; check the reward function",
         )
-    if in_groups:
+    if in_groups and every is None:
         return None, "raise --n-samples-per-prompt, or check the reward function with --debug-rollout-print-every 1"
     return "The reward function returns the same value for any answer.", f"check the reward function {inspect}"
 

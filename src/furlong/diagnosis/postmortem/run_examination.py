@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from furlong.config.sections import by_field
 from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.files import is_locked
-from furlong.core.text import abbreviate
-from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
+from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.signatures import (
     LogText,
     match_signatures,
     parse_diagnosis,
     user_error_exclusions,
 )
+from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone
 from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.inference.supervisor.host import end_of_log, last_text, tail
 from furlong.tracking.run_files import (
     EVENTS,
-    METRICS,
     RUN_LOG,
     RUN_STARTS,
     EventLog,
     read_intact_rows,
-    read_sections,
     read_steps,
 )
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_LINES = 12  # of a log, to show
-DAMAGED_LINES = 8  # whose numbers are listed
 RECORDED = tuple(field.name for field in fields(Diagnosis))
 ENGINE_ERRORS = frozenset(error.__name__ for error in (EngineError, EngineTimeoutError, UnreachableError))
 ENGINE_LOG_ROWS = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
@@ -84,22 +80,20 @@ def examine(folder: Path) -> Examination:
 
     Applies the monitors to `metrics.jsonl` and `events.jsonl`, and searches logs for known errors.
     """
-    config = read_sections(folder, f"--run {folder}")
-    events = events_of(folder)
-    rows = read_steps(folder)
-    status, failure = status_of(folder, events)
-    step = max([rows[-1][0] if rows else 0, *_steps_since_start(events)])
-    diagnoses = [*_monitor_again(config, rows, events), *_damage(folder, rows, events, is_running=status == "running")]
+    run = RecordedRun.read(folder, f"--run {folder}")
+    status, failure = status_of(folder, run.events)
+    if status == "running" and is_gone(run):
+        status = "killed"
+    diagnoses = [*run.diagnose(), *run.damage(is_running=status == "running")]
     error, words = _first_line(failure) if failure else "", list[str]()
+    if status == "running":
+        known = {each.id for each in diagnoses if each.severity != "info"}
+        diagnoses += [each for each in diagnose_standstill(run) if each.id not in known]
     if status in ("failed", "killed"):
-        diagnoses += _failure_diagnoses(
-            folder, config, failure, events, status=status, step=step, known=[d.id for d in diagnoses]
-        )
-        logs = logs_of(folder)
-        is_engine = any(d.id in ENGINE_LOG_ROWS for d in diagnoses)
-        words = last_words(logs[-1] if is_engine and logs else folder / RUN_LOG)
-    num_steps = config["data"]["num_rollout"]
-    return Examination(str(folder), status, step, num_steps, error, most_severe_first(diagnoses), words)
+        diagnoses += _failure_diagnoses(run, failure, status=status, known=[d.id for d in diagnoses])
+        words = last_words(_relevant_log(folder, diagnoses, failure or {}))
+    num_steps = run.config.data.num_rollout
+    return Examination(str(folder), status, run.last_step, num_steps, error, most_severe_first(diagnoses), words)
 
 
 def _first_line(failure: Mapping[str, Any]) -> str:
@@ -155,73 +149,41 @@ def logs_of(folder: Path) -> list[Path]:
     return sorted((folder / "logs").rglob("*.log"), key=lambda path: path.stat().st_mtime)
 
 
+def _relevant_log(folder: Path, diagnoses: Sequence[Diagnosis], failure: Mapping[str, Any]) -> Path:
+    """Return the log of the process that failed: the one that the error names, or the run's own.
+
+    The log written last is that of a survivor, so without a name it counts only if it is the only one.
+    """
+    logs = logs_of(folder)
+    if not any(each.id in ENGINE_LOG_ROWS for each in diagnoses):
+        return folder / RUN_LOG
+    texts = [str(failure.get("message", "")), *(str(each.evidence.get("text", "")) for each in diagnoses)]
+    texts += [each.finding for each in diagnoses if each.id in ENGINE_LOG_ROWS]
+    sources = [str(each.evidence.get("source", "")) for each in diagnoses if each.id in ENGINE_LOG_ROWS]
+    for log in logs:
+        if any(log.name in text for text in texts) or str(log.relative_to(folder)) in sources:
+            return log
+    for log in logs:
+        if any(_names_process(text, log.stem) for text in texts):
+            return log
+    return logs[0] if len(logs) == 1 else folder / RUN_LOG
+
+
+def _names_process(text: str, stem: str) -> bool:
+    """Whether a text names the process of a log: `engine 1` that of `engine-1`, `trainer rank 0` `trainer-rank-0`."""
+    return re.search(rf"\b{re.escape(stem.replace('-', ' '))}\b", text) is not None
+
+
 def last_words(path: Path) -> list[str]:
     """Return the name and last lines of a log; for a process's log also its first exception."""
     lines = tail(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
     return [f"last lines of {path}:", *(line[:300] for line in lines)] if lines else []
 
 
-def _monitor_again(
-    config: Mapping[str, Any], rows: Sequence[tuple[int, Mapping[str, float]]], events: Sequence[Mapping[str, Any]]
-) -> list[Diagnosis]:
-    """Apply the monitors to the recorded steps and events; keep the last diagnosis of each id."""
-    suite = MonitorSuite(MONITORS, RunFacts.from_recorded(config))
-    diagnoses = [d for step, row in rows for d in suite.step(step, row)]
-    diagnoses += [d for event in events for d in suite.event(event)]
-    return list({d.id: d for d in diagnoses}.values())
-
-
-def _damage(
-    folder: Path, rows: Sequence[tuple[int, Any]], events: Sequence[Mapping[str, Any]], *, is_running: bool
-) -> list[Diagnosis]:
-    """CHECK01: files that are damaged or incomplete, so that not everything could be checked."""
-    missing: list[str] = []
-    for name, key, of_kills in ((METRICS, "step", 0), (EVENTS, "event", 1)):  # a kill can leave one damaged event
-        damaged = read_intact_rows(folder / name, key)[1]
-        if len(damaged) > of_kills:
-            missing.append(f"{_lines(damaged)} of {name} cannot be read")
-    have = {step for step, _ in rows}
-    done = _steps_since_start(events)
-    if (lacking := done - have) and not is_running:
-        missing.append(f"{METRICS} lacks {len(lacking)} of {len(done)} steps")
-    if have and not any(event["event"] == "start" for event in events):
-        missing.append(f"{EVENTS} has no start and no end of the run")
-    if not missing:
-        return []
-    return [
-        diagnosis(
-            "CHECK01",
-            f"{folder}: {'; '.join(missing)}",
-            cause="The folder was copied incompletely, its disk was full, or its files were cut off.",
-            remedy="copy the folder again; these diagnoses are based on what is left",
-            evidence={"missing": missing},
-        )
-    ]
-
-
-def _lines(numbers: Sequence[int]) -> str:
-    """Format line numbers as `line 3` or `lines 1, 2, 3`, shortened if there are many."""
-    return f"line{'s' * (len(numbers) > 1)} {abbreviate(numbers, DAMAGED_LINES)}"
-
-
-def _steps_since_start(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the steps since the last start, from its events; a resumed run repeats some earlier ones."""
-    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
-    since = events[starts[-1] if starts else 0 :]
-    return {event["step"] for event in since if event["event"] == "step" and type(event.get("step")) is int}
-
-
 def _failure_diagnoses(
-    folder: Path,
-    config: Mapping[str, Any],
-    failure: Mapping[str, Any] | None,
-    events: Sequence[Mapping[str, Any]],
-    *,
-    status: Status,
-    step: int,
-    known: list[str],
+    run: RecordedRun, failure: Mapping[str, Any] | None, *, status: Status, known: list[str]
 ) -> list[Diagnosis]:
-    diagnoses = list[Diagnosis]()
+    diagnoses, events = list[Diagnosis](), list(run.events)
     if failure is not None:
         explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
         diagnoses += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
@@ -229,14 +191,14 @@ def _failure_diagnoses(
         if stated is not None and stated.id not in [each.id for each in diagnoses]:
             diagnoses.insert(0, stated)
     diagnoses = [each for each in diagnoses if each.id not in known]
-    flags, facts, failure = by_field(config), {"steps": step}, failure or {}
-    run_log = folder / RUN_LOG
+    flags, facts, failure = run.flags, {"steps": run.last_step}, failure or {}
+    run_log = run.folder / RUN_LOG
     texts = [LogText(RUN_LOG, _since_start(last_text(run_log)), flags, facts, failure)] if run_log.exists() else []
     diagnoses += _match_all(
-        [*texts, *_log_texts(folder, flags, facts)], failure, known=[*known, *(d.id for d in diagnoses)]
+        [*texts, *_log_texts(run.folder, flags, facts)], failure, known=[*known, *(d.id for d in diagnoses)]
     )
     if status == "killed":
-        diagnoses.append(_killed(folder, config, events, step))
+        diagnoses.append(_killed(run))
     return diagnoses
 
 
@@ -263,9 +225,9 @@ def _since_start(log: str) -> str:
     return log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :]
 
 
-def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> Diagnosis:
-    last = events[-1]
-    saved = config["checkpoint"]["save"] if any(event["event"] == "save" for event in events) else None
+def _killed(run: RecordedRun) -> Diagnosis:
+    last, step = run.events[-1], run.last_step
+    saved = run.config.checkpoint.save if any(event["event"] == "save" for event in run.events) else None
     doing = {
         "weight_update_started": "during a weight update",
         "publishing": "during a weight update",  # the name in runs of older versions
@@ -273,7 +235,7 @@ def _killed(folder: Path, config: Mapping[str, Any], events: Sequence[Mapping[st
     }.get(last["event"], "")
     return diagnosis(
         "KILL01",
-        f"{folder}: the run started but did not end; it was killed after step {step}"
+        f"{run.folder}: the run started but did not end; it was killed after step {step}"
         + (f", {doing}" if doing else "")
         + f" (last event: {last['event']})",
         remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; "
@@ -296,12 +258,12 @@ def explain(
     facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
     if after_memory is not None and is_out_of_memory(error):
         facts |= after_memory(error)
-    failure, stated, logs = failure_record(error), parse_diagnosis(str(error)), logs_of(folder)
+    failure, stated = failure_record(error), parse_diagnosis(str(error))
     text = LogText("traceback", "".join(traceback.format_exception(error)), flags, facts, failure)
     known = [stated.id] if stated is not None else []
     diagnoses = _match_all([text, *_log_texts(folder, flags, facts)], failure, known=known)
     if isinstance(error, HookError) and not diagnoses:
         cause = "The custom function raised it, or something that it calls."
         diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))
-    is_engine = any(d.id in ENGINE_LOG_ROWS for d in diagnoses)
-    return diagnoses, last_words(logs[-1]) if is_engine and logs else []
+    log = _relevant_log(folder, diagnoses, failure)
+    return diagnoses, last_words(log) if log.name != RUN_LOG else []

@@ -13,6 +13,7 @@ from furlong.errors import (
     ENGINE_KILLED,
     MACHINE_MEMORY,
     PLACEMENT_TIMEOUT,
+    WORKER_DIED,
     HookError,
 )
 from furlong.tools.memory_plan import remedy_of
@@ -53,6 +54,13 @@ SMALLER_ENGINE = (
 
 USER_ROWS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # caused by custom functions
 ENGINE_ROWS = frozenset({"ENG01", "ENG03", "ENG05"})  # whose signatures a user's server or process can also print
+RAISE_LIMITS = (
+    "raise the limit if a part needs longer: --distributed-timeout-minutes between trainer ranks, "
+    "--update-weight-timeout for an engine that loads weights"
+)
+OOM_KILLER = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
+RANK = re.compile(r"\btrainer rank \d+")
+RANK_CAUSE = "Its process ended: a signal (the out-of-memory killer, a scheduler, a person), or a crash in a library."
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
 FREE_PORT = (
     "end the process that listens there, or use another port; fewer engines per machine (a larger "
@@ -342,14 +350,16 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     """ENG03: a process that a signal ended from outside, or that exited by itself.
 
     If one of its processes fails, SGLang ends all of them, including the first one, with signal 9.
+    --use-fault-tolerance does not restart trainer ranks.
     """
+    if text.code == WORKER_DIED or RANK.search(_evidence(text, match)["text"]) is not None:
+        return _fixed("ENG03", "a trainer rank died", _rank_remedy(text), RANK_CAUSE)(text, match)
     ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
     is_killed = text.code == ENGINE_KILLED or re.search(r"was ended by signal (9|15)\b", match[0]) is not None
     is_killed = is_killed and not ended_itself
-    oom_killer = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
-    remedies = [oom_killer if is_killed else "read the end of its log"]
+    remedies = [OOM_KILLER if is_killed else "read the end of its log"]
     if not is_killed and not ended_itself:
-        remedies.append(f"if a signal ended it, {oom_killer}")
+        remedies.append(f"if a signal ended it, {OOM_KILLER}")
     if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
         remedies.append("lower --sglang-mem-fraction-static or --rollout-batch-size")
         remedies.append("use --sglang-disable-cuda-graph to find the cause")
@@ -361,6 +371,12 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     elif ended_itself:
         cause = "One of its processes failed and SGLang ended the others; the first exception in its log is the reason."
     return _fixed("ENG03", "a worker or an engine died", "; ".join(remedies), cause)(text, match)
+
+
+def _rank_remedy(text: LogText) -> str:
+    save = text.flags.get("save")
+    resume = f"resume with --load {save}" if save else "use --save in the next run: nothing was saved"
+    return f"read the end of its log; {OOM_KILLER}; {resume}"
 
 
 def _signature(
@@ -431,12 +447,12 @@ SIGNATURES: tuple[Signature, ...] = (
     _signature(
         "SYNC01",
         r"Watchdog caught collective operation timeout|NCCL[^\n]*[Tt]ime(d )?out|collective operation timeout",
-        ("a collective timed out", NCCL_REMEDY, NETWORK_CAUSE),
+        ("a collective timed out", f"{RAISE_LIMITS}; {NCCL_REMEDY}", NETWORK_CAUSE),
     ),
     _signature(
         "SYNC01",
         r"gloo/transport/\S+ Timed out waiting \d+ms for \w+ operation",
-        ("a gloo collective timed out", GLOO_REMEDY, NETWORK_CAUSE),
+        ("a gloo collective timed out", f"{RAISE_LIMITS}; {GLOO_REMEDY}", NETWORK_CAUSE),
     ),
     _signature(
         "NUM04",

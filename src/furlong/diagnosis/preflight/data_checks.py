@@ -19,6 +19,7 @@ from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
+from furlong.tools.reward_failures import failure_cause
 from furlong.tools.reward_test import answered, right_answer, unnamed_entry
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
@@ -222,12 +223,13 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy = f"ignore this if it is that slow: this check waits {timeout_s:g} s, the run {limit}"
     elif is_slow:
         remedy = "raise --reward-timeout if it needs that long"
+    kind = failure_cause(first.reason)
     yield diagnosis(
         "REW01",
         f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; row {row} with {response} as the response: "
         f"{first.reason}",
-        cause="The function waits for something that does not answer." if is_slow else None,
-        remedy=remedy,
+        cause="The function waits for something that does not answer." if is_slow else kind and kind[0],
+        remedy=kind[1] if kind and not is_slow else remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
     )

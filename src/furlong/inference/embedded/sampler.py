@@ -3,15 +3,16 @@
 Axes: N rows, V vocabulary, B blocks of the vocabulary, C candidates.
 
 A token is the inverse of the cumulative distribution at a uniform number from the caller, so it only depends on the
-row's logits, parameters and number. Log-probs are log_softmax(logits / temperature) before any filter. Filters are
-SGLang's: top-k, top-p and min-p each apply to the unfiltered distribution, and a token must pass all three. Equal
-probabilities are ranked by token id.
+row's logits, parameters and number. Log-probs are log_softmax(logits / temperature) before any filter, and before the
+stop tokens of `min_new_tokens` are banned. Filters are SGLang's: top-k, top-p and min-p each apply to the unfiltered
+distribution, and a token must pass all three. Equal probabilities are ranked by token id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from furlong.interfaces import SamplingParams
 ONE_LEVEL_VOCAB = 512
 FIRST_CANDIDATES = 64
 NEXT_CANDIDATES = 1024
+NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,18 @@ class Sampler:
         self._mass = torch.empty(0, dtype=torch.float32)
         self._scratch: _Scratch | None = None
 
-    def sample(self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, banned: Mapping[int, Sequence[int]] = NOTHING
+    ) -> tuple[Tensor, Tensor]:
         """Return tokens [N] int64 and their log-probs [N] float32, both valid until the next call.
 
-        `logits_NV` is float32 and is overwritten; `uniform_N` is float64 in [0, 1). A row with NaN or +inf yields a
-        non-finite log-prob.
+        `logits_NV` is float32 and is overwritten; `uniform_N` is float64 in [0, 1). `banned` has the tokens that a row
+        must not get; like the filters, they do not change its log-probs. A row with NaN or +inf yields a non-finite
+        log-prob.
         """
         if rows.temperature_N1 is not None:
             logits_NV.div_(rows.temperature_N1)
+        indices, allowed_I = _ban(logits_NV, banned) if banned else ([], None)
         s = self._scratch_for(logits_NV)
         torch.amax(logits_NV, -1, keepdim=True, out=s.peak_N1)
         torch.sub(logits_NV, s.peak_N1, out=s.inside_NV)
@@ -111,6 +117,8 @@ class Sampler:
         torch.gather(s.mass_NV, 1, s.token_N1, out=s.chosen_N1)
         torch.div(s.chosen_N1, s.total_N1, out=s.target_N1).log_()
         s.log_prob_N1.copy_(s.target_N1)
+        if allowed_I is not None:
+            s.log_prob_N[indices] += allowed_I
         return s.token_N, s.log_prob_N
 
     def _scratch_for(self, logits_NV: Tensor) -> _Scratch:
@@ -169,6 +177,15 @@ class Sampler:
             if not len(open_rows):
                 break
         return tokens_N
+
+
+def _ban(logits_NV: Tensor, banned: Mapping[int, Sequence[int]]) -> tuple[list[int], Tensor]:
+    """Mask the banned tokens; return their rows and the log of the probability [I] of the remaining tokens."""
+    indices = list(banned)
+    before_I = logits_NV[indices].double().logsumexp(-1)
+    for row, tokens in banned.items():
+        logits_NV[row, list(tokens)] = float("-inf")
+    return indices, (logits_NV[indices].double().logsumexp(-1) - before_I).float()
 
 
 def _draw_ranked(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -223,8 +223,8 @@ class SlotBatch:
             self._plan = None
             rows = SamplingRows.build([r.params for r in taken], self.model.vocab_size, self.model.device)
             row = self._buffer.clock - 1
-            self._ban_stops(logits, first, row)
-            self._finish_ended(first, self._sample(logits, rows, first, row))
+            banned = self._banned_stops(len(taken), first, row)
+            self._finish_ended(first, self._sample(logits, rows, first, row, banned))
 
     def _take_waiting(self) -> list[Request]:
         """Remove and return the next requests that fit into free slots, the cache budget and one prefill."""
@@ -334,9 +334,8 @@ class SlotBatch:
         buffer, row = self._buffer, self._buffer.clock
         if self.model.records_routes:
             buffer.routes[row, : plan.n] = self.model.routes[0][: plan.n]
-        if row < plan.stops_from:
-            self._ban_stops(logits, 0, row)
-        tokens = self._sample(logits, plan.rows, 0, row)
+        banned = self._banned_stops(plan.n, 0, row) if row < plan.stops_from else {}
+        tokens = self._sample(logits, plan.rows, 0, row, banned)
         buffer.clock += 1
         if buffer.clock >= plan.first_end or plan.has_stop_strings or (plan.stop_ids == tokens).any():
             self._finish_ended(0, tokens)
@@ -373,12 +372,14 @@ class SlotBatch:
         )
         return self._plan
 
-    def _sample(self, logits: Tensor, rows: SamplingRows, first: int, row: int) -> NDArray[np.int64]:
+    def _sample(
+        self, logits: Tensor, rows: SamplingRows, first: int, row: int, banned: Mapping[int, list[int]]
+    ) -> NDArray[np.int64]:
         """Sample a token for each slot from `first` on and store it in `row`; returns the tokens."""
         n, buffer = logits.shape[0], self._buffer
         slots = slice(first, first + n)
         uniform_N = buffer.uniforms(row, slots).to(self.model.device)
-        tokens_N, log_probs_N = self._sampler.sample(logits, rows, uniform_N)
+        tokens_N, log_probs_N = self._sampler.sample(logits, rows, uniform_N, banned)
         self._tokens[slots].copy_(tokens_N)
         tokens, log_probs = tokens_N.cpu().numpy(), log_probs_N.cpu().numpy()
         if not math.isfinite(log_probs.sum()):
@@ -390,11 +391,11 @@ class SlotBatch:
         self.tokens_generated += n
         return tokens
 
-    def _ban_stops(self, logits: Tensor, first: int, row: int) -> None:
-        """Mask stop tokens where `min_new_tokens` is not reached."""
-        for i in np.flatnonzero(row < self._buffer.may_stop[first : first + len(logits)]):
-            stops = [t for t in self.running[first + i].stop_ids if t < self.model.vocab_size]
-            logits[int(i), stops] = float("-inf")
+    def _banned_stops(self, n: int, first: int, row: int) -> dict[int, list[int]]:
+        """Return the stop tokens of those of `n` slots from `first` on that have not reached `min_new_tokens`."""
+        early = np.flatnonzero(row < self._buffer.may_stop[first : first + n])
+        stops = {int(i): [t for t in self.running[first + i].stop_ids if t < self.model.vocab_size] for i in early}
+        return {i: tokens for i, tokens in stops.items() if tokens}
 
     def _finish_ended(self, first: int, tokens: NDArray[np.int64]) -> None:
         """Finish the requests that end with `tokens`, one for each slot from `first` on."""

@@ -1,0 +1,134 @@
+"""A run that stands still, judged by the age of its last event and the state of its processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+
+from furlong.config import parse
+from furlong.diagnosis.postmortem import standing_still
+from furlong.diagnosis.postmortem.recorded_run import RecordedRun
+from furlong.diagnosis.postmortem.run_examination import examine
+from furlong.diagnosis.postmortem.standing_still import (
+    Liveness,
+    RunProcess,
+    last_progress,
+    stopped_processes,
+    unanswering_engine,
+    without_progress,
+)
+
+IDLE, BUSY, UNKNOWN = (Liveness([RunProcess(7, "furlong train", False, True)], cpu) for cpu in (0.0, 0.9, None))
+
+
+def run_at(path: Path, *times: float, **start: Any) -> RecordedRun:
+    """A run that started at `times[0]` and ended a step at each of the others."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(parse(["--hf-checkpoint", "none"]).to_json())
+    events: list[dict[str, Any]] = [{"time": times[0], "event": "start", **start}]
+    events += [{"time": when, "event": "step", "step": i} for i, when in enumerate(times[1:], 1)]
+    (path / "events.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
+    (path / "run.log").touch()
+    return RecordedRun.read(path)
+
+
+@pytest.mark.parametrize(
+    ("times", "age_s", "liveness", "is_reported"),
+    [
+        ((0, 5, 10, 15), 61, IDLE, True),
+        ((0, 5, 10, 15), 59, IDLE, False),
+        ((0, 5, 10, 15), 61, BUSY, False),
+        ((0, 5, 10, 15), 301, BUSY, True),
+        ((0, 5, 10, 15), 301, UNKNOWN, True),
+        ((0, 100, 200), 299, IDLE, False),
+        ((0, 100, 200), 301, IDLE, True),
+        ((0, 100, 200), 999, BUSY, False),
+        ((0,), 119, IDLE, False),  # it starts
+        ((0,), 121, IDLE, True),
+        ((0,), 3599, BUSY, False),
+        ((0,), 3601, BUSY, True),
+    ],
+)
+def test_no_progress_is_reported_after_a_time_that_the_steps_and_the_processes_justify(
+    tmp_path: Path, times: tuple[float, ...], age_s: float, liveness: Liveness, is_reported: bool
+) -> None:
+    found = without_progress(run_at(tmp_path / "run", *times), age_s, "step", liveness)
+    assert [each.id for each in found] == ["HANG01"] * is_reported
+    if found:
+        assert f"no progress for {age_s} s" in found[0].finding
+        assert found[0].evidence["seconds"] == age_s
+
+
+def test_a_driver_that_waits_for_other_machines_is_not_idle(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "run", 0, 5, 10)
+    words = ["--hf-checkpoint", "none", "--rollout-external-engine-addrs", "a:1"]
+    (tmp_path / "run" / "config.json").write_text(parse(words).to_json())
+    assert without_progress(RecordedRun.read(run.folder), 200.0, "step", IDLE) == []
+
+
+def test_groups_count_as_progress_and_reports_do_not(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "run", 0, 100)
+    with (run.folder / "events.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"time": 500, "event": "engine_silent", "seconds": 60.0}) + b"\n")
+    run = RecordedRun.read(run.folder)
+    assert last_progress(run, 1000.0) == (900.0, "step")
+    (run.folder / "ledger.jsonl").touch()
+    os.utime(run.folder / "ledger.jsonl", (990, 990))
+    assert last_progress(run, 1000.0) == (10.0, "write to ledger.jsonl")
+
+
+def test_stopped_processes_are_named_by_their_part() -> None:
+    main = RunProcess(1, "furlong train", True, True)
+    engine, worker = RunProcess(2, "python -m sglang.launch_server", True), RunProcess(3, "python -c x", False)
+    assert [(d.id, d.evidence["stopped"]) for d in stopped_processes([main, engine, worker])] == [
+        ("HANG01", [1]),
+        ("ENG06", [2]),
+    ]
+    assert stopped_processes([worker]) == []
+
+
+def test_a_stopped_run_is_recognized_at_once(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            start = {"process": process.pid, "machine": socket.gethostname()}
+            run = run_at(tmp_path / "run", time.time(), **start)
+            with (run.folder / "run.log").open() as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                result = examine(run.folder)
+                assert (result.status, result.is_healthy, result.diagnoses) == ("running", True, [])
+                os.kill(process.pid, signal.SIGSTOP)
+                while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.01)
+                result = examine(run.folder)
+                assert (result.status, [d.id for d in result.diagnoses]) == ("running", ["HANG01"])
+                assert f"`kill -CONT {process.pid}`" in result.diagnoses[0].remedy
+        finally:
+            process.kill()
+        process.wait()
+        with (run.folder / "run.log").open() as held:  # by a process that it started
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert examine(run.folder).status == "killed"
+            elsewhere = run_at(tmp_path / "run", time.time(), process=process.pid, machine="another")
+            assert examine(elsewhere.folder).status == "running"
+
+
+def test_an_engine_that_refuses_or_does_not_answer_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing_still, "HEALTH_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"user:secret@127.0.0.1:{silent.getsockname()[1]}"
+        [found] = unanswering_engine(address)
+        assert (found.id, "secret" in found.text()) == ("ENG06", False)
+    [found] = unanswering_engine(address)
+    assert (found.id, "secret" in found.text()) == ("ENG03", False)
+    assert unanswering_engine("http://[broken")[0].id == "ENG03"

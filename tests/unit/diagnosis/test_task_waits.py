@@ -1,0 +1,141 @@
+"""What a hanging run's tasks and threads wait for: the user's function, and whether the engine owes it an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.core.sample import Sample
+from furlong.core.tracing import Heartbeat
+from furlong.diagnosis.hang_watchdog import HangWatchdog, task_wait
+from furlong.interfaces import Completion, Engine, SamplingParams
+from furlong.rollout.agent import BlockingTimer, Policy, call_generate_function, policy
+
+SECONDS = 0.3
+
+
+class NeverAnswers:
+    async def generate(self, *_: Any, **__: Any) -> Completion:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class AnswersAtOnce:
+    async def generate(self, *_: Any, **__: Any) -> Completion:
+        await asyncio.sleep(0)
+        return Completion(tokens=[1], log_probs=[0.0], versions=[0], finish_reason="stop")
+
+
+async def asks(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    await policy().generate([1])
+    return sample
+
+
+async def asks_for_ever(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    while True:
+        await policy().generate([1])
+
+
+async def waits_for_a_tool(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    await asyncio.Event().wait()
+    return sample
+
+
+async def loops(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    until = time.monotonic() + 4 * SECONDS
+    while time.monotonic() < until:
+        torch.zeros(64, 64).softmax(-1)
+    return sample
+
+
+def call(function: Callable[..., Any], engine: Any) -> Coroutine[Any, Any, Any]:
+    sample, timer = Sample(index=0, tokens=[1, 2]), BlockingTimer()
+    served: Engine = engine
+    return call_generate_function(
+        function, sample, SamplingParams(), Policy(served, None, "s"), args=None, evaluation=False, timer=timer
+    )
+
+
+class Events:
+    stop_requested = False
+
+    def __init__(self) -> None:
+        self.hang: dict[str, Any] = {}
+
+    def notify(self, event: str, **fields: Any) -> None:
+        if event == "hang":
+            self.hang = self.hang or fields
+
+
+def report_of(folder: Path, *calls: tuple[Callable[..., Any], Any], running: int = 0) -> dict[str, Any]:
+    """The event of a run in which only these functions run."""
+    events = Events()
+
+    async def run(hang: HangWatchdog) -> None:
+        tasks = [asyncio.create_task(call(*each)) for each in calls]
+        hang.attach(tasks[0])
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if events.hang:
+                break
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with HangWatchdog(folder, seconds=SECONDS, observer=events, depths=lambda: {"engine running": running}) as hang:
+        asyncio.run(run(hang))
+    return events.hang
+
+
+def test_a_function_that_waits_for_the_engine_is_named_with_its_line(tmp_path: Path) -> None:
+    event = report_of(tmp_path, (asks, NeverAnswers()), (asks, NeverAnswers()), running=2)
+    assert "2 x asks (diagnosis/test_task_waits.py:" in event["doing"]
+    assert "in policy().generate" in event["doing"]
+    assert (event["probable"], event["requests"]) == ("STOP02", 0)
+    assert "policy().generate" in (tmp_path / "hang_0.txt").read_text()
+
+
+def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
+    event = report_of(tmp_path, (waits_for_a_tool, NeverAnswers()))
+    assert "1 x waits_for_a_tool (" in event["doing"]
+    assert ("not for the engine" in event["doing"], event["probable"]) == (True, "HANG01")
+    event = report_of(tmp_path, (waits_for_a_tool, NeverAnswers()), (asks, NeverAnswers()), running=1)
+    assert all(name in event["doing"] for name in ("waits_for_a_tool", "asks"))
+    assert event["probable"] == "HANG01"
+
+
+def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -> None:
+    event = report_of(tmp_path, (asks_for_ever, AnswersAtOnce()), running=1)
+    assert event["requests"] > 0
+    assert "asks_for_ever (" in event["doing"]
+    assert event["probable"] == "HANG01"
+
+
+def test_an_endless_loop_is_named_by_its_function_and_not_by_an_operator(tmp_path: Path) -> None:
+    event = report_of(tmp_path, (loops, AnswersAtOnce()))
+    assert "MainThread is in loops (diagnosis/test_task_waits.py:" in event["doing"]
+
+
+def test_a_task_without_a_function_of_the_user_has_the_innermost_one(tmp_path: Path) -> None:
+    async def run() -> bool:
+        task = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        wait = task_wait(task)
+        task.cancel()
+        return wait.is_user
+
+    assert not asyncio.run(run())
+
+
+def test_notes_are_counted_and_are_no_progress() -> None:
+    beats = Heartbeat()
+    beats.note("request")
+    beats.note("request")
+    assert (beats.notes(), beats.last(), beats.counts()) == ({"request": 2}, 0, {})
+    beats.reset()
+    assert beats.notes() == {}
