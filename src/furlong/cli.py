@@ -75,7 +75,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
         return 2
     module, _, function = command.target.partition(":")
-    return _exit_code(f"furlong {words[0]}", lambda: getattr(import_module(module), function)(words[1:]))
+
+    def call() -> int:
+        check_encoding(words)
+        return getattr(import_module(module), function)(words[1:])
+
+    return _exit_code(f"furlong {words[0]}", call)
+
+
+def check_encoding(words: Sequence[str]) -> None:
+    """Raise ConfigError for words beyond ASCII if Python does not decode them as UTF-8.
+
+    Libraries in C++ and Rust read paths as UTF-8 and would look for other files.
+    """
+    encoding = sys.getfilesystemencoding()
+    wrong = [word for word in words if not word.isascii()]
+    if encoding != "utf-8" and wrong:
+        shown = wrong[0].encode(encoding, "surrogateescape").decode("utf-8", "replace")
+        raise ConfigError(
+            f"the locale decodes file names as {encoding}, but {shown!a} is not ASCII; set PYTHONUTF8=1, or a "
+            "UTF-8 locale such as LC_ALL=C.UTF-8"
+        )
 
 
 def _exit_code(name: str, command: Callable[[], int]) -> int:
@@ -107,7 +127,12 @@ def main_train(argv: Sequence[str] | None = None) -> int:
 
 def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    return _exit_code("furlong", lambda: train(words, preset))
+
+    def call() -> int:
+        check_encoding(words)
+        return train(words, preset)
+
+    return _exit_code("furlong", call)
 
 
 def _usage() -> str:

@@ -394,3 +394,12 @@ def test_many_problems_are_counted_but_only_the_first_listed(path: Path) -> None
     result = audit(path)
     assert (result.num_problems, len(result.problems)) == (250, 100)
     assert "and 150 more" in result.summary()
+
+
+def test_a_deleted_ledger_is_an_error_at_the_next_step(path: Path) -> None:
+    ledger = FileLedger(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"ledger\.jsonl was deleted"):
+        train(ledger, 1, 1)
+    with pytest.raises(DataError, match="was deleted"):
+        ledger.close()

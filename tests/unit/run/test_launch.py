@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import furlong
-from furlong.cli import main
+from furlong.cli import check_encoding, main
 from furlong.config.command_line import Resolved, load
 from furlong.config.evaluation import EvalSpec
 from furlong.config.flag_spec import flag_specs
@@ -34,6 +34,8 @@ from furlong.run.run_folder import (
     log_changed_flags,
     run_folder,
 )
+from furlong.run.run_records import log_run
+from furlong.tracking.run_files import EventLog
 from furlong.tracking.trackers import JsonlTracker
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight
 
@@ -337,3 +339,31 @@ def test_resumed_run_uses_thread_count_of_checkpoint_unless_overridden(tmp_path)
     assert str(tmp_path) in resumed.reason
     assert _resume_thread_count(asked, flags) is asked
     assert _resume_thread_count(chosen, CheckpointFlags()) is chosen
+
+
+def test_credentials_in_urls_are_written_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://me:hunter2@127.0.0.1:9/score?api_key=tok3n&n=1"
+    model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "data.jsonl")
+    resolved = load(flags(model, data, tmp_path / "run", rm_type="remote_rm", rm_url=url))
+    assert resolved.config.reward.rm_url == url
+    (tmp_path / "run").mkdir()
+    with log_run("INFO", tmp_path / "run" / "run.log"):
+        logging.getLogger("furlong").error("cannot reach %s", url)
+    events = EventLog(tmp_path / "run" / "events.jsonl")
+    events.write("failed", message=f"POST {url}: refused")
+    events.close()
+    (tmp_path / "run" / "config.json").write_text(resolved.to_json())
+    written = [path.read_text() for path in (tmp_path / "run").iterdir()] + [capsys.readouterr().err]
+    assert len(written) == 4
+    for text in written:
+        assert "127.0.0.1:9/score?api_key=***&n=1" in text
+        assert "hunter2" not in text
+        assert "tok3n" not in text
+
+
+def test_words_beyond_ascii_need_a_utf8_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_encoding(["--load", "dé"])
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    check_encoding(["--load", "de"])
+    with pytest.raises(ConfigError, match=r"as ascii, but 'd\\xe9' .*PYTHONUTF8=1"):
+        check_encoding(["--load", "d\udcc3\udca9"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
+import os
 import pickle
 import threading
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from furlong.core import shared_memory
 from furlong.core.shared_memory import SharedBuffer, folder, open_shared
 from furlong.core.weights import WeightSource
 from furlong.errors import EngineError, SyncError
@@ -190,3 +193,19 @@ def test_an_engine_that_fails_is_the_same_error_on_every_rank_and_all_read_to_th
 def test_an_engine_beyond_the_trainers_gpus_is_refused():
     results, _ = publish([Shared(1)], 1)
     assert "processes on the GPUs of trainer ranks 1 .. 1, but there are 1 ranks" in str(results[0])
+
+
+def test_shared_memory_that_cannot_be_created_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_memory, "folder", lambda: tmp_path / "none")
+    with pytest.raises(SyncError, match=rf"{tmp_path / 'none'}.*--update-weight-transport disk"):
+        SharedBuffer(2048)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory, "folder", lambda: tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SyncError, match=rf"{tmp_path} cannot provide 2,048 bytes.*ENOSPC") as caught:
+        SharedBuffer(2048)
+    assert "No space left on device" not in str(caught.value)  # which means a full disk of checkpoints
+    assert list(tmp_path.iterdir()) == []
