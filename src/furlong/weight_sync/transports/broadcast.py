@@ -141,6 +141,7 @@ class BroadcastTransport(Transport):
         joined = asyncio.ensure_future(self.call_servers(version, "join the process group", joins))
         await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
         if joined.done() and not joined.cancelled() and (failure := joined.exception()) is not None:
+            created.add_done_callback(_drop_late)
             raise await self._excusing_waiters(failure, servers, name)
         try:
             self._group = await created
@@ -203,6 +204,12 @@ class BroadcastTransport(Transport):
         only_reference, self._group, self._members = [self._group], None, ()
         if only_reference != [None]:
             await asyncio.wait({in_thread(partial(_destroy, only_reference))}, timeout=DROP_S)
+
+
+def _drop_late(created: asyncio.Future[Any]) -> None:
+    """Destroy a group whose creation was given up, if it succeeds after all; its error has been reported."""
+    if not created.cancelled() and created.exception() is None:
+        in_thread(partial(_destroy, [created.result()]))
 
 
 def _destroy(only_reference: list[Any]) -> None:
