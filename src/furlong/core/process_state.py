@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import locale
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,11 +25,6 @@ MODULES = (
 UNUSED = {"print", "breakpoint", "breakpointhook", "displayhook", "excepthook", "unraisablehook"}  # libraries set them
 TOLERATED = {"nest_asyncio", "socks"}  # libraries that replace functions by equivalent ones
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGPIPE)
-LIMITS = {
-    name: getattr(resource, name)
-    for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
-    if hasattr(resource, name)
-}
 DIRECTORY, LOCALE = "the working directory", "the locale"
 STANDARD = {0: "stdin", 1: "stdout", 2: "stderr"}
 
@@ -115,9 +109,8 @@ class ProcessState:
             yield f"it lowered the recursion limit from {self._recursion_limit} to {limit}"
         now = {} if self._is_worker else _place()
         for name, before in self._place.items():
-            if now[name] == before or (name in LIMITS and _is_raised(before, now[name])):
-                continue
-            yield f"it changed {name} from {_shown(before)} to {_shown(now[name])}"
+            if now[name] != before:
+                yield f"it changed {name} from {_shown(before)} to {_shown(now[name])}"
 
 
 def _public(names: dict[str, Any]) -> _Functions:
@@ -132,18 +125,13 @@ def _is_foreign(value: object) -> bool:
 
 
 def _place() -> dict[str, Any]:
-    """Return the working directory, locale, signal handlers and limits of this process."""
+    """Return the working directory, locale and signal handlers of this process."""
     try:
         directory = os.getcwd()
     except OSError:
         directory = "a deleted directory"
     values: dict[str, Any] = {DIRECTORY: directory, LOCALE: locale.setlocale(locale.LC_ALL)}
-    values |= {f"the handler of {number.name}": signal.getsignal(number) for number in SIGNALS}
-    return values | {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()}
-
-
-def _is_raised(before: int, now: int) -> bool:
-    return now == resource.RLIM_INFINITY or (before != resource.RLIM_INFINITY and now > before)
+    return values | {f"the handler of {number.name}": signal.getsignal(number) for number in SIGNALS}
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
