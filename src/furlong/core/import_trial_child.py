@@ -5,7 +5,7 @@ The report goes to a file that is opened for each line, as a module may close de
 
 from __future__ import annotations
 
-import asyncio  # noqa: F401  compared by ProcessState
+import asyncio  # noqa: F401  # pyright: ignore[reportUnusedImport]  compared by ProcessState
 import faulthandler
 import json
 import os

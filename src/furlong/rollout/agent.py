@@ -253,14 +253,15 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
 
     `source` names the function in messages. Tokens must be below `vocab_size` if it is known. Raises RolloutError.
     """
+    fields: dict[str, Any] = vars(sample)  # user code may have put anything into them
     n = sample.response_length
-    if not _is_integer(n) or not isinstance(sample.tokens, list):
+    if not _is_integer(n) or not isinstance(fields["tokens"], list):
         raise RolloutError(
             f"{source}: sample {sample.index} has response_length {n!r} and tokens of type "
             f"{type(sample.tokens).__name__}; use Sample.append_response_tokens, which keeps a number and a list"
         )
-    if not isinstance(sample.status, Status):
-        sample.status = _status_from(sample.status, sample, source)
+    if not isinstance(fields["status"], Status):
+        sample.status = _status_from(fields["status"], sample, source)
     if sample.status is Status.PENDING and not n:
         raise RolloutError(
             f"{source}: sample {sample.index} came back without a response; add one with "
@@ -314,7 +315,8 @@ def check_fields(sample: Sample, source: str) -> None:
 
 def _check_versions(sample: Sample, source: str) -> None:
     """Raise RolloutError for weight versions that are not integers, or out of range."""
-    versions: Any = [] if sample.token_versions is None else sample.token_versions
+    recorded: Any = vars(sample)["token_versions"]
+    versions: Any = [] if recorded is None else recorded
     kinds = set(map(type, versions))
     if not all(issubclass(kind, Integral) for kind in kinds):
         wrong = f"values of type {', '.join(sorted(kind.__name__ for kind in kinds))}"
@@ -339,7 +341,7 @@ def _status_from(value: Any, sample: Sample, source: str) -> Status:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return issubclass(type(value), Integral) and type(value) is not bool
 
 
 def check_group(sample: Sample, group_index: int | None, source: str) -> None:
