@@ -79,7 +79,7 @@ def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -
 def without_model(built: Any) -> Any:
     """Return the same parts with the model's computation stubbed out."""
     from furlong.interfaces import Completion, SamplingParams, WeightSync
-    from furlong.training.backend import OptimReport
+    from furlong.training.backend_interface import OptimReport
 
     answers = [
         Completion(

@@ -53,7 +53,7 @@ from furlong.interfaces import SamplingParams
 from furlong.tools.memory_model import ModelSize, TrainingSetup
 from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
-from furlong.training.backend import PipelinedBackend
+from furlong.training.backend_interface import PipelinedBackend
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks, join
 from furlong.training.settings import Offload

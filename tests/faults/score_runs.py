@@ -116,7 +116,7 @@ NUMBERS = (
     steps("experts that disagree", "NUM05", [{"train/routing_agreement": 0.6}],
           remedy="--use-rollout-routing-replay"),
     steps("plain questions to an instruct model", "TPL03", [{"rollout/log_probs": -1.2}],
-          remedy="--apply-chat-template"),
+          remedy="furlong doctor"),
     steps("a model without its weights", "TPL03", [{"rollout/log_probs": -9.0}], remedy="furlong check"),
 )  # fmt: skip
 

@@ -146,12 +146,16 @@ def steps(
     flags: Flags | None = None,
     *,
     has_template: bool = True,
+    sizes: tuple[int, int] = (151_936, 1_500_000_000),
     **expected: Unpack[Expected],
 ) -> Case:
-    """Make a case of the metrics of a run's first steps, as its monitors get them."""
+    """Make a case of the metrics of a run's first steps, as its monitors get them.
+
+    sizes: vocabulary and parameters of the model.
+    """
 
     def diagnose(_: Path) -> list[Diagnosis]:
-        suite = MonitorSuite(MONITORS, RunFacts(config_from_values(dict(flags or {})), has_template))
+        suite = MonitorSuite(MONITORS, RunFacts(config_from_values(dict(flags or {})), has_template, *sizes))
         return [each for number, row in enumerate(metrics, 1) for each in suite.step(number, row)]
 
     return case(name, rows, diagnose, **expected)

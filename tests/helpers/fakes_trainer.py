@@ -18,7 +18,7 @@ from furlong.core.metric import Metrics
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import LossFn, Role, TokenStats
-from furlong.training.backend import Backend, OptimReport
+from furlong.training.backend_interface import Backend, OptimReport
 
 
 class FakeBackend(Backend):

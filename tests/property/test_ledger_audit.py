@@ -102,8 +102,9 @@ class Run:
         """Lose any number of bytes written after the last checkpoint, and resume from it."""
         self.ledger.close()
         kept = self.checkpoint["bytes"] if self.checkpoint else 0
-        with self.path.open("r+b") as file:
-            file.truncate(self.rng.randint(kept, self.path.stat().st_size))
+        if self.path.exists():  # it is created with the first event
+            with self.path.open("r+b") as file:
+                file.truncate(self.rng.randint(kept, self.path.stat().st_size))
         self.start()
 
     def finish(self) -> None:

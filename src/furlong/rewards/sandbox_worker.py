@@ -62,11 +62,11 @@ def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: _report_hang(write))
     state = ProcessState(is_worker=True)
     args = SandboxArgs(setup["args"], setup["omitted"])
-    asyncio.run(_serve(_Call(function, args, write, setup["timeout_s"], state), source))
+    asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RewardCall:
     """How to answer a request: the function, its `args`, where replies go, the limit, and the state before any call."""
 
     function: CustomReward
@@ -76,7 +76,7 @@ class _Call:
     state: ProcessState
 
 
-async def _serve(call: _Call, source: int) -> None:
+async def _serve(call: _RewardCall, source: int) -> None:
     """Answer requests: concurrently for an async function, one by one for a sync function."""
     requests: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_listen, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
@@ -97,7 +97,7 @@ def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queu
     exit_process(0)
 
 
-async def _answer(call: _Call, request: Message) -> None:
+async def _answer(call: _RewardCall, request: Message) -> None:
     """Score the samples of a request and reply. A worker whose state the function changed ends after its reply."""
     _REQUEST.set(request["id"])
     before = orjson.loads(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from furlong.config.sections import OptimFlags
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
-from furlong.training.backend import OptimReport
+from furlong.training.backend_interface import OptimReport
 from furlong.training.checkpoint.trainer_files import TensorReader
 from furlong.training.not_finite import first_not_finite
 from furlong.training.offload import OptimizerOffload

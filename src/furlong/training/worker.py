@@ -38,7 +38,7 @@ from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
-from furlong.training.backend import Backend, PipelinedBackend
+from furlong.training.backend_interface import Backend, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs

@@ -213,7 +213,8 @@ def test_report_puts_runs_below_each_other(tmp_path, capsys):
         rows = [{"step": 0, "eval/set": 0.1}, *({"step": n, "rollout/raw_reward": r} for n, r in enumerate(rewards, 1))]
         rows.append({"step": len(rewards), "eval/set": 0.3, "eval/set-pass@1": 0.9})
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    event = {"event": "diagnosis", "id": "REW02", "severity": "warning"}
+    texts = dict.fromkeys(("finding", "cause", "remedy"), "")
+    event = {"event": "diagnosis", "id": "REW02", "severity": "warning", "evidence": {}, **texts}
     (tmp_path / "short" / "events.jsonl").write_text(json.dumps(event) + "\n")
     folders = sorted(map(str, tmp_path.iterdir()))
     assert main(["report", *folders]) == 0

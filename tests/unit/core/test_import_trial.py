@@ -112,7 +112,7 @@ def test_the_state_of_a_process_is_compared(tmp_path: Path, monkeypatch: pytest.
     assert state.changes() == []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGHUP, lambda *_: None)
     try:
         changes = state.changes()
     finally:

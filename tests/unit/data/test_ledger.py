@@ -398,6 +398,7 @@ def test_many_problems_are_counted_but_only_the_first_listed(path: Path) -> None
 
 def test_a_deleted_ledger_is_an_error_at_the_next_step(path: Path) -> None:
     ledger = FileLedger(path)
+    train(ledger, 0, 0)
     path.unlink()
     with pytest.raises(DataError, match=r"ledger\.jsonl was deleted"):
         train(ledger, 1, 1)

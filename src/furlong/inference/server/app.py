@@ -30,7 +30,7 @@ from furlong.inference.server import openai_api
 from furlong.inference.server.bodies import error_response, json_list, json_response, printable, read_object
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import boolean, integer, name_of, quote
-from furlong.inference.server.generate_api import ServedModel, generate
+from furlong.inference.server.generate_api import ServerContext, generate
 from furlong.inference.server.limits import (
     HEALTH_PATH,
     Counts,
@@ -84,7 +84,7 @@ class EngineServer:
         self.engine, self.model_name = engine, model_name
         self.limits = limits or ServerLimits()
         prompts = PromptEncoder(engine, self.limits, trusts_templates=trusts_templates)
-        self._model = ServedModel(engine, model_name, prompts, self.limits, incremental_streaming)
+        self._model = ServerContext(engine, model_name, prompts, self.limits, incremental_streaming)
         self.weights = WeightEndpoints(engine)
         self._started_s = time.time()
         middleware = [Middleware(ApiKey, key=api_key)] if api_key else []

@@ -60,8 +60,8 @@ MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 128, 1024, 1024  # stop strings, chara
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """A model that is served: its engine, the encoder of its prompts, and the limits of requests.
+class ServerContext:
+    """What endpoints answer requests with: the engine, the encoder of prompts, and the limits of requests.
 
     incremental_streaming: Whether streams of /generate contain only new tokens unless a request says otherwise.
     """
@@ -134,7 +134,7 @@ def _tuple_of(name: str, value: Any, kind: type, limit: int) -> tuple[Any, ...]:
 
 
 async def requests_from(
-    body: Mapping[str, Any], model: ServedModel, guard: RequestGuard
+    body: Mapping[str, Any], model: ServerContext, guard: RequestGuard
 ) -> tuple[list[GenerateRequest], bool]:
     """Parse a body into the completions to generate; also returns whether the reply is a list.
 
@@ -291,7 +291,7 @@ def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]
     return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
 
 
-async def generate(http: HttpRequest, model: ServedModel, body: Mapping[str, Any], version: str) -> Response:
+async def generate(http: HttpRequest, model: ServerContext, body: Mapping[str, Any], version: str) -> Response:
     """Answer POST /generate."""
     guard: RequestGuard = http.state.guard
     with_log_probs, is_stream = wants_log_probs(body), boolean(body, "stream")

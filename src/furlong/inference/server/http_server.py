@@ -208,6 +208,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEED",
         help="seed for requests without sampling_seed (default: 0)",
     )
+    _add_request_flags(parser)
+    add_limit_flags(parser, _number(1))
+    return parser
+
+
+def _add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that decide what requests may contain."""
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="accept and return token ids only")
     parser.add_argument(
         "--enable-return-routed-experts",
@@ -224,8 +231,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept chat_template and chat_template_kwargs in requests; they run in a process with limits",
     )
-    add_limit_flags(parser, _number(1))
-    return parser
 
 
 def main(words: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from furlong.inference.embedded.request import Finished, RequestError
 from furlong.inference.server.bodies import json_response, off_loop
 from furlong.inference.server.fields import boolean, quote
 from furlong.inference.server.generate_api import (
-    ServedModel,
+    ServerContext,
     check_rows,
     check_samples,
     completed,
@@ -51,14 +51,14 @@ UNSUPPORTED: dict[str, Any] = {
 SHARED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
 
 
-async def chat_completions(http: HttpRequest, model: ServedModel, body: Mapping[str, Any]) -> Response:
+async def chat_completions(http: HttpRequest, model: ServerContext, body: Mapping[str, Any]) -> Response:
     """Answer POST /v1/chat/completions."""
     _check_fields(body, model, num_prompts=1, is_chat=True)
     ids = await model.prompts.encode_chat(body)
     return await _answer(http, model, body, [ids], is_chat=True)
 
 
-async def completions(http: HttpRequest, model: ServedModel, body: Mapping[str, Any]) -> Response:
+async def completions(http: HttpRequest, model: ServerContext, body: Mapping[str, Any]) -> Response:
     """Answer POST /v1/completions; `prompt` is a string, token ids, or a list of either."""
     prompt = body.get("prompt")
     rows: list[Any] = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
@@ -75,7 +75,7 @@ async def completions(http: HttpRequest, model: ServedModel, body: Mapping[str, 
     return await _answer(http, model, body, ids, is_chat=False)
 
 
-def _check_fields(body: Mapping[str, Any], model: ServedModel, *, num_prompts: int, is_chat: bool) -> None:
+def _check_fields(body: Mapping[str, Any], model: ServerContext, *, num_prompts: int, is_chat: bool) -> None:
     """Raise RequestError for invalid fields, before prompts are tokenized."""
     reject_unsupported(body, UNSUPPORTED)
     check_samples(num_prompts, num_samples("n", body.get("n")), model.limits)
@@ -109,7 +109,7 @@ def _requests(body: Mapping[str, Any], rows: list[list[int]], name: str, *, is_c
 
 
 async def _answer(
-    http: HttpRequest, model: ServedModel, body: Mapping[str, Any], rows: list[list[int]], *, is_chat: bool
+    http: HttpRequest, model: ServerContext, body: Mapping[str, Any], rows: list[list[int]], *, is_chat: bool
 ) -> Response:
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     guard: RequestGuard = http.state.guard

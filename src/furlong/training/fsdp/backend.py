@@ -37,7 +37,7 @@ from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
-from furlong.training.backend import Backend, OptimReport
+from furlong.training.backend_interface import Backend, OptimReport
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint

@@ -32,7 +32,7 @@ from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.model_facts import COMPILED_FROM, forward_flops
-from furlong.training.backend import OptimReport, PipelinedBackend
+from furlong.training.backend_interface import OptimReport, PipelinedBackend
 from furlong.training.checkpoint import trainer_files
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import megatron_checkpoint as checkpoint
