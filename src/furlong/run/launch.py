@@ -246,3 +246,18 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
             watcher.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await built.close()
+        if ended_by == ["SIGTERM"] and threading.current_thread() is threading.main_thread():
+            _ignore_sigterm(loop)
+
+
+def _ignore_sigterm(loop: asyncio.AbstractEventLoop) -> None:
+    """Have further SIGTERMs do nothing; the default action after the loop would replace the exit code of the first.
+
+    The handler is a function, because child processes inherit ignored signals.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
