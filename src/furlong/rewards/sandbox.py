@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -39,6 +39,7 @@ _EXIT_S = 2.0  # for a worker whose pipe has ended, so that its exit code is kno
 _HANG_REPORT_S = 0.25  # for a blocked worker to report the call that blocks it
 
 Scored = tuple[list[Outcome], list[dict[str, Any]]]
+T = TypeVar("T")
 
 
 class _WorkerDiedError(Exception):
@@ -111,12 +112,13 @@ class Sandbox:
         self._isolation_lock: asyncio.Lock | None = None
         self._by_group = True
         self._ids = itertools.count()
+        self._requests: set[asyncio.Task[Any]] = set()  # what close() cancels; the workers' own tasks are not in it
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample. Raises RewardError if the function cannot be loaded."""
         if not samples:
             return []
-        scoring = asyncio.run_coroutine_threadsafe(self._score(samples), self._running_loop())
+        scoring = asyncio.run_coroutine_threadsafe(self._cancellable(self._score(samples)), self._running_loop())
         outcomes, changes = await asyncio.wrap_future(scoring)
         for sample, change in zip(samples, changes, strict=True):
             apply_changes(sample, change)
@@ -124,7 +126,9 @@ class Sandbox:
 
     async def start(self) -> None:
         """Start one worker and load the function. Raises RewardError if that fails."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load(), self._running_loop()))
+        await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._cancellable(self._load()), self._running_loop())
+        )
 
     def close(self) -> None:
         """Kill the workers, cancel pending calls and end the thread. Idempotent."""
@@ -147,6 +151,16 @@ class Sandbox:
                 self._start_lock, self._isolation_lock, self._semaphore = asyncio.Lock(), asyncio.Lock(), None
             return self._loop
 
+    async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the current task, which `close` cancels."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            return await work
+        finally:
+            self._requests.discard(task)
+
     async def _load(self) -> asyncio.Semaphore:
         """Start the first worker, which reports the style of the function. Return the semaphore of concurrent calls."""
         assert self._start_lock is not None
@@ -163,7 +177,7 @@ class Sandbox:
     async def _score(self, samples: Sequence[Sample]) -> Scored:
         semaphore = await self._load()
         calls = [samples] if self._by_group else [[sample] for sample in samples]
-        answers = await asyncio.gather(*(self._call(call, semaphore) for call in calls))
+        answers = await asyncio.gather(*(self._cancellable(self._call(call, semaphore)) for call in calls))
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
     async def _call(self, samples: Sequence[Sample], semaphore: asyncio.Semaphore) -> Scored:
@@ -232,8 +246,7 @@ class Sandbox:
 
     async def _stop(self) -> None:
         """Cancel the calls, then stop the workers: a call that lost its worker would start another one."""
-        kept = {asyncio.current_task(), *(slot.worker.reader for slot in self._worker_slots if slot.worker is not None)}
-        calls = [task for task in asyncio.all_tasks() if task not in kept]
+        calls = list(self._requests)
         for task in calls:
             if not task.cancelling():  # otherwise it is stopping its worker already
                 task.cancel()

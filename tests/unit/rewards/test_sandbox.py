@@ -27,6 +27,9 @@ def naughty(args, sample, **kw):
             pass
     if sample.response == "sleep":
         time.sleep(60)
+    if sample.response == "close":
+        os.closerange(0, 256)
+        time.sleep(60)
     if sample.response == "exit":
         ctypes.CDLL(None)._exit(3)
     if sample.response == "_exit":
@@ -422,3 +425,14 @@ def test_processes_of_a_grader_end_with_a_killed_driver(graders, tmp_path):
     driver.kill()
     driver.wait()
     assert alive(list(map(int, pids.read_text().split()))) == []
+
+
+def test_closing_while_the_exit_of_a_worker_is_awaited_is_no_error(sandbox):
+    async def main():
+        box = sandbox("naughty", num_workers=1)
+        call = asyncio.create_task(box.score([Sample(response="close")]))
+        await asyncio.sleep(0.5)  # the pipe of the worker has ended, the process has not
+        await asyncio.to_thread(box.close)
+        await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(main())
