@@ -97,11 +97,13 @@ def reported() -> list[str]:
 def render() -> str:
     """Return the page."""
     lines = [INTRODUCTION]
-    lines += ["| id | | found | severity |", "|---|---|---|---|"]
+    lines += ["| id | problem | found | severity |", "|---|---|---|---|"]
     for row in CATALOGUE.values():
         anchor = f"{row.id}: {row.title}".lower().replace(" ", "-")
         anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
-        lines.append(f"| [{row.id}](#{anchor}) | {row.title} | {', '.join(row.moments)} | {row.severity} |")
+        lines.append(
+            f"| [{row.id}](#{anchor}) | {row.title} | {', '.join(MOMENTS[moment] for moment in row.moments)} | {row.severity} |"
+        )
     for row in CATALOGUE.values():
         lines += ["", *entry(row)]
     lines += ["", *guides(), "", *reported()]
