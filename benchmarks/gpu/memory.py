@@ -106,7 +106,7 @@ class Case:
             shards=self.ranks,
             whole_layers=self.whole_layers,
             is_offloaded=self.offload != "nothing",
-            masters_too=self.offload == "all",
+            offloads_masters=self.offload == "all",
         )
 
 

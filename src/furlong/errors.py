@@ -139,7 +139,7 @@ class DiagnosisError(FurlongError):
 
 
 def failure_record(error: BaseException) -> dict[str, str]:
-    """Return type, message and code of an error that ends a run; without a code of its own, that of its cause."""
+    """Return type, message and code of an error that ends a run; without a code, that of its cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, FurlongError) and cause.code:

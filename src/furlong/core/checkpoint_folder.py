@@ -231,7 +231,7 @@ def files_checked(
 
     names: paths in the folder; by default those in `trainer/`. Of large files, every `parts`-th from number `part` is
     compared, so that ranks share the work. Does nothing without a manifest. Raises CheckpointError with all damaged
-    files: before the body for small ones, after it for large ones, and in place of an exception that damage may cause.
+    files: before the body for small ones, after it for large ones, and instead of an exception that damage may cause.
     """
     records = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
     selected = [name for name in records if name.startswith("trainer/")] if names is None else list(names)

@@ -32,7 +32,7 @@ class ProcessGuard:
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """Compare in the body. A change that made furlong itself fail is raised in place of that failure."""
+        """Compare in the body. A change that made furlong itself fail replaces that failure."""
         self._is_watching, self._finding = True, ""
         try:
             yield

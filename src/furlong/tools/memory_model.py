@@ -101,7 +101,7 @@ class TrainingSetup:
     tokens: per micro-batch on this rank (--max-tokens-per-gpu, or a longer sample). shards: ranks that share a copy of
     the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher, old actor. whole_layers:
     --recompute-activations. is_offloaded: moments are in host memory except during the optimizer step, and with
-    `masters_too` so are separate float32 master weights. on_cpu: train on the CPU, where layers are not compiled and
+    `offloads_masters` so are float32 master weights. on_cpu: train on the CPU, where layers are not compiled and
     recomputed only on request.
     """
 
@@ -110,7 +110,7 @@ class TrainingSetup:
     frozen_models: int = 0
     whole_layers: bool = False
     is_offloaded: bool = False
-    masters_too: bool = False
+    offloads_masters: bool = False
     is_half: bool = True
     num_moments: int = 2
     on_cpu: bool = False
@@ -119,7 +119,7 @@ class TrainingSetup:
     @property
     def on_device(self) -> TrainingSetup:
         """The same without offloading, as during an optimizer step."""
-        return replace(self, is_offloaded=False, masters_too=False)
+        return replace(self, is_offloaded=False, offloads_masters=False)
 
 
 NODE = 8  # GPUs per machine, within which tensor parallelism is fast
@@ -182,7 +182,7 @@ class PipelineStage:
         setup = self.setup
         parts = {
             "weights": (2 if setup.is_half else 4) * self.parameters,
-            "masters": 4 * self.stepped if setup.is_half and not setup.masters_too else 0,
+            "master_weights": 4 * self.stepped if setup.is_half and not setup.offloads_masters else 0,
             "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * self.stepped,
             "frozen models": (2 if setup.is_half else 4) * setup.frozen_models * self.parameters,
         }

@@ -66,7 +66,7 @@ def resting(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
     )  # separate float32 master weights; sharded ranks gather weights from them
     parts = {
         "weights": (2 if is_copied else 4) * share,
-        "masters": 4 * share if is_copied and not setup.masters_too else 0,
+        "master_weights": 4 * share if is_copied and not setup.offloads_masters else 0,
         "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * share,
         "frozen models": (2 if setup.is_half else 4) * setup.frozen_models * share,
     }
@@ -81,7 +81,7 @@ def on_host(model: ModelSize, setup: TrainingSetup, *, sleeps: bool, copied: int
     """
     whole = resting(model, setup.on_device)
     if sleeps:
-        parts = {"asleep": sum(whole.values()) - whole.get("masters", 0) // 2}
+        parts = {"asleep": sum(whole.values()) - whole.get("master_weights", 0) // 2}
     else:
         parts = {"offloaded": sum(whole.values()) - sum(resting(model, setup).values())}
     parts["checkpoint"] = copied

@@ -227,7 +227,7 @@ def training_of(
         frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
-        masters_too=config.optim.optimizer_cpu_offload,
+        offloads_masters=config.optim.optimizer_cpu_offload,
         is_half=train.bf16 or not (train.fp32 or on_cpu),
         num_moments=_num_moments(config),
         on_cpu=on_cpu,

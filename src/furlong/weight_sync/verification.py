@@ -79,10 +79,10 @@ def _head_cause(loaded: Mapping[str, str], names: Sequence[str]) -> str | None:
     if head is None or embedding is None or len(set(names)) > 1:
         return None
     if head not in loaded:
-        return f"The trainer has an output layer ({head}) of its own; the engine uses its embedding, {embedding}."
+        return f"The trainer has a separate output layer ({head}); the engine uses its embedding, {embedding}."
     same = "the same values as" if loaded[head] == loaded[embedding] else "other values than"
     return (
-        f"The engine has an output layer ({head}) of its own, with {same} its embedding ({embedding}); the trainer "
+        f"The engine has a separate output layer ({head}), with {same} its embedding ({embedding}); the trainer "
         "ties the two."
     )
 
@@ -178,7 +178,7 @@ class WeightVerifier:
         family = self._families[server.url]
         if server.has_own_head(family) and not sent.has_head:
             raise SyncError(
-                f"weight_sync version {version}: {server.url} has an output layer ({HEAD}) of its own in a model of "
+                f"weight_sync version {version}: {server.url} has a separate output layer ({HEAD}) in a model of "
                 f"the family {family!r}, but none was sent, since the trainer ties it to the embedding: the engine "
                 "would sample with an untrained output layer. Untie the model (SYNC04 of docs/troubleshooting.md)"
             )

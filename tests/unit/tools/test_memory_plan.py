@@ -212,7 +212,7 @@ def test_colocated_trainer_and_engine_include_what_the_other_keeps(command):
     stays = plan_of(command, "h200", **SHARED, no_offload_train=True)
     assert stays.engine is not None
     assert stays.engine.parts["trainer"] == sum(
-        stays.trainer[-1].parts[name] for name in ("weights", "masters", "moments")
+        stays.trainer[-1].parts[name] for name in ("weights", "master_weights", "moments")
     )
     assert not stays.fits
     [found] = findings(stays, "h200")

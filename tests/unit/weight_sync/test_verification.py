@@ -15,7 +15,7 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
     [
         ({TABLE: "a"}, {TABLE: "a", HEAD: "b"}, "other values than its embedding"),
         ({TABLE: "a"}, {TABLE: "a", HEAD: "a"}, "the same values as its embedding"),
-        ({TABLE: "a", HEAD: "b"}, {TABLE: "a"}, "The trainer has an output layer"),
+        ({TABLE: "a", HEAD: "b"}, {TABLE: "a"}, "The trainer has a separate output layer"),
     ],
 )
 def test_a_separate_output_layer_is_compared_with_the_embedding(

@@ -46,7 +46,7 @@ class TrainFlags:
     )
     max_tokens_per_gpu: int | None = flag(
         None,
-        "Maximum number of tokens per micro-batch and GPU; a longer sample is a micro-batch of its own.",
+        "Maximum number of tokens per micro-batch and GPU; a longer sample forms one micro-batch.",
         within="[1, inf)",
         needs="use_dynamic_batch_size",
     )

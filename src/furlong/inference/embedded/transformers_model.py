@@ -113,7 +113,7 @@ def _slot_attention(
         )
     if attention_mask is not None:  # transformers builds none for unknown attention functions
         raise EngineError(
-            f"{type(module).__name__} uses an attention mask of its own, which the embedded engine does not support; "
+            f"{type(module).__name__} builds its own attention mask, which the embedded engine does not support; "
             "use SGLang"
         )
     B, H, T, D = query.shape

@@ -124,7 +124,7 @@ class PromptEncoder:
     async def _render_in_process(
         self, source: str | None, messages: list[dict[str, Any]], tools: list[Any] | None, values: dict[str, Any]
     ) -> str:
-        """Render in a process of its own, within the limits of time, memory and output."""
+        """Render in a separate process, within the limits of time, memory and output."""
         named: dict[str, Any] = getattr(self._tokenizer, "special_tokens_map", {})
         task = {
             "source": source if source is not None else self._tokenizer.chat_template,
