@@ -101,9 +101,8 @@ def render() -> str:
     for row in CATALOGUE.values():
         anchor = f"{row.id}: {row.title}".lower().replace(" ", "-")
         anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
-        lines.append(
-            f"| [{row.id}](#{anchor}) | {row.title} | {', '.join(MOMENTS[moment] for moment in row.moments)} | {row.severity} |"
-        )
+        found = ", ".join(MOMENTS[moment] for moment in row.moments)
+        lines.append(f"| [{row.id}](#{anchor}) | {row.title} | {found} | {row.severity} |")
     for row in CATALOGUE.values():
         lines += ["", *entry(row)]
     lines += ["", *guides(), "", *reported()]

@@ -170,7 +170,7 @@ def test_a_server_with_an_output_layer_that_is_never_sent_is_an_error(answer):
     tied = {name: tensor for name, tensor in STATE.items() if name != "lm_head.weight"}
     assert len(tied) < len(STATE)
     with pytest.raises(
-        SyncError, match=r"http://engine has an output layer \(lm_head.weight\) of its own .*'qwen3_moe'"
+        SyncError, match=r"http://engine lm_head.weight.*'qwen3_moe'"
     ):
         check(Sglang(STATE, **answer), tied.items())
     assert check(Sglang(STATE, version="0.5.17", **answer), tied.items())
