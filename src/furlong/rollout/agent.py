@@ -17,6 +17,7 @@ The policy is passed in a context variable, so the same function works with the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -438,4 +439,13 @@ class _Steps(Generator[Any, Any, T]):
             return step(*values)
         finally:
             self._timer.count(perf_counter() - started)
-            self._after_step()
+            try:
+                self._after_step()
+            except BaseException:
+                self._end()
+                raise
+
+    def _end(self) -> None:
+        """End the coroutine where it waits: nothing will run it again, and its requests would stay open."""
+        with contextlib.suppress(Exception):  # of its own clean-up, which may not await
+            self.cr_await.close()

@@ -318,6 +318,26 @@ def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(mo
     assert "0.02 s" in warnings[0]
 
 
+def test_an_engine_closes_after_a_waiting_coroutine_was_closed():
+    async def answer(body):
+        await asyncio.sleep(0.5)
+        return 200, reply([1, 2])
+
+    with scripted(answer) as (_, engine):
+
+        async def body():
+            call = engine.generate([5], PARAMS)
+            call.send(None)  # it waits for its answer; nothing runs it again
+            await asyncio.sleep(0.05)
+            call.close()
+            started = time.monotonic()
+            await asyncio.wait_for(engine.close(), 5)
+            assert engine.pool.num_sent == 0
+            return time.monotonic() - started
+
+        assert asyncio.run(body()) < 0.4
+
+
 def test_addresses_become_urls_and_invalid_ones_are_rejected():
     assert url_of("10.0.0.1:30000") == "http://10.0.0.1:30000"
     assert url_of("https://host:1/") == "https://host:1"

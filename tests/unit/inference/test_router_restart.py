@@ -162,3 +162,45 @@ def test_an_engine_that_dies_while_the_router_adds_it_is_restarted(tmp_path, mon
         assert replicas.engine.servers == []
 
     asyncio.run(body())
+
+
+class Records(FakeRouter):
+    """A router that knows the engines that were added since its last start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = list[str]()
+
+    async def start(self) -> SglangServer:
+        self.known.clear()
+        return await super().start()
+
+    async def add(self, server: SglangServer) -> None:
+        self.known.append(server.url)
+
+
+def test_a_router_that_is_restarted_during_a_weight_update_gets_its_engines_back(tmp_path):
+    async def body() -> None:
+        router, events = Records(), list[str]()
+        replicas = replica_set_of(router, tmp_path, events, max_restarts=1)
+        servers = [SglangServer(f"http://127.0.0.1:{port}", ServerInfo.read({})) for port in (1, 2, 3)]
+        updating, lost, new = servers
+        await replicas.start()
+        try:
+            for server in (updating, lost):
+                await replicas._admit(server)
+            assert router.known == [updating.url, lost.url]
+            lost.lost = Loss("signal 9", ENGINE_KILLED)
+            new.stale = "it only has the weights of its folder"  # it is admitted when it has others
+            replicas.engine.pool.add(new)
+            updating.begin_loading(2)
+            router.ended.set()  # it dies
+            async with asyncio.timeout(20):
+                while "router_restarted" not in events:
+                    await asyncio.sleep(0.001)
+            updating.finish_loading(2)
+        finally:
+            await replicas.close()
+        assert router.known == [updating.url]
+
+    asyncio.run(body())

@@ -78,13 +78,15 @@ class InFlightRequests:
 
     @contextmanager
     def track(self, session: str | None, prompt: list[int], params: SamplingParams) -> Generator[InFlightRequest]:
-        """Create a request that is in flight until the context exits."""
+        """Create a request that is in flight until the context exits; a call that still runs then is cancelled."""
         request = InFlightRequest(self.new_rid(), session, prompt, params)
         self._open.add(request)
         try:
             yield request
         finally:
             self._open.discard(request)
+            if request.call is not None:
+                request.call.cancel()  # of a coroutine that was closed, not cancelled
             request.done.set()
 
     def all(self) -> list[InFlightRequest]:

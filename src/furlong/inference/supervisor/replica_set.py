@@ -106,6 +106,7 @@ class ReplicaSet:
     _replicas: list[EngineReplica] = field(default_factory=list[EngineReplica], init=False)
     _watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]], init=False)
     _router_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _admitted: list[SglangServer] = field(default_factory=list[SglangServer], init=False)
 
     async def start(self) -> None:
         """Start all engines concurrently, wait until each of them answers, then watch them.
@@ -237,9 +238,9 @@ class ReplicaSet:
             try:
                 async with self._router_lock:
                     client = await router.start()
-                    for server in pool.servers:
-                        if server.is_usable:
-                            await _add_to_router(router, server)
+                    # Also those that load weights at the moment: they are usable again when the update ends.
+                    for server in [each for each in self._admitted if each.lost is None]:
+                        await _add_to_router(router, server)
                     pool.use_router(client)
                 break
             except EngineError as error:
@@ -266,6 +267,7 @@ class ReplicaSet:
         pool = self.engine.pool
         if server not in pool.servers:
             pool.add(server)
+        self._admitted = [each for each in self._admitted if each.lost is None] + [server]
         if self.router is not None:
             await self._update_router(self.router, _add_to_router(self.router, server))
         pool.notify_change()

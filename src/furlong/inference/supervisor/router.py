@@ -153,8 +153,15 @@ class SglangRouter:
         return list((await self._connection.ask("/workers"))["workers"])
 
     async def _wait_for_worker(self, url: str, *, present: bool) -> None:
+        """Wait until the router sends requests to an engine, or no longer knows it.
+
+        It lists an engine before it marks it as healthy, and refuses requests (503) as long as none is.
+        """
         deadline = time.monotonic() + UPDATE_S
-        while any(str(worker["url"]).rstrip("/") == url for worker in await self._workers()) is not present:
+        while True:
+            listed = [worker for worker in await self._workers() if str(worker["url"]).rstrip("/") == url]
+            if any(worker.get("is_healthy", True) for worker in listed) if present else not listed:
+                return
             if time.monotonic() > deadline:
                 raise EngineError(f"the router did not {'add' if present else 'remove'} {url} within {UPDATE_S:g} s")
             await asyncio.sleep(POLL_S / 4)
