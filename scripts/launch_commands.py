@@ -1,0 +1,196 @@
+"""Training commands of bash launch scripts: run a script in a sandbox in which nothing but bash itself starts.
+
+bash evaluates arrays, arithmetic, defaults and sourced files as the script's author meant them. PATH contains a few
+harmless text tools; every other command succeeds without being run, and the one that starts `train.py` or
+`train_async.py` is recorded with its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ENTRY_POINTS = ("train.py", "train_async.py")
+TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "sed", "seq", "tail", "tr", "wc")
+TIME_LIMIT_S = 20
+MAX_FILE_BYTES = 1 << 20  # nothing that a script writes is needed
+CALLS_TRAINING = re.compile(r"\btrain(_async)?\.py\b")
+_END, _REST = "\x01", "\x02"
+_REFERENCE = re.compile(r"\$(?:([A-Z]\w*)|\{([A-Z]\w*)(?::-)?\})")  # without a default, or with an empty one
+_ASSIGNED = re.compile(r"\b([A-Z]\w*)=(?!\"?\$\{\1:-\}\"?\s)|\bfor (\w+) in|printf -v (\w+)|\$\{([A-Z]\w*):-[^}]")
+
+# Functions take precedence over builtins and PATH. `set -e` must not end a script because a command printed nothing. A
+# missing file is looked up in scripts/models, since one of slime's scripts names it by a wrong relative path. A command
+# that begins with a flag is the rest of the command before, which lacks a backslash.
+_PRELUDE = """
+set -C
+record() {
+  local word
+  for word in "$@"; do
+    case "$word" in
+      train.py|*/train.py|train_async.py|*/train_async.py) printf '%s\\0' "$@" $'\\001' >&"$CAPTURE_FD"; return 0 ;;
+    esac
+  done
+}
+command_not_found_handle() {
+  case "$1" in --[a-z]*) printf '%s\\0' $'\\002' "$@" $'\\001' >&"$CAPTURE_FD" ;; *) record "$@" ;; esac
+}
+set() { :; }
+kill() { :; }
+mktemp() { echo "$HOME/file.$RANDOM$RANDOM"; }
+cd() { builtin cd "$@" 2>/dev/null || :; }
+source() {
+  if [ -f "$1" ]; then builtin source "$@"; else builtin source "$MODEL_SCRIPTS/${1##*/}"; fi
+}
+"""
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command that a script starts: `train.py` or `train_async.py`, and its arguments.
+
+    lacks_backslash: the script's command ends early, and the shell would take the rest for another command.
+    """
+
+    entry_point: str
+    words: tuple[str, ...]
+    lacks_backslash: bool = False
+
+
+def launch_scripts(slime_dir: Path) -> tuple[list[Path], list[Path]]:
+    """Return the launch scripts of a slime checkout, and other scripts that start training (tests, plugins).
+
+    Launch scripts are those below `scripts/` and `examples/` that call `train.py` or `train_async.py`; files of
+    `scripts/models` only define arrays, so they do not count.
+    """
+    scripts = [path for path in sorted(slime_dir.rglob("*.sh")) if _calls_training(path)]
+    launched = [path for path in scripts if path.relative_to(slime_dir).parts[0] in ("scripts", "examples")]
+    return launched, [path for path in scripts if path not in launched]
+
+
+def _calls_training(path: Path) -> bool:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return any(CALLS_TRAINING.search(line) for line in lines if not line.lstrip().startswith("#"))
+
+
+def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCommand]:
+    """Run a launch script without effects and return the training commands that it would start.
+
+    `root` is the checkout and the working directory; `scratch` is an empty folder for tools and a home. Ends after
+    `TIME_LIMIT_S`; commands recorded until then count.
+    """
+    tools, home = scratch / "bin", scratch / "home"
+    for folder in (tools, home):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in TOOLS:
+        target = shutil.which(name)
+        if target is not None and not (tools / name).exists():
+            (tools / name).symlink_to(target)
+    (scratch / "prelude.sh").write_text(_PRELUDE, encoding="utf-8")
+    reader, writer = os.pipe()
+    environment = {
+        **unset_variables(script.read_text(encoding="utf-8", errors="replace")),
+        "PATH": str(tools),
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "BASH_ENV": str(scratch / "prelude.sh"),
+        "MODEL_SCRIPTS": str(root / "scripts" / "models"),
+        "CAPTURE_FD": str(writer),
+    }
+    with subprocess.Popen(
+        [*_namespaces(), shutil.which("bash") or "/bin/bash", str(script)],
+        cwd=root,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(writer,),
+        start_new_session=True,
+        preexec_fn=_limit,
+    ) as process:
+        os.close(writer)
+        timer = _Deadline(process)
+        with os.fdopen(reader, "rb") as captured, timer:
+            words = captured.read().decode().split("\0")[:-1]
+    return _split(words)
+
+
+class _Deadline:
+    """Kills a process group after `TIME_LIMIT_S`, and what is left of it on exit."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(signal.SIGALRM, lambda *_: self._kill())
+        signal.alarm(TIME_LIMIT_S)
+
+    def __exit__(self, *_: object) -> None:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, self._previous)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S, TIME_LIMIT_S))
+
+
+def _namespaces() -> list[str]:
+    """Return the prefix that hides network and processes, if this user may create namespaces."""
+    prefix = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None:
+        return []
+    trial = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return [str(shutil.which("unshare")), *prefix[1:]] if trial.returncode == 0 else []
+
+
+def _split(words: Sequence[str]) -> list[TrainingCommand]:
+    """Split the recorded words into commands, and drop what is before the entry point."""
+    commands: list[TrainingCommand] = []
+    command: list[str] = []
+    for word in words:
+        if word != _END:
+            command.append(word)
+            continue
+        if command[0] == _REST:
+            if commands:
+                commands[-1] = replace(commands[-1], words=(*commands[-1].words, *command[1:]), lacks_backslash=True)
+            command = []
+            continue
+        start = next(i for i, each in enumerate(command) if Path(each).name in ENTRY_POINTS)
+        commands.append(TrainingCommand(Path(command[start]).name, tuple(command[start + 1 :])))
+        command = []
+    return commands
+
+
+def unset_variables(text: str) -> dict[str, str]:
+    """Return values for the variables that a script expects from its user: used without a default, never assigned.
+
+    >>> unset_variables('A=1; echo $A ${B:-2} $BASE_DIR ${WANDB_KEY} ${X[@]}')
+    {'BASE_DIR': '/root', 'WANDB_KEY': 'wandb_key'}
+    """
+    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    names = dict.fromkeys(match[1] or match[2] for match in _REFERENCE.finditer(code))
+    assigned = set(
+        re.findall(r"\b([A-Z]\w*)=(?!\"?\$\{\1:-\}\"?\s)|\bfor (\w+) in|printf -v (\w+)|\$\{([A-Z]\w*):-[^}]", code)
+    )
+    known = {name for names in assigned for name in names} | {"BASH_SOURCE", "NF", "PATH", "HOME", "PWD"}
+    return {name: _user_value(name) for name in names if name not in known and not name.endswith("_ARGS")}
+
+
+def _user_value(name: str) -> str:
+    if name.endswith(("_DIR", "_FOLDER", "_PATH", "_ROOT")):
+        return "/root"
+    return "127.0.0.1" if name.endswith(("_ADDR", "_HOST")) else name.lower()

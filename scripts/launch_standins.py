@@ -1,0 +1,217 @@
+"""Small stand-ins of the files that a launch command names: models, prompt files, evaluation sets.
+
+A model folder has the config.json of the published model as far as the architecture flags of the command determine it,
+weights of the real shapes in sparse files, and the tokenizer of the quickstart. Prompt files have the
+rows of one rollout, with the columns that the command reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from furlong.config.checks.model_rules import layers_with_experts
+from furlong.quickstart.quickstart import model_folder
+from furlong.tools.model_shapes import embedding_shapes, needed_shapes
+
+Flags = Mapping[str, Sequence[str]]  # flag -> its words
+
+# What a published folder's name says about its config.json: pattern, model_type, and fields that no flag determines.
+_QWEN35 = {"layer_types": "linear"}
+FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (r"qwen2\.5|deepseek-r1-distill-qwen", "qwen2", {}),
+    (r"qwen3-next", "qwen3_next", _QWEN35),
+    (r"qwen3\.\d.*-a\d+b", "qwen3_5_moe", _QWEN35),
+    (r"qwen3\.\d", "qwen3_5", _QWEN35),
+    (r"qwen3.*-a\d+b", "qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    (r"qwen3", "qwen3", {}),
+    (r"glm-(z1|4)-", "glm4", {"attention_bias": True}),
+    (r"glm-4\.7-flash", "glm4_moe_lite", {"n_group": 1, "topk_group": 1, "attention_bias": False}),
+    (r"glm-4\.\d", "glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
+    (r"glm-5", "glm_moe_dsa", {"n_group": 1, "topk_group": 1, "attention_bias": False, "index_topk": 2048}),
+    (r"kimi-k2", "kimi_k2", {"attention_bias": False}),
+    (r"moonlight|deepseek-(r1|v3)", "deepseek_v3", {"attention_bias": False}),
+    (r"mimo-7b", "mimo", {"attention_bias": True, "num_nextn_predict_layers": 1}),
+    (r"minimax-m2", "minimax_m2", {"use_qk_norm": True, "scoring_func": "sigmoid"}),
+    (r"llama-?3", "llama", {}),
+)
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe")  # config.json has the language model in `text_config`
+QUANTIZED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
+    (r"int4|kimi-k2-thinking/?$", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+)
+# Fields of config.json, by the flag with their value.
+_FIELDS: dict[str, tuple[str, type]] = {
+    "--num-layers": ("num_hidden_layers", int),
+    "--hidden-size": ("hidden_size", int),
+    "--ffn-hidden-size": ("intermediate_size", int),
+    "--num-attention-heads": ("num_attention_heads", int),
+    "--num-query-groups": ("num_key_value_heads", int),
+    "--norm-epsilon": ("rms_norm_eps", float),
+    "--vocab-size": ("vocab_size", int),
+    "--rotary-base": ("rope_theta", float),
+    "--rotary-percent": ("partial_rotary_factor", float),
+    "--max-position-embeddings": ("max_position_embeddings", int),
+    "--q-lora-rank": ("q_lora_rank", int),
+    "--kv-lora-rank": ("kv_lora_rank", int),
+    "--qk-head-dim": ("qk_nope_head_dim", int),
+    "--qk-pos-emb-head-dim": ("qk_rope_head_dim", int),
+    "--v-head-dim": ("v_head_dim", int),
+    "--moe-ffn-hidden-size": ("moe_intermediate_size", int),
+    "--moe-router-topk": ("num_experts_per_tok", int),
+    "--moe-router-topk-scaling-factor": ("routed_scaling_factor", float),
+    "--moe-router-num-groups": ("n_group", int),
+    "--moe-router-group-topk": ("topk_group", int),
+    "--moe-router-score-function": ("scoring_func", str),
+}
+_EXPERT_KEYS = {"qwen3_moe": "num_experts", "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts"}
+_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def family_of(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the model_type and the extra fields of a model by its folder's name; None if the name is unknown."""
+    for pattern, family, extra in FAMILIES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return family, dict(extra)
+    return None
+
+
+def model_config(name: str, flags: Flags) -> dict[str, Any]:
+    """Return the config.json of a model by its name and architecture flags. Raises KeyError for an unknown name."""
+    known = family_of(name)
+    if known is None:
+        raise KeyError(name)
+    family, extra = known
+    config: dict[str, Any] = {
+        "model_type": family,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": "--untie-embeddings-and-output-weights" not in flags,
+        **{field: kind(flags[flag][0]) for flag, (field, kind) in _FIELDS.items() if flags.get(flag)},
+        **extra,
+    }
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    if "kv_lora_rank" not in config and flags.get("--kv-channels"):
+        config["head_dim"] = int(flags["--kv-channels"][0])
+    if config.pop("layer_types", None):
+        kinds = [
+            "full_attention" if n % 4 == 0 else "linear_attention" for n in range(1, config["num_hidden_layers"] + 1)
+        ]
+        config["layer_types"] = kinds
+    _add_experts(config, flags, family)
+    _add_rope(config, flags)
+    for pattern, settings in QUANTIZED:
+        if re.search(pattern, name, re.IGNORECASE):
+            config["quantization_config"] = settings
+            break
+    if family in MULTIMODAL:
+        text = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+        text["model_type"] = f"{family}_text"
+        return {**config, "text_config": text}
+    return config
+
+
+def _add_experts(config: dict[str, Any], flags: Flags, family: str) -> None:
+    if not flags.get("--num-experts"):
+        return
+    config[_EXPERT_KEYS.get(family, "num_local_experts" if family == "minimax_m2" else "n_routed_experts")] = int(
+        flags["--num-experts"][0]
+    )
+    config.setdefault("norm_topk_prob", True)
+    dense = [not each for each in layers_with_experts(flags["--moe-layer-freq"][0], config["num_hidden_layers"]) or ()]
+    if family not in _EXPERT_KEYS and family != "minimax_m2":
+        config["first_k_dense_replace"] = dense.index(False) if False in dense else len(dense)
+    shared = flags.get("--moe-shared-expert-intermediate-size")
+    if shared and family in _EXPERT_KEYS:
+        config["shared_expert_intermediate_size"] = int(shared[0])
+    elif shared:
+        config["n_shared_experts"] = int(shared[0]) // config["moe_intermediate_size"]
+
+
+def _add_rope(config: dict[str, Any], flags: Flags) -> None:
+    """Add the stretched RoPE of Kimi and DeepSeek: YaRN, unless its factor is 1."""
+    factor = float(flags["--rotary-scaling-factor"][0]) if flags.get("--rotary-scaling-factor") else 1.0
+    if factor != 1.0:
+        scales = {
+            name: 1.0
+            for name, flag in (("mscale", "--mscale"), ("mscale_all_dim", "--mscale-all-dim"))
+            if flags.get(flag)
+        }
+        config["rope_scaling"] = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, **scales}
+
+
+def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a model folder: config.json, a tokenizer with a chat template, and weights of the real shapes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(model_folder()) / name, folder / name)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    text = config.get("text_config") or config
+    shapes: dict[str, Sequence[int]] = {}
+    for name, shape in (needed_shapes(text) or embedding_shapes(text)).items():
+        shapes[name] = [size or 1 for size in shape]
+    for layer in range(text["num_hidden_layers"]):
+        shapes.setdefault(f"model.layers.{layer}.input_layernorm.weight", [text["hidden_size"]])
+    write_sparse_weights(folder / "model.safetensors", shapes, quantized="quantization_config" in config)
+    return folder
+
+
+def write_sparse_weights(path: Path, shapes: Mapping[str, Sequence[int]], *, quantized: bool = False) -> None:
+    """Write a safetensors file of zeros that occupies no disk space."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        width, dtype = (1, "F8_E4M3") if quantized and len(shape) == 2 and "proj" in name else (2, "BF16")
+        size = width * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def write_prompts(path: Path, flags: Flags) -> Path:
+    """Write the rows of one rollout with the columns that a command reads, as JSON Lines or Parquet."""
+
+    def key(flag: str, default: str) -> str:
+        return flags[flag][0] if flags.get(flag) else default
+
+    conversation = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
+    is_demonstration = "sft_loss" in flags.get("--loss-type", ())
+    rows: list[dict[str, Any]] = []
+    for number in range(int(key("--rollout-batch-size", "2"))):
+        asked = [{"role": "user", "content": f"What is {number} + 2?"}]
+        plain = "--apply-chat-template" not in flags and not is_demonstration
+        row: dict[str, Any] = {key("--input-key", "input"): asked[0]["content"] if plain else asked}
+        if is_demonstration:
+            row[key("--input-key", "input")] = conversation
+        if flags.get("--label-key"):
+            row[key("--label-key", "label")] = str(number + 2)
+        row[key("--metadata-key", "metadata")] = {"number": number}
+        rows.append(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def rewrite_paths(text: str, place: Callable[[str], str]) -> str:
+    """Replace the absolute paths in the text of a YAML file."""
+    return re.sub(r"(?<![\w/.:])/[\w./-]+", lambda match: place(match[0]), text)
