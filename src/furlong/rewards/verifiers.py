@@ -13,45 +13,14 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Literal
 
 from furlong.config.checks.value_checks import BOXED, verifier_problem
 from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
+from furlong.rewards.math_text import has_box, last_boxed, number_from, quick_equal, tidy
 
-# Labels, and answers in boxes
-
-_BOX = re.compile(r"\\f?boxed\s*\{")
-_BRACE = re.compile(r"(?P<box>\\f?boxed\s*\{)|(?P<escaped>\\.)|[{}]", re.DOTALL)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last complete `\boxed{...}`, or None if there is none.
-
-    Braces inside are matched, ignoring escaped ones (`\{`); among nested boxes the innermost is used. A box that is
-    never closed (a truncated response) does not count. Linear time.
-
-    >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}} and \boxed{3")
-    '\\frac{1}{2}'
-    """
-    opened: list[int | None] = []  # per open brace: start of its box, None for a plain brace
-    last: tuple[int, int] | None = None
-    for match in _BRACE.finditer(text):
-        if match["box"]:
-            opened.append(match.end())
-        elif match[0] == "{":
-            opened.append(None)
-        elif match[0] == "}" and opened:
-            start = opened.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[slice(*last)].strip()
-
-
-def has_box(text: str) -> bool:
-    r"""Return whether the text contains `\boxed{`, closed or not."""
-    return _BOX.search(text) is not None
+# Labels and responses
 
 
 def after_thinking(text: str) -> str:
@@ -75,17 +44,10 @@ def text_label(label: Any) -> str:
 # math
 
 MATH_TAIL = 2_000  # characters at the end of a response without a box that are searched for an answer
-MIN_DIFFERENCE = Fraction(1, 10_000)  # math-verify rounds to 6 decimals: numbers further apart are never equal
 
-_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+|[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,2}")
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s*(?:\s|(?=\\frac)))?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
-_PLAIN_WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*")
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\?\$")
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")
 _NO_FORMULA = re.compile(r"[^\d\\$]*")
 _INTEGER = re.compile(r"[+-]?\d{1,50}")
-_MAX_NUMBER_LEN = 60
 
 
 def labels_from(label: Any) -> list[str]:
@@ -117,7 +79,7 @@ def quick_math(response: str, label: Any, metadata: Mapping[str, Any]) -> float 
 
 def quick_answer(answer: str, labels: Sequence[str]) -> float | None:
     """Compare an extracted answer with the labels: 1.0, 0.0, or None if that needs algebra."""
-    scores = [_equal(tidy(answer), tidy(label)) for label in labels]
+    scores = [quick_equal(tidy(answer), tidy(label)) for label in labels]
     if 1.0 in scores:
         return 1.0
     return None if None in scores else 0.0
@@ -146,51 +108,6 @@ def answer_text(response: str) -> str:
     """
     answer = answer_of(response)
     return final_text(response)[-MATH_TAIL:] if answer is None else f"\\boxed{{{tidy(answer)}}}"
-
-
-def tidy(text: str) -> str:
-    r"""Remove notation that does not change the value: `$`, `\left`, spacing, `\dfrac` for `\frac`, a final period.
-
-    >>> tidy(r"\left( \dfrac12,\, 3 \right).")
-    '( \\frac{1}{2}, 3 )'
-    """
-    text = re.sub(r"\\[dt]frac", r"\\frac", _LAYOUT.sub("", text).replace("{,}", ","))
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
-    text = text.strip()
-    if whole := _TEXT_MACRO.fullmatch(text):
-        text = whole[1]
-    return text.rstrip(".").strip()
-
-
-def number_from(text: str) -> Fraction | None:
-    r"""Read a plain number: 1,024 or -0.5 or 1e-3 or 3/4 or `2\frac{1}{3}` or "2 1/3"; else None."""
-    if len(text) > _MAX_NUMBER_LEN:
-        return None
-    if _NUMBER.fullmatch(text):
-        return Fraction(text.replace(",", ""))
-    if match := _FRACTION.fullmatch(text):
-        sign, whole, a, b, c, d = match.groups()
-        if not int(b or d):
-            return None
-        value = Fraction(int(whole or 0)) + Fraction(int(a or c), int(b or d))
-        return -value if sign == "-" else value
-    return None
-
-
-def _equal(answer: str, label: str) -> float | None:
-    if not answer:
-        return 0.0
-    if answer == label:
-        return 1.0
-    a, b = number_from(answer), number_from(label)
-    if a is not None and b is not None:
-        if a == b:
-            return 1.0
-        both_whole = a.denominator == 1 and b.denominator == 1
-        return 0.0 if both_whole or abs(a - b) > MIN_DIFFERENCE else None
-    if _PLAIN_WORDS.fullmatch(answer) and _PLAIN_WORDS.fullmatch(label):
-        return float(answer.casefold() == label.casefold())
-    return None
 
 
 # deepscaler: the box after the thinking
@@ -230,7 +147,9 @@ _UNIT = re.compile(
     r"points?|digits?|degrees?|meals|edges|students|multiples)\b",
     re.IGNORECASE,
 )
-_MARKUP = re.compile(r"<\|im_end\|>|<\|endoftext\|>|</s>|\\[dl]?dots|\^\{?\\circ\}?|\\degree|\\[;,! ]|\\\$|\$|\"|\*")
+_MARKUP = re.compile(
+    r"(\\\\)|<\|im_end\|>|<\|endoftext\|>|</s>|\\[dl]?dots|\^\{?\\circ\}?|\\degree|\\[;,! ]|\\\$|\$|\"|\*"
+)
 _ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,|\{,\})\d{3})+")
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\w))\s*(?:\{([^{}]+)\}|(\w))")
@@ -262,7 +181,7 @@ def normalize_answer(text: str) -> str:
     if inline is not None:
         text = next(part for part in inline.groups() if part is not None)
     text = text.rsplit("=", 1)[-1]
-    text = _MARKUP.sub("", text)
+    text = _MARKUP.sub(lambda match: match[1] or "", text)  # the row separator of a matrix stays
     for _ in range(3):  # nested wrappers, \boxed{\text{7}}
         text = _WRAPPER.sub(r"\1", text)
     text = _UNIT.sub("", text)
@@ -288,11 +207,18 @@ def f1_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Return the token-level F1 (SQuAD, arXiv:1606.05250 sec. 6.1) in [0, 1], the maximum over a list of labels.
 
     Text is compared in lower case, without punctuation and articles. The answers yes, no and noanswer must match
-    exactly (HotpotQA's rule), because many wrong sentences contain "no".
+    exactly (HotpotQA's rule), because many wrong sentences contain "no"; so must a label of only articles ("A") or
+    punctuation.
     """
     del metadata
     labels: Sequence[Any] = label if isinstance(label, list | tuple) and label else [label]
-    return max(_f1(_f1_words(response), _f1_words(text_label(each))) for each in labels)
+    return max(_f1_of_texts(response, text_label(each)) for each in labels)
+
+
+def _f1_of_texts(response: str, truth: str) -> float:
+    if words := _f1_words(truth):
+        return _f1(_f1_words(response), words)
+    return float(response.strip().casefold() == truth.casefold())
 
 
 def _f1_words(text: str) -> list[str]:
@@ -319,6 +245,12 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 _IS_CORRECT = re.compile(r"\b([A-Z])\)?\*{0,4}\s{1,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right|best)")
+_RULED_OUT = r"(?:not|wrong|incorrect|false|ruled out|eliminated|excluded)\b"
+_NOT_CHOSEN = re.compile(
+    r"(?i:\bnot|n['’]t|\bneither|\bnor|\brather than|\binstead of|\b(?:rul|eliminat|exclud|reject)(?:es?|ed|ing)"
+    r"(?: out)?)(?:\s{1,4}(?:option|choice|answer|the|be))?\s{1,4}[\(*]{0,3}([A-Z])\b"
+    rf"|\b([A-Z])\)?\*{{0,3}}\s{{1,4}}(?:(?:is|are|was)\s{{1,4}}{_RULED_OUT}|(?:isn['’]t|can(?:not|['’]t))\b)"
+)
 _ALONE = re.compile(r"(?<![A-Za-z0-9'’\-])([A-Z])(?![A-Za-z0-9'’\-])")
 _MARKS = re.compile(r"[^a-z0-9]+")
 
@@ -328,7 +260,8 @@ def gpqa_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 
     The right option is `metadata["correct_letter"]`, or the label: a letter, an index from 0, or the text of one of
     `metadata["choices"]`. The choice is the first match after `</think>` of: `\boxed{B}`, the last "answer is B" or
-    "Answer: (B)", the last "B is correct", the only letter in the response, the text of exactly one choice.
+    "Answer: (B)", the last "B is correct", the only letter that the response does not rule out ("not C", "C is wrong"),
+    the text of exactly one choice.
     Raises DataError if the label is not an option.
     """
     choices = _choices(metadata)
@@ -374,9 +307,14 @@ def _chosen(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | 
         stated = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if stated:
             return stated[-1]
-    alone = {letter for letter in _ALONE.findall(text) if letter in letters}
+    alone = {letter for letter in _ALONE.findall(text) if letter in letters} - _not_chosen(text)
     unambiguous = alone - {"A", "I"} or alone
     return unambiguous.pop() if len(unambiguous) == 1 else _by_text(text, choices, letters)
+
+
+def _not_chosen(text: str) -> set[str]:
+    """Return the letters that the text only rules out: "not B, nor C", "B is wrong"."""
+    return {letter for pair in _NOT_CHOSEN.findall(text) for letter in pair if letter}
 
 
 def _by_text(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | None:

@@ -5,13 +5,12 @@ import pytest
 from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError
 from furlong.rewards import algebra
+from furlong.rewards.math_text import last_boxed, number_from
 from furlong.rewards.verifiers import (
     dapo_score,
     f1_score,
     find_verifier,
     gpqa_score,
-    last_boxed,
-    number_from,
     quick_deepscaler,
     quick_math,
     random_score,
@@ -26,7 +25,8 @@ from furlong.rewards.verifiers import (
         (r"\boxed{\text{if } x \in \{1, 2\}}", r"\text{if } x \in \{1, 2\}"),
         (r"\boxed{a \} b}", r"a \} b"),
         (r"\boxed{outer \boxed{inner}}", "inner"),
-        (r"\fbox{3}", None),
+        (r"\fbox{3}", "3"),
+        (r"\box{3}", None),
         (r"\fboxed{3}", "3"),
         (r"\boxed {4}", "4"),
         (r"\boxed{1}, so \boxed{2", "1"),
@@ -67,12 +67,12 @@ EQUAL = [
     ("p - q", "-q + p"),
     ("y=2x+3", "y = 3 + 2x"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
-    ("1/3", "0.3333333"),
     ("7", "7."),
 ]
 
 DIFFERENT = [
     ("1/3", "0.333"),
+    ("1/3", "0.3333333"),
     ("[1,2)", "(1,2)"),
     (r"\{1,2\}", r"\{1,2,3\}"),
     ("5", "-5"),
@@ -216,6 +216,14 @@ def test_deepscaler_requires_a_box_after_the_thinking(response, score):
         ("a b b", "b b c", 0.8),
         ("Rome", ["Paris", "rome"], 1.0),
         ("1879", 1879, 1.0),
+        ("", "a", 0.0),
+        ("", "The An", 0.0),
+        ("an", "A", 0.0),
+        ("A", "a", 1.0),
+        ("the an", "The An", 1.0),
+        ("", "?", 0.0),
+        ("the", "Paris", 0.0),
+        ("", ["the", "Paris"], 0.0),
     ],
 )
 def test_f1_measures_shared_words(response, label, score):
@@ -248,6 +256,11 @@ def test_f1_measures_shared_words(response, label, score):
         ("The answer is a good question", None),
         ("The answer is Zebra", None),
         ("A or B or C", None),
+        ("Not B, not C: A", "A"),
+        ("It is neither A nor B. C is wrong. So D", "D"),
+        ("Not (A), rule out B, and C isn't possible: D", "D"),
+        ("We eliminate B and eliminate C; D can't be; hence A", "A"),
+        ("not A, not B, not C, not D", None),
         ("", None),
     ],
 )
