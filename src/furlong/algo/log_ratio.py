@@ -29,15 +29,24 @@ LOW_VAR_BOUND = 10.0
 LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from overflow
 
 
+def bounded_exp(log_ratio_R: Tensor) -> Tensor:
+    """Return the ratio for a log-ratio limited to [-20, 20], without gradient beyond.
+
+    An unlimited one overflows in float32 at 88, and infinity times an advantage or a gradient of 0 is NaN.
+    """
+    return log_ratio_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
 def kl_estimate(log_probs_R: Tensor, ref_log_probs_R: Tensor, kind: KlKind, *, ratio_R: Tensor | None = None) -> Tensor:
     """Estimate KL(policy || reference) from one sampled token each (J. Schulman, "Approximating KL divergence").
 
     With d = log pi - log pi_ref:
     k1 = d: unbiased, can be negative; as a loss it has a gradient of 0 on average. k2 = d^2 / 2: biased, its gradient
-    is the KL's. k3 = exp(-d) + d - 1: unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4). low_var_kl = k3
-    clamped to [-10, 10], no gradient beyond.
+    is the KL's. k3 = exp(-d) + d - 1: unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4), for d limited to
+    [-20, 20]. low_var_kl = k3 clamped to [-10, 10], no gradient beyond.
     `ratio_R` = pi / pi_old weights the estimate where the tokens were sampled from pi_old, which makes value and
-    gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556); the gradient flows through the ratio.
+    gradient unbiased (DeepSeek-V3.2, arXiv:2512.02556); the gradient flows through the ratio. low_var_kl clamps the
+    weighted estimate.
     """
     diff_R = log_probs_R - ref_log_probs_R
     match kind:
@@ -45,11 +54,11 @@ def kl_estimate(log_probs_R: Tensor, ref_log_probs_R: Tensor, kind: KlKind, *, r
             kl_R = diff_R
         case "k2":
             kl_R = diff_R.square() / 2
-        case "k3":
-            kl_R = _k3(diff_R)
-        case "low_var_kl":
-            kl_R = _k3(diff_R).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
-    return kl_R if ratio_R is None else ratio_R * kl_R
+        case "k3" | "low_var_kl":
+            kl_R = _k3(diff_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    if ratio_R is not None:
+        kl_R = ratio_R * kl_R
+    return kl_R.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else kl_R
 
 
 def _k3(diff_R: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ def importance_weights(
         log_w_R = sum_rows(log_w_R, seq_of_R, num_sequences)[seq_of_R]
     elif flags.tis_level == "geometric":
         log_w_R = sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences)[seq_of_R]
-    raw_R = log_w_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    raw_R = bounded_exp(log_w_R)
     match flags.tis_mode:
         case "truncate":
             weight_R = raw_R.clamp_max(high)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from furlong.algo.log_ratio import (
+    bounded_exp,
     importance_weights,
     kl_estimate,
     mismatch_metrics,
@@ -80,7 +81,7 @@ def clipped_ratio_loss(inputs: PolicyInputs) -> PolicyTerms:
     low = high is PPO and GRPO (arXiv:2402.03300 eq. 3); high > low is DAPO's clip-higher (arXiv:2503.14476 eq. 8).
     Dual clip (arXiv:1912.09729 eq. 5) bounds the loss by -c A where A < 0.
     """
-    ratio_R = inputs.log_ratio_R.exp()
+    ratio_R = bounded_exp(inputs.log_ratio_R)
     plain_R = -ratio_R * inputs.advantages_R
     bounded_R = -ratio_R.clamp(1 - inputs.eps_low, 1 + inputs.eps_high) * inputs.advantages_R
     loss_R = torch.maximum(plain_R, bounded_R)
@@ -95,7 +96,7 @@ def clipped_weight_loss(inputs: PolicyInputs) -> PolicyTerms:
 
     Clips the weight, not the loss, so every token has a gradient. The paper has no lower bound (eps_clip >= 1).
     """
-    ratio_R = inputs.log_ratio_R.detach().exp()
+    ratio_R = bounded_exp(inputs.log_ratio_R.detach())
     weight_R = ratio_R.clamp(1 - inputs.eps_low, 1 + inputs.eps_high)
     loss_R = -weight_R * inputs.advantages_R * inputs.log_probs_R
     return PolicyTerms(loss_R, (weight_R != ratio_R).to(loss_R.dtype))
@@ -155,7 +156,7 @@ class PolicyLoss:
                 loss = loss - flags.entropy_coef * (entropy_R * weight_R).sum()
         if flags.use_kl_loss:
             ref_R = torch.where(keep_R, _column(micro, "ref_log_probs"), 0.0)
-            ratio_R = log_ratio_R.exp() if flags.use_unbiased_kl else None
+            ratio_R = bounded_exp(log_ratio_R) if flags.use_unbiased_kl else None
             kl_R = kl_estimate(live_R, ref_R, flags.kl_loss_type, ratio_R=ratio_R)
             means["kl_loss"] = kl_R
             if flags.kl_loss_coef != 0:
@@ -175,7 +176,7 @@ class PolicyLoss:
         terms = POLICY_LOSSES[self.algorithm.policy](
             PolicyInputs(log_ratio_R, live_R, advantages_R, self.eps_low, self.eps_high, self.flags.eps_clip_c)
         )
-        metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": log_ratio_R.detach().exp()}
+        metrics = {"pg_clipfrac": terms.clipped_R, "ppo_kl": -log_ratio_R, "ois": bounded_exp(log_ratio_R.detach())}
         if not self.flags.use_opsm:
             return terms.loss_R, metrics
         sequences = micro.mask_R, micro.seq_of_R, micro.num_sequences

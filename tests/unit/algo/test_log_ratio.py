@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from furlong.algo.log_ratio import kl_estimate
+from furlong.algo.log_ratio import bounded_exp, kl_estimate
 
 
 def _distributions():
@@ -58,3 +60,33 @@ def test_as_a_loss_on_the_policys_own_samples_k2_has_the_gradient_of_the_kl_and_
     exact = (live.exp() * (live - q.log())).sum()
     have, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, exact))
     torch.testing.assert_close(have, share * want)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    live=st.lists(st.floats(-400, 0, width=32), min_size=1, max_size=5),
+    shift=st.floats(-400, 400, width=32),
+    log_ratio=st.floats(-200, 200, width=32),
+    kind=st.sampled_from(["k1", "k2", "k3", "low_var_kl"]),
+)
+def test_values_and_gradients_are_finite_for_any_log_ratio(live, shift, log_ratio, kind):
+    live_R = torch.tensor(live, requires_grad=True)
+    ratio_R = bounded_exp(live_R - live_R.detach() + log_ratio)
+    kl_R = kl_estimate(live_R, live_R.detach() + shift, kind, ratio_R=ratio_R)
+    (0.0 * kl_R).sum().backward(retain_graph=True)
+    assert live_R.grad.eq(0).all()
+    kl_R.sum().backward()
+    assert kl_R.isfinite().all()
+    assert live_R.grad.isfinite().all()
+    if kind == "low_var_kl":
+        assert kl_R.abs().max() <= 10.0
+
+
+def test_low_var_kl_clamps_the_weighted_estimate():
+    live, ref = torch.tensor([-6.0], requires_grad=True), torch.tensor([-4.0])
+    kl = kl_estimate(live, ref, "low_var_kl", ratio_R=torch.tensor([3.0]))
+    assert kl.item() == 10.0
+    kl.backward()
+    assert live.grad.item() == 0.0
+    small = kl_estimate(live, ref, "low_var_kl", ratio_R=torch.tensor([0.5]))
+    torch.testing.assert_close(small, 0.5 * kl_estimate(live, ref, "k3"))

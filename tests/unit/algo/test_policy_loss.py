@@ -217,3 +217,20 @@ def test_losses_and_gradients_are_those_recorded(name):
     assert have["loss"] == pytest.approx(want["loss"], rel=1e-9)
     assert have["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-9)
     assert have["metrics"] == pytest.approx(want["metrics"], rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("advantages", [(1.0, -1.0, 0.0), (0.0, 0.0, 0.0), (-1.0, -1.0, 1.0)])
+@pytest.mark.parametrize("distance", [90.0, -90.0, 1000.0, -1000.0])
+def test_log_ratios_beyond_the_range_of_exp_leave_the_step_finite(estimator, advantages, distance):
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True}
+    settings = flags(estimator, use_tis=True, **kl)
+    live = (-1.0, -2.0, -0.5)
+    far = tuple(each - distance for each in live)
+    columns = {"old_log_probs": far, "ref_log_probs": tuple(reversed(far)), "rollout_log_probs": (-1.0, -2.0, -700.0)}
+    micro, stats = _micro(live, advantages=advantages, **columns)
+    loss, metrics = PolicyLoss(settings)(micro, stats)
+    loss.backward()
+    assert loss.isfinite()
+    assert stats.log_probs_R.grad.isfinite().all()
+    assert all(np.isfinite(metric.value) for metric in metrics.values())
