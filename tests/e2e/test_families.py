@@ -11,7 +11,7 @@ from furlong.models.tokenizer import build_tokenizer
 from models_zoo import family_config
 from runs import ALPHABET, flags, rows, train, write_prompts
 
-FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "afmoe"]
+FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4", "glm4_moe", "gpt_oss", "afmoe"]
 
 
 def write(config, folder):

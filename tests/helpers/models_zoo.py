@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AfmoeConfig,
     DeepseekV3Config,
+    Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
@@ -52,6 +53,8 @@ def family_config(name: str) -> PretrainedConfig:
             return Qwen3MoeConfig(
                 **_SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
             )
+        case "glm4":
+            return Glm4Config(**_SHAPE, rms_norm_eps=1e-5)
         case "glm4_moe":
             return Glm4MoeConfig(
                 **_SHAPE,

@@ -26,6 +26,7 @@ MODELS = {
     "qwen2-windows": ("qwen2-sliding", {"rope_parameters": YARN}),
     "llama-biases": ("llama", {}),
     "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "glm4": ("glm4", {}),
     "glm": ("glm4_moe", {"attention_bias": True, "routed_scaling_factor": 1.8, "n_group": 2, "norm_topk_prob": False}),
     "glm-no-norm": ("glm4_moe", {"use_qk_norm": False}),
     "gpt-oss": ("gpt_oss", {}),
@@ -33,7 +34,8 @@ MODELS = {
     "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
-LOADED = ("glm", "gpt-oss", "deepseek")  # loaded from converted float32 checkpoints
+DENSE = ("glm4",)
+LOADED = ("glm4", "glm", "gpt-oss", "deepseek")  # loaded from converted float32 checkpoints
 # name: model, number of ranks, layout
 LAYOUTS = {
     "mistral": ("mistral", 1, {}),
@@ -43,7 +45,7 @@ LAYOUTS = {
     "qwen3-moe": ("qwen3-moe-mixed", 2, PP2),
     **{
         f"{model}-{name}": (model, world, sizes)
-        for model in ("glm", "gpt-oss", "deepseek")
+        for model in ("glm4", "glm", "gpt-oss", "deepseek")
         for name, world, sizes in (
             ("one", 1, {}),
             ("tensor", 2, TP2),
@@ -53,6 +55,7 @@ LAYOUTS = {
             ("tensor-experts", 4, TP2 | EP2),
             ("tensor-pipeline", 4, TP2 | PP2),
         )
+        if model not in DENSE or "expert" not in sizes
     },
     "glm-no-norm": ("glm-no-norm", 1, {}),
     "deepseek-plain": ("deepseek-plain", 1, {}),

@@ -29,6 +29,8 @@ LISTS = {
     "--moe-router-topk 2 --moe-layer-freq [1]*2 --num-experts 4",
     "llama": f"{COMMON} {GROUPED} {UNTIED} --swiglu --disable-bias-linear --use-rotary-position-embeddings "
     "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000 --max-position-embeddings 128",
+    "glm4": f"{COMMON.replace('1e-6', '1e-5')} {GROUPED} {UNTIED} --swiglu --use-rotary-position-embeddings "
+    "--disable-bias-linear --add-qkv-bias --rotary-base 10000 --rotary-percent 0.5 --no-rope-fusion",
     "glm4_moe": f"{COMMON.replace('1e-6', '1e-5')} {GROUPED} {UNTIED} {EXPERTS} {SIGMOID} --swiglu "
     "--disable-bias-linear --qk-layernorm --add-qkv-bias --kv-channels 8 --position-embedding-type rope "
     "--no-position-embedding --rotary-percent 0.5 --rotary-base 1000000 --num-experts 4 "

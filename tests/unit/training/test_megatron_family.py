@@ -8,7 +8,7 @@ from furlong.errors import ConfigError
 from furlong.training.megatron.family import architecture_of, family_of, known_families
 from models_zoo import family_config
 
-DENSE, MOE = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+DENSE, MOE = ("llama", "mistral", "qwen2", "qwen3", "glm4"), ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 
 
 def test_every_family_is_found_by_its_model_types():

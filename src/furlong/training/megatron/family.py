@@ -7,6 +7,7 @@ are the rules that families share. `Join` says how the tensors of a rule form th
     one             the tensor itself
     qkv             for each key/value head: the queries of its group, its keys, its values
     gate_up         the rows of gate_proj, then those of up_proj; each half is split on its own
+    fused_gate_up   one tensor of these rows
     packed          one expert's row of a tensor of all experts; matrices are transposed
     packed_gate_up  the same; gate and up rows alternate in the checkpoint, and are one half each in the parameter
 """
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from furlong.errors import ConfigError
 from furlong.training.megatron import families
 
-Join = Literal["one", "qkv", "gate_up", "packed", "packed_gate_up"]
+Join = Literal["one", "qkv", "gate_up", "fused_gate_up", "packed", "packed_gate_up"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ NORMS = (
     WeightRule("input_layernorm.weight", ("input_layernorm.weight",)),
     WeightRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
 )
+POST_NORMS = (
+    WeightRule("post_self_attn_layernorm.weight", ("post_self_attn_layernorm.weight",)),
+    WeightRule("post_mlp_layernorm.weight", ("post_mlp_layernorm.weight",)),
+)
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION = (
     WeightRule("self_attention.linear_qkv.weight", tuple(f"{p}.weight" for p in QKV), "qkv", axis=0),
@@ -77,6 +82,10 @@ SINKS = WeightRule("self_attention.core_attention.softmax_offset", ("self_attn.s
 DENSE_MLP = (
     WeightRule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", axis=0),
     WeightRule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), axis=1),
+)
+FUSED_MLP = (
+    WeightRule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), "fused_gate_up", axis=0),
+    DENSE_MLP[1],
 )
 ROUTER = WeightRule("mlp.router.weight", ("mlp.gate.weight",))
 EXPERT_BIAS = WeightRule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), is_trained=False)
@@ -111,10 +120,12 @@ class Architecture:
 
     qkv_bias, projection_bias: attention has biases in q, k, v, and in its output projection. qk_norm: queries and keys
     are normalized per head. sinks: every head has an attention sink (gpt-oss). is_mla: multi-head latent attention
-    (DeepSeek-V3). has_experts: per layer. expert_width, shared_width: intermediate size of an expert, and of the shared
-    expert; 0 without one. moe_bias: linear layers of experts and router have biases. expert_bias: the router adds a
-    bias, which is not trained, to the scores that choose experts. mtp_layers: multi-token-prediction layers in the
-    checkpoint, which are not built.
+    (DeepSeek-V3). post_norms: the outputs of attention and MLP are normalized before they are added (GLM-4).
+    pairs_neighbors: rotary embeddings rotate channels 2i and 2i + 1 together, not i and i + half. has_experts: per
+    layer. expert_width, shared_width: intermediate size of an expert, and of the shared expert; 0 without one.
+    moe_bias: linear layers of experts and router have biases. expert_bias: the router adds a bias, which is not
+    trained, to the scores that choose experts. mtp_layers: multi-token-prediction layers in the checkpoint, which are
+    not built.
     """
 
     qkv_bias: bool = False
@@ -122,6 +133,8 @@ class Architecture:
     qk_norm: bool = False
     sinks: bool = False
     is_mla: bool = False
+    post_norms: bool = False
+    pairs_neighbors: bool = False
     has_experts: tuple[bool, ...] = ()
     num_experts: int = 0
     expert_width: int = 0
@@ -173,7 +186,8 @@ def _no_routing(hf: Any) -> RoutingRule:
 class Family:
     """One model family; `hf` is a model's transformers config.
 
-    required: fields of config.json that must have this value where they are present. mlp_values: fields of Megatron's
+    dense_rules: weights of a dense MLP. required: fields of config.json that must have this value where they are
+    present. mlp_values: fields of Megatron's
     TransformerConfig for another activation than SwiGLU. partial_yarn: YaRN may rotate a part of each head.
     splits_experts: experts can be tensor-parallel.
     """
@@ -183,6 +197,7 @@ class Family:
     routing: Callable[[Any], RoutingRule] = _no_routing
     attention_rules: Callable[[Any, Architecture], tuple[WeightRule, ...]] = attention_rules
     moe_rules: Callable[[Architecture], tuple[WeightRule, ...]] = moe_rules
+    dense_rules: tuple[WeightRule, ...] = DENSE_MLP
     required: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mlp_values: Callable[[Any], dict[str, Any]] = lambda _: {}
     partial_yarn: bool = False
@@ -191,8 +206,9 @@ class Family:
     def layer_rules(self, hf: Any, layer: int) -> tuple[WeightRule, ...]:
         """Return the weight rules of one layer."""
         architecture = self.architecture(hf)
-        mlp = self.moe_rules(architecture) if architecture.has_experts[layer] else DENSE_MLP
-        return (*NORMS, *self.attention_rules(hf, architecture), *mlp)
+        mlp = self.moe_rules(architecture) if architecture.has_experts[layer] else self.dense_rules
+        norms = (*NORMS, *POST_NORMS) if architecture.post_norms else NORMS
+        return (*norms, *self.attention_rules(hf, architecture), *mlp)
 
 
 @cache

@@ -144,6 +144,7 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
         "kv_channels": width,
         "softmax_scale": scale,
         "qk_layernorm": architecture.qk_norm,
+        "rotary_interleaved": architecture.pairs_neighbors,
         "add_qkv_bias": architecture.qkv_bias,
         "softmax_type": "learnable" if architecture.sinks else "vanilla",
         "window_size": (windows.pop() - 1, 0) if windows else None,
@@ -290,6 +291,7 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
         )
     return ModuleSpec(
         module=TransformerLayer if architecture.is_mla else PackedLayer,
+        params={"post_norm": RmsNorm} if architecture.post_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
             self_attention=_attention(config, hf, architecture),

@@ -14,7 +14,7 @@ from __future__ import annotations
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportOptionalOperand=false, reportFunctionMemberAccess=false
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -115,11 +115,23 @@ class PackedLayer(TransformerLayer):
     """Packed attention and a gated MLP or experts.
 
     Attention may have QK norms, biases, a sliding window, sinks and partial rotary embeddings. is_recomputed: the MLP's
-    intermediate activations are recomputed in the backward pass.
+    intermediate activations are recomputed in the backward pass. post_norm: class of the norms of the outputs of
+    attention and MLP, None without these.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        post_norm: Callable[[TransformerConfig, int, float], torch.nn.Module] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(config, *args, **options)
+        self.has_post_norms = post_norm is not None
+        if post_norm is not None:
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+                post_norm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(2)
+            )
         self.must_recompute = config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ())
         self.is_recomputed = self.must_recompute
         self.is_unfused = config.has_unfused_attention
@@ -153,6 +165,9 @@ class PackedLayer(TransformerLayer):
         assert packed_seq_params is not None
         assert rotary_pos_emb is not None
         if self.config.context_parallel_size > 1:  # Megatron-core's own forward pass
+            if self.has_post_norms:
+                self.self_attn_bda = _add_normalized(self.post_self_attn_layernorm)
+                self.mlp_bda = _add_normalized(self.post_mlp_layernorm)
             return super().forward(
                 hidden_states, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options
             )
@@ -165,21 +180,27 @@ class PackedLayer(TransformerLayer):
         rows = self._input_norm(x)
         x, rows = self._mlp_norm(x, self._reduce(self._attend(self._gather(rows), where)))
         if self.is_moe_layer:
-            return x + self.mlp(rows)[0]
+            return self._add_mlp(x, self.mlp(rows)[0])
         rows = self._gather(rows)
         if self.is_recomputed and torch.is_grad_enabled():
             rows = checkpoint(self._mlp, rows, use_reentrant=False, preserve_rng_state=False)
         else:
             rows = self._mlp(rows)
-        return x + self._reduce(rows)
+        return self._add_mlp(x, self._reduce(rows))
 
     def _input_norm(self, x: Tensor) -> Tensor:
         return _rms_norm(x, self.input_layernorm.weight, self.eps)
 
     def _mlp_norm(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         bias: Tensor | None = self.self_attention.linear_proj.bias
-        x = x + (rows if bias is None else rows + bias)
+        rows = rows if bias is None else rows + bias
+        if self.has_post_norms:
+            rows = _rms_norm(rows, self.post_self_attn_layernorm.weight, self.eps)
+        x = x + rows
         return x, _rms_norm(x, self.pre_mlp_layernorm.weight, self.eps)
+
+    def _add_mlp(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x + (_rms_norm(rows, self.post_mlp_layernorm.weight, self.eps) if self.has_post_norms else rows)
 
     def _attend(self, rows: Tensor, where: PackedPositions) -> Tensor:
         """Return the output of this rank's heads, to be summed over tensor-parallel ranks."""
@@ -190,7 +211,8 @@ class PackedLayer(TransformerLayer):
         if self.config.qk_layernorm:
             query = _rms_norm(query, attention.q_layernorm.weight, self.eps)
             key = _rms_norm(key, attention.k_layernorm.weight, self.eps)
-        query, key = _rotate(query, where), _rotate(key, where)
+        pairs_neighbors = self.config.rotary_interleaved
+        query, key = _rotate(query, where, pairs_neighbors), _rotate(key, where, pairs_neighbors)
         core = attention.core_attention
         options: dict[str, Any] = {"scale": self.scale, "window": core.window, "sinks_H": core.softmax_offset}
         if self.is_unfused:
@@ -278,9 +300,24 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def _rotate(x: Tensor, where: PackedPositions) -> Tensor:
-    """Apply rotary embeddings to the first `cos.shape[-1]` channels of each head, paired by halves."""
+def _add_normalized(norm: torch.nn.Module) -> Any:
+    """Return the residual sum in the form of Megatron-core's `get_bias_dropout_add`, with a norm of the output."""
+
+    def add(with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+        rows, bias = with_bias
+        return residual + norm(rows if bias is None else rows + bias)
+
+    return lambda *_: add
+
+
+def _rotate(x: Tensor, where: PackedPositions, pairs_neighbors: bool) -> Tensor:
+    """Apply rotary embeddings to the first `cos.shape[-1]` channels of each head, paired by halves or as neighbors."""
     x, rest = x.split([where.cos.shape[-1], x.shape[-1] - where.cos.shape[-1]], dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    x = x * where.cos + torch.cat((-second, first), dim=-1) * where.sin
+    if pairs_neighbors:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    x = x * where.cos + turned * where.sin
     return torch.cat((x, rest), dim=-1) if rest.shape[-1] else x

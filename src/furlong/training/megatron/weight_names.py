@@ -93,7 +93,7 @@ def layer_places(config: Any) -> list[tuple[int, int, int]]:
 def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], hf: Any) -> Tensor:
     """Join a rule's tensors into the whole parameter; for a packed rule, of one expert's row."""
     match rule.join:
-        case "one":
+        case "one" | "fused_gate_up":
             return tensors[0]
         case "gate_up":
             return torch.cat(list(tensors))
@@ -111,7 +111,7 @@ def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], hf: Any) -> Tensor
 def split_tensors(rule: WeightRule, whole: Tensor, hf: Any) -> tuple[Tensor, ...]:
     """Inverse of `join_tensors`."""
     match rule.join:
-        case "one":
+        case "one" | "fused_gate_up":
             return (whole,)
         case "gate_up":
             return whole.chunk(2)
