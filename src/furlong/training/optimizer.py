@@ -43,13 +43,16 @@ def check_moments(reader: TensorReader, kind: Literal["adam", "sgd"]) -> None:
 class Schedule:
     """Learning rate as a function of the number of steps taken.
 
-    Linear from `lr_warmup_init` to `lr` over the warm-up, so its first step uses `lr_warmup_init`; then decay by
-    `lr_decay_style` to `min_lr` at `lr_decay_iters`, and constant. `lr_decay_iters` defaults to `total_steps`. Raises
-    ConfigError if neither is known and the style needs it, or if the warm-up is not shorter than the decay.
+    Megatron's schedule: linear from `lr_warmup_init` to `lr` over the warm-up, so its first step uses `lr_warmup_init`;
+    then decay by `lr_decay_style` until `lr_decay_iters`, and `min_lr`. `lr_decay_iters` defaults to `total_steps`. A
+    warm-up by `lr_warmup_fraction` may end between two steps. Megatron counts samples, which only
+    "inverse-square-root" without warm-up depends on: after n steps of `samples_per_step` samples it is
+    lr / sqrt(n samples_per_step). Raises ConfigError if neither end is known and the style needs it, or if the warm-up
+    is not shorter than the decay.
     """
 
-    def __init__(self, flags: OptimFlags, *, total_steps: int | None = None) -> None:
-        self.flags = flags
+    def __init__(self, flags: OptimFlags, *, total_steps: int | None = None, samples_per_step: int = 1) -> None:
+        self.flags, self.samples_per_step = flags, samples_per_step
         decay = flags.lr_decay_iters if flags.lr_decay_iters is not None else total_steps
         needs_end = flags.lr_decay_style in ("linear", "cosine") or flags.lr_warmup_fraction is not None
         if needs_end and decay is None:
@@ -62,13 +65,13 @@ class Schedule:
                 f"--lr-warmup-fraction {flags.lr_warmup_fraction} and --lr-warmup-iters {flags.lr_warmup_iters} "
                 "are mutually exclusive; give one"
             )
-        self.decay_steps = decay or 0
+        self.decay_steps = math.inf if decay is None else decay
         fraction = flags.lr_warmup_fraction
-        self.warmup_steps = flags.lr_warmup_iters if fraction is None else int(fraction * self.decay_steps)
+        self.warmup_steps = flags.lr_warmup_iters if fraction is None else fraction * self.decay_steps
         if flags.lr_decay_style in ("linear", "cosine") and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
-                f"the learning rate warms up over {self.warmup_steps} steps and decays until step {self.decay_steps}; "
-                "give a shorter --lr-warmup-iters or a longer --lr-decay-iters"
+                f"the learning rate warms up over {self.warmup_steps:g} steps and decays until step "
+                f"{self.decay_steps:g}; give a shorter --lr-warmup-iters or a longer --lr-decay-iters"
             )
 
     def lr(self, step: int) -> float:
@@ -78,10 +81,11 @@ class Schedule:
             return flags.lr_warmup_init + (flags.lr - flags.lr_warmup_init) * step / self.warmup_steps
         if flags.lr_decay_style == "constant":
             return flags.lr
-        if flags.lr_decay_style == "inverse-square-root":
-            return max(flags.min_lr, flags.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
         if step > self.decay_steps:
             return flags.min_lr
+        if flags.lr_decay_style == "inverse-square-root":
+            warmup_samples = max(self.warmup_steps * self.samples_per_step, 1)
+            return max(flags.min_lr, flags.lr * math.sqrt(warmup_samples / max(step * self.samples_per_step, 1)))
         ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         scale = 1.0 - ratio if flags.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
         return flags.min_lr + scale * (flags.lr - flags.min_lr)

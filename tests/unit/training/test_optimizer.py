@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -39,6 +41,39 @@ def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_b
     schedule = Schedule(OptimFlags(lr=1.0, lr_decay_style="linear", lr_warmup_fraction=0.1), total_steps=100)
     assert schedule.lr(5) == pytest.approx(0.5)
     assert schedule.lr(100) == pytest.approx(0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),
+    warmup=st.one_of(st.integers(0, 9), st.floats(0.001, 0.9)),
+    decay=st.integers(10, 60),
+    min_lr=st.floats(0, 0.5),
+    init_lr=st.floats(0, 1),
+    samples=st.integers(1, 256),
+)
+def test_the_schedule_is_megatrons(style, warmup, decay, min_lr, init_lr, samples):
+    """Megatron's formulas, in its own unit: warm-up, decay and position are counted in samples."""
+    length = {"lr_warmup_iters": warmup} if isinstance(warmup, int) else {"lr_warmup_fraction": warmup}
+    flags = OptimFlags(lr=1.0, min_lr=min_lr, lr_warmup_init=init_lr, lr_decay_style=style, **length)
+    schedule = Schedule(flags, total_steps=decay, samples_per_step=samples)
+    decay_samples = decay * samples
+    warmup_samples = warmup * (samples if isinstance(warmup, int) else decay_samples)
+    for step in range(decay + 3):
+        n = step * samples
+        if warmup_samples > 0 and n <= warmup_samples:
+            expected = init_lr + (1 - init_lr) * n / warmup_samples
+        elif style == "constant":
+            expected = 1.0
+        elif n > decay_samples:
+            expected = min_lr
+        elif style == "inverse-square-root":
+            expected = max(min_lr, max(warmup_samples, 1) ** 0.5 / max(n, 1) ** 0.5)
+        else:
+            done = (n - warmup_samples) / (decay_samples - warmup_samples)
+            left = 1 - done if style == "linear" else (1 + math.cos(math.pi * done)) / 2
+            expected = min_lr + left * (1 - min_lr)
+        assert schedule.lr(step) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(

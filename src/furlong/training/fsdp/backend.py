@@ -74,7 +74,9 @@ class FsdpBackend(Backend):
         self.optimizer = MasterOptimizer(
             named,
             settings.optim,
-            Schedule(settings.optim, total_steps=settings.total_steps),
+            Schedule(
+                settings.optim, total_steps=settings.total_steps, samples_per_step=settings.train.global_batch_size or 1
+            ),
             self.sharding,
             offload=settings.offload,
             wait=self._host.wait_for_deferred,

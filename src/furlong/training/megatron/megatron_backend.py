@@ -77,7 +77,9 @@ class MegatronBackend(PipelinedBackend):
         self._chunks = data_parallel(self._models["actor"], self.config, settings.dtype, settings.megatron)
         timed = self._models["actor"] if ranks.world_size > 1 else []
         self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
-        self.schedule = Schedule(settings.optim, total_steps=settings.total_steps)
+        self.schedule = Schedule(
+            settings.optim, total_steps=settings.total_steps, samples_per_step=settings.train.global_batch_size or 1
+        )
         self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
         self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
         self._host = HostOffload()
