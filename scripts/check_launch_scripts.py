@@ -5,7 +5,7 @@ sglang` added. Files that the command names are replaced by small stand-ins, and
 Exit code 1 if a script is refused for another reason than those of `ON_PURPOSE`.
 
   --json        print JSON
-  --docs        print the table of docs/guides/slime-scripts.md
+  --docs        print the table as Markdown
   --only TEXT   only scripts whose path contains TEXT
 """
 
@@ -43,7 +43,7 @@ ON_PURPOSE = {
 }
 WAITING = {
     "slime's imports": ("No module named 'slime", "no module slime", "slime."),
-    "model family": ("--train-backend megatron does not support", "unknown to the installed transformers", "has none"),
+    "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
 }
 MODEL_FLAGS = ("--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load", "--critic-load")
 PROMPT_FLAGS = ("--prompt-data", "--eval-prompt-data")

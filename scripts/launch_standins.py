@@ -64,6 +64,7 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "--qk-pos-emb-head-dim": ("qk_rope_head_dim", int),
     "--v-head-dim": ("v_head_dim", int),
     "--moe-ffn-hidden-size": ("moe_intermediate_size", int),
+    "--mtp-num-layers": ("num_nextn_predict_layers", int),
     "--moe-router-topk": ("num_experts_per_tok", int),
     "--moe-router-topk-scaling-factor": ("routed_scaling_factor", float),
     "--moe-router-num-groups": ("n_group", int),
@@ -109,6 +110,10 @@ def model_config(name: str, flags: Flags) -> dict[str, Any]:
             "full_attention" if n % 4 == 0 else "linear_attention" for n in range(1, config["num_hidden_layers"] + 1)
         ]
         config["layer_types"] = kinds
+    if family == "minimax_m2":
+        config["rotary_dim"] = int(config.pop("partial_rotary_factor") * config["head_dim"])
+    elif family == "qwen3_5_moe":
+        del config["intermediate_size"]  # every layer has experts
     _add_experts(config, flags, family)
     _add_rope(config, flags)
     for pattern, settings in QUANTIZED:

@@ -58,10 +58,15 @@ def eval_specs(config: Config) -> list[EvalSpec]:
     defaults = _defaults(config)
     if config.eval.eval_config is not None:
         return _from_file(Path(config.eval.eval_config), defaults)
-    pairs = config.eval.eval_prompt_data or ()
+    pairs = config.eval.named_files()
     if len(pairs) % 2:
         raise ConfigError(f"--eval-prompt-data takes pairs NAME FILE, got {len(pairs)} values: {' '.join(pairs)}")
     return [EvalSpec(name=name, path=path, **defaults) for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def used_eval_specs(config: Config) -> list[EvalSpec]:
+    """Return the sets that a run evaluates: none without --eval-interval. Raises ConfigError as `eval_specs`."""
+    return eval_specs(config) if config.eval.is_used else []
 
 
 def _defaults(config: Config) -> dict[str, Any]:

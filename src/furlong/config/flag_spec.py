@@ -106,7 +106,8 @@ class FlagSpec:
 
     `kind` is its syntax: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
     tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. Of each tuple in `needs`
-    at least one condition must hold; `excludes` are fields that conflict with this one.
+    at least one condition must hold; `excludes` are fields that conflict with this one. `instead`: what happens
+    instead of what a flag of slime asks for; setting it is a notice.
     """
 
     section: str
@@ -122,6 +123,7 @@ class FlagSpec:
     needs: tuple[tuple[Condition, ...], ...] = ()
     excludes: tuple[str, ...] = ()
     is_secret: bool = False
+    instead: str = ""
 
     @property
     def type_name(self) -> str:
@@ -158,6 +160,7 @@ def flag(
     excludes: str = "",
     secret: bool = False,
     choices: Iterable[str] = (),
+    instead: str = "",
 ) -> Any:
     """Declare a field of a section as a flag.
 
@@ -172,8 +175,9 @@ def flag(
         excludes: Fields that cannot be set together with this one, separated by spaces.
         secret: Whether the value is left out of files and messages.
         choices: The accepted words, unless they follow from the type.
+        instead: What happens instead, for a flag that is accepted from slime's scripts and has no effect.
     """
-    settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs}
+    settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs, "instead": instead}
     settings |= {"excludes": tuple(excludes.split()), "secret": secret, "choices": tuple(choices)}
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
@@ -228,6 +232,7 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
         ),
         excludes=settings["excludes"],
         is_secret=settings["secret"],
+        instead=settings["instead"],
     )
 
 

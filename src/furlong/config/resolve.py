@@ -190,5 +190,5 @@ def _algorithm(config: Config, put: Put) -> None:
         put("grpo_std_normalization", False, "one sample per prompt has no standard deviation")
     if algo.use_tis and algo.tis_clip_low:
         put("tis_mode", "clip", "--tis-clip-low sets a lower bound")
-    if algo.kl_coef or algo.use_kl_loss:
+    if algo.uses_reference:
         put("ref_load", config.rollout.hf_checkpoint, "--hf-checkpoint")

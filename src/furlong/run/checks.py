@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.cluster.nodes import check_fits
-from furlong.config.checks.cluster_checks import without_engines
 from furlong.config.checks.device_checks import device_problems
-from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.engine_checks import is_started, without_engines
 from furlong.config.command_line import Resolved
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from furlong.config.checks.validate import validate
 from furlong.config.command_line import Resolved
-from furlong.config.evaluation import EvalSpec, eval_specs
+from furlong.config.evaluation import EvalSpec, used_eval_specs
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
@@ -89,7 +89,7 @@ def build(resolved: Resolved, folder: Path) -> Built:
 def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     """Build the parts in order; register their close methods with `opened`."""
     config = context.config
-    specs = eval_specs(config)
+    specs = used_eval_specs(config)
     checkpoints = build_checkpoints(config)
     ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)

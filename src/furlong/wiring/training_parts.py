@@ -108,11 +108,13 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
             initial_optimizer = optimizer_to_continue(
                 start, loads_states=not checkpoint.no_load_optim, start=config.data.start_rollout_id
             )
+    if start is None and not config.algo.uses_reference:
+        start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
     return BackendSettings(
         hf_checkpoint=context.model_dir,
         initial_weights=start,
         initial_optimizer=initial_optimizer,
-        role_folders=_role_folders(checkpoint),
+        role_folders=_role_folders(checkpoint) if config.algo.uses_reference else {},
         dtype=context.dtype,
         device=torch.device(context.device),
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,

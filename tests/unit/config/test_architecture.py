@@ -145,7 +145,6 @@ def test_the_flags_of_a_model_pass_with_its_config(problems_of, flags, hf, backe
         ("--group-query-attention", LLAMA_HF, "num_attention_heads 4"),
         ("--kv-channels 64", QWEN3_HF, "head_dim 128"),
         ("--kv-channels 64", LLAMA_HF, "hidden_size 64, num_attention_heads 4, that is 16"),
-        ("--kv-channels 64", DEEPSEEK_HF, "v_head_dim 128"),
         ("--qk-layernorm", LLAMA_HF, 'model_type "llama"'),
         ("--qk-layernorm", QWEN3_HF | {"model_type": "unheard-of"}, 'model_type "unheard-of"'),
         ("--add-qkv-bias", QWEN3_HF, "attention_bias false"),
@@ -206,6 +205,65 @@ def test_every_flag_of_the_section_has_a_row_in_the_table():
 
 def test_a_flag_that_means_nothing_for_the_model_is_taken(problems_of):
     assert problems_of("--mscale 0.7 --mscale-all-dim 0.7", DEEPSEEK_HF | {"rope_scaling": None}) == []
+    assert problems_of("--kv-channels 64 --add-qkv-bias --rotary-interleaved", DEEPSEEK_HF) == []
+
+
+GATED = "--use-gated-attention --attention-output-gate --apply-layernorm-1p --qk-layernorm --rotary-percent 0.25"
+GLM4 = "--post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --add-qkv-bias"
+
+
+@pytest.mark.parametrize(
+    ("flags", "hf"),
+    [
+        (f"--spec slime_plugins.models.glm4 get_glm_spec {GLM4}", {"model_type": "glm4", "attention_bias": True}),
+        (
+            f"--spec slime_plugins.models.qwen3_5 get_qwen3_5_spec {GATED}",
+            {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.25},
+        ),
+        (
+            "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec --moe-shared-expert-gate",
+            {"model_type": "qwen3_next", "num_experts": 8},
+        ),
+        (
+            "--ffn-hidden-size 512 --moe-shared-expert-gate --swiglu",
+            {"model_type": "qwen3_5_moe_text", "num_experts": 8, "hidden_act": "silu"},
+        ),
+        (
+            "--spec slime_plugins.models.minimax_m2 get_layer_spec --rotary-percent 0.5 --moe-layer-freq [1]*2",
+            {
+                "model_type": "minimax_m2",
+                "rotary_dim": 64,
+                "head_dim": 128,
+                "num_local_experts": 8,
+                "num_hidden_layers": 2,
+            },
+        ),
+        ("--mtp-num-layers 1", {"model_type": "mimo", "num_nextn_predict_layers": 1}),
+        ("--add-qkv-bias --disable-bias-linear", {"model_type": "mimo", "attention_bias": True}),
+    ],
+)
+def test_flags_of_slimes_model_plugins_pass_with_their_family(problems_of, flags, hf):
+    assert problems_of(flags, hf) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec",
+        "--spec my.layers get_spec",
+        "--use-gated-attention",
+        "--attention-output-gate",
+        "--apply-layernorm-1p",
+        "--post-self-attn-layernorm",
+        "--post-mlp-layernorm",
+        "--rotary-interleaved",
+        "--moe-shared-expert-gate",
+        "--mtp-num-layers 1",
+    ],
+)
+def test_flags_of_a_plugin_for_another_family_are_refused(problems_of, flags):
+    (problem,) = problems_of(flags, QWEN3_HF)
+    assert problem.startswith(f"{flags} does not match the model: ")
 
 
 def test_patterns_of_layers_are_read_and_not_evaluated(problems_of):

@@ -148,10 +148,6 @@ def test_incompatible_options_are_refused(words, problem):
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 ... --train-backend megatron"),
         ({"sequence_parallel": True}, "--sequence-parallel ... --train-backend megatron"),
         ({"train_backend": "megatron", "compile_layers": "on"}, "--compile-layers on ... --train-backend fsdp"),
-        (
-            {"train_backend": "megatron", "sequence_parallel": True},
-            "--sequence-parallel ... --tensor-model-parallel-size",
-        ),
         ({"train_backend": "megatron", "pipeline_model_parallel_size": 3}, "does not divide the 4 training processes"),
         (
             {"train_backend": "megatron", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2},

@@ -291,7 +291,7 @@ def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) 
     assert problems(argv) == []
     assert "duplicate" in problems([*argv, "a", file])[0]
     assert "no file none.jsonl" in problems([*argv, "b", "none.jsonl"])[0]
-    assert "without --eval-interval" in problems([*run, "--eval-prompt-data", "a", file])[0]
+    assert "number" not in problems([*run, "--eval-interval", "5", "--eval-prompt-data", "a", file, "b"])[0]
 
 
 def test_every_problem_is_returned_not_only_the_first(run: list[str]) -> None:

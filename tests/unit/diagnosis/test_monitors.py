@@ -123,7 +123,7 @@ def test_a_resumed_run_has_no_first_step() -> None:
 
 
 def test_kl_to_another_reference_model_is_an_info() -> None:
-    models = {"hf_checkpoint": "a", "ref_load": "b"}
+    models = {"hf_checkpoint": "a", "ref_load": "b", "use_kl_loss": True}
     [found] = diagnose({"train/kl_loss": 0.5}, **models)
     assert (found.severity, "--ref-load b" in found.cause) == ("info", True)
     [found] = diagnose({"train/kl_loss": 1.5}, **models)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.config.checks.engine_checks import is_served, is_started
+from furlong.config.checks.engine_checks import is_served, is_started, without_engines
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
@@ -77,14 +77,6 @@ def _sharing(config: Config) -> Iterator[str]:
             "the trainer uses their GPUs; use --rollout-num-gpus N instead of --colocate, or --async-buffer-size 0",
             "CFG03",
         )
-
-
-def without_engines(config: Config) -> str:
-    """Return the flag that makes engines unnecessary; "" if the run generates."""
-    if config.debug.debug_train_only:
-        return "--debug-train-only"
-    evaluates = bool(config.eval.eval_prompt_data or config.eval.eval_config)
-    return "--loss-type sft_loss" if config.algo.loss_type == "sft_loss" and not evaluates else ""
 
 
 def _size_problems(config: Config) -> Iterator[str]:

@@ -39,15 +39,11 @@ def offload_problem(flags: OptimFlags, device: str) -> str | None:
 
 def attention_problem(train: TrainFlags, megatron: MegatronFlags, device: str, dtype: str) -> str | None:
     """Return why Megatron's flash attention cannot be used; None if it can, or is not requested."""
-    context = train.context_parallel_size
     if train.train_backend != "megatron" or megatron.attention_backend != "flash":
         return None
-    if device == "cuda" and dtype == "bfloat16" and context == 1:
+    if device == "cuda" and dtype == "bfloat16":
         return None
-    return (
-        "--attention-backend flash needs CUDA, bfloat16 and no --context-parallel-size; this run has "
-        f"{device}, {dtype} and {context}; use auto"
-    )
+    return f"--attention-backend flash needs CUDA and bfloat16; this run has {device} and {dtype}; use auto"
 
 
 def sharing_problems(config: Config) -> Iterator[str]:

@@ -24,6 +24,13 @@ def is_served(config: Config) -> bool:
     return config.cluster.engine == "external" or is_started(config)
 
 
+def without_engines(config: Config) -> str:
+    """Return the flag that makes engines unnecessary; "" if the run generates."""
+    if config.debug.debug_train_only:
+        return "--debug-train-only"
+    return "--loss-type sft_loss" if config.algo.loss_type == "sft_loss" and not config.eval.is_used else ""
+
+
 def engine_problems(config: Config) -> Iterator[str]:
     """Yield one message per problem. `config` includes derived values."""
     cluster = config.cluster
@@ -113,7 +120,7 @@ def _counts(config: Config) -> Iterator[str]:
     if flags.sglang_config is not None:
         return
     total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
-    if engine == "sglang" and total is None:
+    if engine == "sglang" and total is None and not without_engines(config):
         yield "--engine sglang without GPUs; add --rollout-num-gpus N"
     if total is not None and each > 0 and total % each:
         yield (

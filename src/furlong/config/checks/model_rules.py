@@ -21,14 +21,28 @@ HF = Mapping[str, Any]  # config.json; of a multimodal model, the part of the te
 # gpt-oss' gated activation: bound of its inputs if config.json has no `swiglu_limit`, and offset of the linear half.
 GPT_OSS_CLAMP, GPT_OSS_OFFSET = 7.0, 1.0
 ANYTHING = object()  # the flag has no meaning for this model, so that any value is accepted
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-NORMALIZED_FAMILIES = ("qwen3", "qwen3_moe", *LATENT_FAMILIES)
-SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # their routers also have a selection bias
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
+# Attention with an output gate, norms stored as the difference from 1; the second also has gated shared experts.
+GATED_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+GATED_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+NORMALIZED_FAMILIES = ("qwen3", "qwen3_moe", *GATED_FAMILIES, *LATENT_FAMILIES)
+# Their routers also have a selection bias.
+SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "minimax_m2")
+WITH_PLAIN_OUTPUT = ("glm4", "glm4_moe", "mimo", "qwen2", "qwen2_moe")  # `attention_bias` is of q, k and v only
 # Families with known layers: all use RMSNorm, RoPE and, except for gpt-oss, SwiGLU.
 FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss"),
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss", "mimo", "minimax_m2"),
     *NORMALIZED_FAMILIES,
 )
+PLUGINS = "slime_plugins.models."
+# Modules of `slime_plugins.models`, whose layers --spec names, and the families that they are for.
+SPECS = {
+    "glm4": ("glm4",),
+    "glm5": ("glm_moe_dsa",),
+    "minimax_m2": ("minimax_m2",),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text"),
+    "qwen3_next": ("qwen3_next",),
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,8 @@ def _content(hf: HF, keys: Sequence[str]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
@@ -174,7 +190,7 @@ def _shares_heads(hf: HF) -> bool:
 
 def _head_width(hf: HF) -> Any:
     if _is_latent(hf):
-        return hf.get("v_head_dim")  # their `head_dim` is the part with RoPE
+        return ANYTHING  # Megatron-LM ignores it
     if hf.get("head_dim"):
         return hf["head_dim"]
     width, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
@@ -185,7 +201,26 @@ def _normalizes_heads(hf: HF) -> Any:
     return _known(hf, hf.get("model_type") in NORMALIZED_FAMILIES or bool(hf.get("use_qk_norm")))
 
 
+def _is_of(*families: str) -> Callable[[HF], Any]:
+    """Return the fact that a model is of one of these families; None for unknown families."""
+    return lambda hf: _known(hf, hf.get("model_type") in families)
+
+
+def _dense_width(hf: HF) -> Any:
+    """Return the width of dense layers; anything for models in which every layer has experts and none is named."""
+    if hf.get("intermediate_size") is not None or not _has_experts(hf):
+        return hf.get("intermediate_size")
+    return ANYTHING
+
+
+def _interleaves(hf: HF) -> Any:
+    """Whether RoPE rotates neighboring channels; with latent attention Megatron-LM ignores the flag."""
+    return ANYTHING if _is_latent(hf) else _known(hf, hf.get("model_type") == "glm4")
+
+
 def _has_qkv_bias(hf: HF) -> Any:
+    if _is_latent(hf):
+        return ANYTHING  # Megatron-LM ignores it
     if hf.get("model_type") in ("qwen2", "qwen2_moe"):
         return hf.get("qkv_bias") is not False
     return _known(hf, bool(hf.get("attention_bias", hf.get("model_type") == "gpt_oss")))
@@ -194,7 +229,7 @@ def _has_qkv_bias(hf: HF) -> Any:
 def _has_no_other_bias(hf: HF) -> Any:
     """Whether experts, feed-forward layers and the attention output have no biases."""
     family = hf.get("model_type")
-    after = bool(hf.get("attention_bias")) and family not in ("glm4", "glm4_moe", "qwen2", "qwen2_moe")
+    after = bool(hf.get("attention_bias")) and family not in WITH_PLAIN_OUTPUT
     return _known(hf, family != "gpt_oss" and not hf.get("mlp_bias") and not after)
 
 
@@ -257,6 +292,8 @@ def _positions(hf: HF) -> Any:
 def _rotated(hf: HF) -> Any:
     if _first(hf, BASE) is None and _known(hf, True) is None:
         return None
+    if hf.get("rotary_dim") and hf.get("head_dim"):
+        return hf["rotary_dim"] / hf["head_dim"]
     return _first(hf, SHARE, 0.5 if hf.get("model_type") in ("glm4", "glm4_moe") else 1.0)
 
 
@@ -356,13 +393,26 @@ _WITHOUT_EFFECT = (
 FACTS: dict[str, Fact] = {
     "num_layers": _key("num_hidden_layers"),
     "hidden_size": _key("hidden_size"),
-    "ffn_hidden_size": _key("intermediate_size"),
+    "ffn_hidden_size": Fact("intermediate_size", _dense_width),
     "num_attention_heads": _key("num_attention_heads"),
     "group_query_attention": Fact("num_attention_heads num_key_value_heads", _shares_heads),
     "num_query_groups": _key("num_key_value_heads num_attention_heads"),
     "kv_channels": Fact("head_dim v_head_dim hidden_size num_attention_heads", _head_width),
     "qk_layernorm": Fact("model_type use_qk_norm", _normalizes_heads),
     "add_qkv_bias": Fact("model_type attention_bias qkv_bias", _has_qkv_bias),
+    "spec": Fact(
+        "model_type",
+        lambda hf: hf.get("model_type"),
+        lambda flag, actual: flag[0].startswith(PLUGINS) and actual in SPECS.get(flag[0].rpartition(".")[2], ()),
+    ),
+    "use_gated_attention": Fact("model_type", _is_of(*GATED_FAMILIES)),
+    "attention_output_gate": Fact("model_type", _is_of(*GATED_FAMILIES)),
+    "apply_layernorm_1p": Fact("model_type", _is_of(*GATED_FAMILIES)),
+    "post_self_attn_layernorm": Fact("model_type", _is_of("glm4")),
+    "post_mlp_layernorm": Fact("model_type", _is_of("glm4")),
+    "rotary_interleaved": Fact("model_type", _interleaves),
+    "moe_shared_expert_gate": Fact("model_type", _is_of(*GATED_EXPERT_FAMILIES)),
+    "mtp_num_layers": _key("num_nextn_predict_layers mtp_num_hidden_layers"),
     "disable_bias_linear": Fact("model_type attention_bias mlp_bias", _has_no_other_bias),
     "swiglu": Fact("model_type hidden_act", _is_swiglu),
     "quick_geglu": Fact("model_type", _is_gpt_oss),

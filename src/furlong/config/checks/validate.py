@@ -13,6 +13,7 @@ from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.device_checks import device_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
 from furlong.config.checks.model_rules import model_problems
+from furlong.config.checks.notices import strict_problems
 from furlong.config.checks.value_checks import (
     BOXED,
     model_problem,
@@ -223,7 +224,7 @@ def _lengths(config: Config) -> Problems:
         "rollout": [getattr(config.rollout, f"rollout_{name}") for name in names],
         "eval": [getattr(config.eval, f"eval_{name}") for name in names],
     }
-    if sides["eval"] == sides["rollout"] or not (config.eval.eval_prompt_data or config.eval.eval_config):
+    if sides["eval"] == sides["rollout"] or not config.eval.is_used:
         del sides["eval"]
     for side, (prompt, response, context, least) in sides.items():
         flags = f"--{side}-"
@@ -243,11 +244,13 @@ def _lengths(config: Config) -> Problems:
 
 def _evaluation(config: Config) -> Problems:
     section = config.eval
-    sets = section.eval_prompt_data
-    has_sets = sets or section.eval_config
-    if has_sets and section.eval_interval is None:
-        yield "evaluation sets without --eval-interval are never used; add --eval-interval ROLLOUTS"
-    if sets and len(sets) % 2:
+    has_sets = section.eval_prompt_data or section.eval_config
+    if has_sets and not section.is_used:
+        if config.data.num_rollout == 0:
+            yield "--num-rollout 0 only evaluates, but --eval-interval is missing; add --eval-interval 1"
+        return  # a notice: nothing reads the sets
+    sets = section.named_files()
+    if len(sets) % 2:
         words = f"{len(sets)} word{'s' * (len(sets) != 1)}"
         yield (
             f"--eval-prompt-data {' '.join(sets)}: {words}, expected pairs NAME FILE; give every file a name (in YAML: "
@@ -284,7 +287,7 @@ def _rewards(config: Config) -> Problems:
     is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
     if is_remote and not reward.rm_url:
         yield "--rm-type remote_rm has no server; add --rm-url"
-    evaluation = config.eval.eval_prompt_data or config.eval.eval_config or config.eval.eval_function_path
+    evaluation = config.eval.is_used or config.eval.eval_function_path
     if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
         for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):
             if value is not None:
@@ -313,15 +316,9 @@ def _checkpoints(config: Config) -> Problems:
     if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
         what = "is a file" if Path(checkpoint.load).exists() else "no such directory"
         yield Problem(f"--load {checkpoint.load}: {what}; give a directory written by --save, or remove it", "CKPT01")
-    if checkpoint.ref_load is not None and checkpoint.ref_load != config.rollout.hf_checkpoint:
-        if problem := model_problem("--ref-load", checkpoint.ref_load):
-            yield Problem(problem, "CKPT01")
-        algo = config.algo
-        if not (algo.kl_coef or algo.use_kl_loss):
-            yield (
-                f"--ref-load {checkpoint.ref_load} has no effect: the reference model is not used; "
-                "add --use-kl-loss or --kl-coef, or remove it"
-            )
+    reference = checkpoint.ref_load
+    if reference not in (None, config.rollout.hf_checkpoint) and (problem := model_problem("--ref-load", reference)):
+        yield Problem(problem, "CKPT01")
 
 
 def _debugging(config: Config) -> Problems:
@@ -331,7 +328,7 @@ def _debugging(config: Config) -> Problems:
         yield f"--debug-rollout-only and --debug-train-only cannot be combined{why}; remove one of them"
     if debug.replay is not None:
         yield from _replay(config, debug.replay)
-    evaluates = config.eval.eval_prompt_data or config.eval.eval_config
+    evaluates = config.eval.is_used
     if debug.save_debug_rollout_data and not debug.dump_details and not evaluates and _is_demonstrated(config):
         yield (
             f"--save-debug-rollout-data {debug.save_debug_rollout_data} has no effect with --loss-type sft_loss, which "
@@ -468,4 +465,5 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _checkpoints,
     _profiling,
     _debugging,
+    strict_problems,
 )

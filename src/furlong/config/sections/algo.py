@@ -130,3 +130,8 @@ class AlgoFlags:
         None, "User function that reduces the policy loss.", excludes="loss_constant_len"
     )
     custom_advantage_function_path: str | None = flag(None, "User function that computes advantages.")
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether loss or reward has a KL to the reference model."""
+        return bool(self.kl_coef or self.use_kl_loss)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from furlong.config.flag_spec import flag
+
+
+def _accepted(default: bool | None, instead: str) -> Any:
+    """Declare a flag of slime's scripts that has no effect; a notice says what happens instead."""
+    return flag(default, f"Accepted for slime compatibility; no effect: {instead}.", instead=instead)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,29 @@ class MegatronFlags:
         "Overlap the data-parallel gradient reduction with the last backward pass.",
         needs="train_backend=megatron",
     )
+    no_gradient_accumulation_fusion: bool = _accepted(
+        False, "PyTorch accumulates gradients, and Apex's fused kernel is never used"
+    )
+    enable_experimental: bool = _accepted(False, "no experimental part of Megatron-core is used")
+    data_pad_size_multiplier: int | None = _accepted(
+        None, "micro-batches are packed, and padded only to a multiple of --tensor-model-parallel-size"
+    )
+    transformer_impl: Literal["local", "transformer_engine"] | None = _accepted(
+        None, "layers are Megatron-core's with furlong's attention, in PyTorch"
+    )
+    allgather_cp: bool = _accepted(
+        False, "context parallelism always gathers keys and values, and each rank has two chunks of every sequence"
+    )
+    model_name: str | None = _accepted(None, "the model class follows from config.json")
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] | None = _accepted(
+        None, "the loss mask of demonstrations follows from the chat template"
+    )
+    enable_mtp_training: bool = _accepted(
+        False, "layers for multi-token prediction (MTP) keep their weights and are not trained"
+    )
+    mtp_loss_scaling_factor: float | None = _accepted(
+        None, "layers for multi-token prediction (MTP) keep their weights and are not trained"
+    )
 
 
 @dataclass(frozen=True)
@@ -128,9 +156,12 @@ class MoeFlags:
         "down. For models that have such a bias; without this flag it stays fixed.",
         needs="train_backend=megatron",
     )
-    moe_token_dispatcher_type: Literal["alltoall"] = flag(
-        "alltoall", "How tokens are sent to the ranks of their experts, with --train-backend megatron."
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = flag(
+        "alltoall",
+        "How tokens are sent to the ranks of their experts, with --train-backend megatron. `flex` is accepted for "
+        "slime compatibility and equals `alltoall`.",
     )
+    moe_enable_deepep: bool = _accepted(False, "tokens are sent with NCCL's all-to-all, not with DeepEP")
     moe_router_dtype: Literal["fp32"] = flag("fp32", "Precision of router logits and weights.")
     moe_grouped_gemm: bool | None = flag(
         None,
@@ -167,11 +198,22 @@ class ArchitectureFlags:
     num_attention_heads: int | None = flag(None, "Number of query heads.")
     group_query_attention: bool = flag(False, "Query heads share key and value heads (GQA).")
     num_query_groups: int | None = flag(None, "Number of key and value heads.")
-    kv_channels: int | None = flag(None, "Dimension of a head; with latent attention, of its values.")
+    kv_channels: int | None = flag(None, "Dimension of a head; ignored with latent attention, as in Megatron-LM.")
     qk_layernorm: bool = flag(
         False, "Queries and keys are normalized per head; with latent attention, their compressed vectors are."
     )
     add_qkv_bias: bool = flag(False, "The query, key and value projections have biases.")
+    spec: tuple[str, ...] | None = flag(
+        None, "Module and function of slime's layers for a family, such as `slime_plugins.models.glm4 get_glm_spec`."
+    )
+    use_gated_attention: bool = flag(False, "The output of attention is multiplied by a gate, as in Qwen3-Next.")
+    attention_output_gate: bool = flag(False, "The same as --use-gated-attention.")
+    apply_layernorm_1p: bool = flag(False, "Weights of normalization layers are stored as their difference from 1.")
+    post_self_attn_layernorm: bool = flag(False, "The output of attention is normalized, as in GLM-4.")
+    post_mlp_layernorm: bool = flag(False, "The output of feed-forward layers is normalized, as in GLM-4.")
+    rotary_interleaved: bool = flag(False, "RoPE rotates pairs of neighboring channels, as in GLM-4.")
+    moe_shared_expert_gate: bool = flag(False, "The output of the shared expert is multiplied by a gate.")
+    mtp_num_layers: int | None = flag(None, "Layers for multi-token prediction (MTP), which are not trained.")
     disable_bias_linear: bool = flag(False, "Linear layers have no biases, except for those of --add-qkv-bias.")
     swiglu: bool = flag(False, "Feed-forward layers use SwiGLU.")
     quick_geglu: bool = flag(False, "Feed-forward layers use the gate x * sigmoid(1.702 x), as in gpt-oss.")

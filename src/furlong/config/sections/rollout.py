@@ -175,7 +175,9 @@ class EvalFlags:
         None, "Rollouts between evaluations.", within="[1, inf)", needs="eval_prompt_data or eval_config"
     )
     eval_prompt_data: tuple[str, ...] | None = flag(
-        None, "Evaluation sets as pairs: NAME FILE NAME FILE ...", excludes="eval_config"
+        None,
+        "Evaluation sets as pairs: NAME FILE NAME FILE ... A single FILE is named `aime`, as in slime.",
+        excludes="eval_config",
     )
     eval_config: str | None = flag(
         None, "YAML or JSON file of evaluation sets with their own settings (`eval.defaults`, `eval.datasets`)."
@@ -216,3 +218,13 @@ class EvalFlags:
     eval_tool_key: str | None = flag(None, "Column of the tool definitions. Default: --tool-key.")
     eval_function_path: str | None = flag(None, "User function that evaluates. Default: --rollout-function-path.")
     custom_eval_rollout_log_function_path: str | None = flag(None, "User function that logs an evaluation.")
+
+    def named_files(self) -> tuple[str, ...]:
+        """Names and files of --eval-prompt-data, alternating. slime's name of a single file is `aime`."""
+        words = self.eval_prompt_data or ()
+        return ("aime", *words) if len(words) == 1 else words
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run evaluates on sets: without --eval-interval it never does, as in slime."""
+        return self.eval_interval is not None and bool(self.eval_prompt_data or self.eval_config)

@@ -46,7 +46,7 @@ class CheckpointFlags:
     ref_load: str | None = flag(
         None,
         "Reference model: a checkpoint directory, a Megatron-LM checkpoint or a Hugging Face model. Default: "
-        "--hf-checkpoint.",
+        "--hf-checkpoint. Without a KL term it gives the initial weights, unless --load does.",
     )
     ref_ckpt_step: int | None = flag(
         None,
@@ -160,6 +160,10 @@ class FaultFlags:
 class DebugFlags:
     """Dumps, replay, profiling, tracing and determinism checks."""
 
+    strict_flags: bool = flag(
+        False,
+        "Refuse flags of slime that are otherwise accepted with a line that says what happens instead.",
+    )
     debug_rollout_only: bool = flag(False, "Only generate and score; the trainer is not created.")
     debug_train_only: bool = flag(
         False,

@@ -86,7 +86,7 @@ class TrainFlags:
     sequence_parallel: bool = flag(
         False,
         "Split norms and residuals by tokens over tensor-parallel ranks.",
-        needs="train_backend=megatron; tensor_model_parallel_size>1",
+        needs="train_backend=megatron",
     )
     compile_layers: Literal["auto", "on", "off"] = flag(
         "auto",

@@ -63,10 +63,12 @@ class RunFacts:
 
     @property
     def initial_weights(self) -> str:
-        """Path of the folder that training starts from: --load if it only provides weights, else the model's."""
+        """Path of the folder that training starts from: --load or --ref-load if it gives only weights, or the model."""
         flags = self.config.checkpoint
         if flags.load is not None and (flags.finetune or _is_foreign(Path(flags.load), flags.ckpt_step)):
             return flags.load
+        if flags.ref_load is not None and not self.config.algo.uses_reference:
+            return flags.ref_load
         return self.model
 
     @property

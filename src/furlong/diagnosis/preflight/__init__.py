@@ -29,6 +29,7 @@ Check = Callable[[PreflightContext], Iterable[Diagnosis]]
 
 CHECKS: tuple[Check, ...] = (
     flags.flag_problems,
+    flags.accepted_flags,
     flags.backend,
     flags.evaluation_sets,
     flags.chat_template,

@@ -17,7 +17,7 @@ from pyarrow.lib import ArrowException
 
 from furlong.config.args_view import Args
 from furlong.config.checks.value_checks import prompt_file_problem, unreadable_file
-from furlong.config.evaluation import eval_specs
+from furlong.config.evaluation import used_eval_specs
 from furlong.config.hooks import Hooks, function_paths, load_hooks
 from furlong.config.sections import Config
 from furlong.core.catalogue import Problem
@@ -122,7 +122,7 @@ class PreflightContext:
         """The import of the modules of custom functions in a child process, which the first access starts."""
         paths = [path for paths in function_paths(self.config).values() for path in paths]
         with contextlib.suppress(ConfigError):  # reported by flags.evaluation_sets
-            for spec in eval_specs(self.config):
+            for spec in used_eval_specs(self.config):
                 paths += [path for path in (spec.custom_rm_path, spec.custom_generate_function_path) if path]
         return ImportTrial(paths, timeout_s=self.config.fault.hook_import_timeout)
 
@@ -168,7 +168,7 @@ class PreflightContext:
         if self.reads_prompts:
             sources.append(("--prompt-data", str(config.data.prompt_data), PromptFormat.of(config)))
         try:
-            specs = eval_specs(config)
+            specs = used_eval_specs(config)
         except ConfigError:  # reported by flags.evaluation_sets
             specs = []
         sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of(config, s)) for s in specs]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from furlong.config.evaluation import eval_specs
+from furlong.config.checks.notices import notices
+from furlong.config.evaluation import used_eval_specs
 from furlong.config.hooks import load_function
 from furlong.core.catalogue import Diagnosis, Problem, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -24,6 +25,15 @@ def flag_problems(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG01 to CFG05, and rows of folders: every problem found while flags were parsed and validated."""
     for problem in context.problems:
         yield from_problem(problem, batch_values(context) if problem.row == "CFG01" else {})
+
+
+def accepted_flags(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG02: flags of slime that are accepted although something else happens."""
+    if context.config.debug.strict_flags:
+        return  # reported as problems of the flags
+    for notice in notices(context.config):
+        remedy = "no action needed; --strict-flags makes it an error"
+        yield diagnosis("CFG02", notice, cause="", remedy=remedy, severity="info")
 
 
 def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str = "") -> Diagnosis:
@@ -53,7 +63,7 @@ def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
     if path is None or not Path(path).is_file():
         return  # reported with the flags
     try:
-        specs = eval_specs(context.config)
+        specs = used_eval_specs(context.config)
     except ConfigError as error:
         yield from (from_problem(problem) for problem in error.problems if problem not in context.problems)
         return

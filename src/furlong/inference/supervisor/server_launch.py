@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from furlong.config.checks.device_checks import start_problems
 from furlong.config.checks.model_rules import returns_routes
 from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts, served_models
-from furlong.config.evaluation import eval_specs
+from furlong.config.evaluation import used_eval_specs
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port, is_loopback
 from furlong.core.cuda_allocator import without_expandable_segments
@@ -222,7 +222,7 @@ def _needs_text(config: Config) -> bool:
     return bool(
         config.rollout.rollout_stop
         or config.rollout.custom_generate_function_path
-        or any(spec.stop or spec.custom_generate_function_path for spec in eval_specs(config))
+        or any(spec.stop or spec.custom_generate_function_path for spec in used_eval_specs(config))
     )
 
 

@@ -47,7 +47,7 @@ class Layout:
             pipeline=flags.pipeline_model_parallel_size,
             context=flags.context_parallel_size,
             expert=flags.expert_model_parallel_size,
-            sequence_parallel=flags.sequence_parallel,
+            sequence_parallel=flags.sequence_parallel and flags.tensor_model_parallel_size > 1,
             virtual=virtual,
             first_layers=megatron.decoder_first_pipeline_num_layers,
             last_layers=megatron.decoder_last_pipeline_num_layers,
