@@ -46,7 +46,8 @@ RolloutFunction = Callable[..., Any]
 class Hook:
     """Call of the function of one flag: `fn(*positional, **{name: ... for name in keywords})`.
 
-    `calling` determines whether the result is awaited. A class is called once, and its instance needs `methods`.
+    With `drops_keywords`, keywords that the function does not name are left out (`accepted_keywords`). `calling`
+    determines whether the result is awaited. A class is called once, and its instance needs `methods`.
     """
 
     flag: str
@@ -54,6 +55,7 @@ class Hook:
     keywords: tuple[str, ...] = ()
     calling: Calling = "sync"
     methods: tuple[str, ...] = ()
+    drops_keywords: bool = False
 
     @property
     def signature(self) -> str:
@@ -102,7 +104,11 @@ HOOKS: dict[str, Hook] = {
         "--custom-generate-function-path", ("args", "sample", "sampling_params"), calling="async"
     ),
     "rollout_sample_hook": Hook(
-        "--rollout-sample-hook-path", ("args", "sample"), ("rollout_id", "evaluation"), calling="either"
+        "--rollout-sample-hook-path",
+        ("args", "sample"),
+        ("rollout_id", "evaluation"),
+        calling="either",
+        drops_keywords=True,
     ),
     "custom_rm": Hook("--custom-rm-path", ("args", "sample"), calling="either"),
     "dynamic_sampling_filter": Hook("--dynamic-sampling-filter-path", ("args", "samples")),
@@ -168,7 +174,8 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         elif style == "verifier":
             signature.bind("response", "label", {})
         else:
-            signature.bind(*hook.positional, **dict.fromkeys(hook.keywords))
+            names = accepted_keywords(function, hook.keywords) if hook.drops_keywords else hook.keywords
+            signature.bind(*hook.positional, **dict.fromkeys(names))
     except TypeError as error:
         return f"{hook.flag}: {name}{signature} cannot be called ({error}); write {hook.signature}"
     places = list(signature.parameters)
@@ -176,6 +183,14 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         if expected in places and places.index(expected) != place:
             return f"{hook.flag}: {name}{signature} has {expected} in another position; write {hook.signature}"
     return None
+
+
+def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of `names` that a function has as parameters; all of them if it has `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return names
+    return tuple(name for name in names if name in parameters)
 
 
 def reward_style(function: Function) -> RewardStyle:

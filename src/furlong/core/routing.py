@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,13 @@ class RoutingShape:
         return RoutingShape(layers, top_k, experts) if layers and experts and top_k else None
 
     def checked(self, routes: Any, what: str) -> Routes:
-        """Return routes as int16. Raises DataError that starts with `what` if they do not fit this model."""
+        """Return routes [rows, L, K] as int16; rows of L K numbers are reshaped.
+
+        Raises DataError that starts with `what` if they do not fit this model.
+        """
         array = np.asarray(routes)
+        if array.ndim == 2 and array.shape[1] == self.num_layers * self.top_k:
+            array = array.reshape(-1, self.num_layers, self.top_k)
         if array.dtype.kind not in "iu" or array.ndim != 3 or array.shape[1:] != (self.num_layers, self.top_k):
             raise DataError(
                 f"{what} has routed experts of shape {array.shape} and type {array.dtype}; this model has integers "
@@ -63,12 +69,16 @@ def text_from_routes(routes: Routes) -> str:
     return base64.b64encode(np.ascontiguousarray(routes, np.int32).tobytes()).decode("ascii")
 
 
-def routes_from_text(text: str, shape: RoutingShape, what: str) -> Routes:
-    """Inverse of `text_from_routes`. Raises DataError naming `what`."""
+def _decoded(text: Any, what: str) -> NDArray[np.int32]:
     try:
-        flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+        return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
     except (binascii.Error, ValueError, TypeError) as error:
         raise DataError(f"{what} has routed experts that are not base64 of int32: {error}") from error
+
+
+def routes_from_text(text: str, shape: RoutingShape, what: str) -> Routes:
+    """Inverse of `text_from_routes`. Raises DataError naming `what`."""
+    flat = _decoded(text, what)
     width = shape.num_layers * shape.top_k
     if flat.size % width:
         raise DataError(
@@ -76,6 +86,34 @@ def routes_from_text(text: str, shape: RoutingShape, what: str) -> Routes:
             "experts per token: the engine serves another model"
         )
     return shape.checked(flat.reshape(-1, shape.num_layers, shape.top_k), what)
+
+
+def routes_from_meta(meta_info: Mapping[str, Any], num_tokens: int, known: Any) -> NDArray[np.int32] | None:
+    """Decode `routed_experts` of an SGLang reply about `num_tokens` tokens, prompt included; None if it has none.
+
+    Returns one row per token but the last, [num_tokens - 1, L K]: the reply does not say how many layers there are. Its
+    rows begin at `routed_experts_start_len`; those before are `known`. Raises DataError if rows are missing.
+    """
+    text = meta_info.get("routed_experts")
+    if text is None:
+        return None
+    flat, start = _decoded(text, "meta_info"), int(meta_info.get("routed_experts_start_len") or 0)
+    num_rows, num_known = num_tokens - 1 - start, 0 if known is None else len(known)
+    if not 0 <= start <= num_known or num_rows <= 0 or not flat.size or flat.size % num_rows:
+        raise DataError(
+            f"meta_info has {flat.size} routed experts from token {start} on, but the sample has {num_tokens} tokens "
+            f"and experts for {num_known} before; pass the meta_info of the reply whose tokens are appended"
+        )
+    rows = flat.reshape(num_rows, -1)
+    if start == 0:
+        return rows
+    before = np.asarray(known)[:start].reshape(start, -1)
+    if before.shape[1] != rows.shape[1]:
+        raise DataError(
+            f"meta_info has {rows.shape[1]} routed experts per token, the tokens before have {before.shape[1]}: the "
+            "engine serves another model"
+        )
+    return np.concatenate([before.astype(np.int32), rows])
 
 
 def json_from_routes(routes: Any) -> dict[str, Any]:
@@ -93,8 +131,17 @@ def extend_routes(known: Any, routes: Any) -> Any:
     """Append the rows of `routes` that `known` does not have yet.
 
     Known rows are kept: they are the routing that the next tokens were sampled with, while a later pass over the same
-    tokens, perhaps with other weights, may route differently.
+    tokens, perhaps with other weights, may route differently. Raises DataError for rows of another size.
     """
     if routes is None or known is None:
         return known if routes is None else routes
-    return known if len(routes) <= len(known) else np.concatenate([known, routes[len(known) :]])
+    if len(routes) <= len(known):
+        return known
+    new, known = np.asarray(routes)[len(known) :], np.asarray(known)
+    shape = max(new.shape[1:], known.shape[1:], key=len)  # rows of SGLang's replies are flat
+    if math.prod(new.shape[1:]) != math.prod(known.shape[1:]):
+        raise DataError(
+            f"a token was routed to {new.shape[1:]} [layers, experts per token], tokens before it to "
+            f"{known.shape[1:]}: the engine serves another model"
+        )
+    return np.concatenate([known.reshape(-1, *shape), new.reshape(-1, *shape)])

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import extend_routes, json_from_routes, routes_from_json
+from furlong.core.routing import extend_routes, json_from_routes, routes_from_json, routes_from_meta
 from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
@@ -30,6 +30,30 @@ STATUS_BY_FINISH_REASON = {
     "length": Status.TRUNCATED,
     "abort": Status.ABORTED,
 }  # by finish reason
+
+
+def status_from_meta(meta_info: Mapping[str, Any]) -> Status | None:
+    """Return the status that an SGLang reply's `finish_reason` stands for; None if generation has not ended.
+
+    Raises DataError for a finish reason that SGLang does not have.
+    """
+    reason: Any = meta_info.get("finish_reason")
+    if not reason:
+        return None
+    kind: Any = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind not in STATUS_BY_FINISH_REASON:
+        raise DataError(
+            f"meta_info has the finish_reason {reason!r}, which is none of {', '.join(STATUS_BY_FINISH_REASON)}; pass "
+            "the meta_info of an SGLang reply, or update_terminal_info=False and set the status yourself"
+        )
+    return STATUS_BY_FINISH_REASON[kind]
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return a list of a sequence, array or tensor; None is empty."""
+    if values is None:
+        return []
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclass
@@ -100,54 +124,74 @@ class Sample:
         self,
         args: Any = None,  # noqa: ARG002  slime's first parameter; hooks written for slime pass it
         *,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
+        text: str | None = "",
         update_terminal_info: bool = True,
         version: int | Sequence[int] = UNKNOWN_VERSION,
         routed_experts: Any = None,
     ) -> None:
         """Append tokens to the response and update every per-token list.
 
-        Tokens from the environment (tool output) have `trainable=False`: their mask and log-prob are 0.
+        Trainable tokens need their log-probs. Tokens from the environment (tool output) have `trainable=False` and no
+        log-probs: their mask and log-prob are 0. Tensors and arrays are accepted for both.
         `version` is the weight version of all tokens, or one per token (`Completion.versions`). `routed_experts` covers
         all tokens so far except the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an
-        SGLang reply: with `update_terminal_info` its `finish_reason` sets the status, and its `weight_version`, that of
-        the last token, is appended to `weight_versions`.
-        Raises DataError, and leaves the sample unchanged, if lengths differ or if trainable tokens come without
-        log-probs after some that had them.
+        SGLang reply: its `routed_experts` are decoded, and with `update_terminal_info` its `finish_reason` sets the
+        status, and its `weight_version`, that of the last token, is appended to `weight_versions`.
+        Raises DataError, and leaves the sample unchanged, if lengths differ, if log-probs are missing for trainable
+        tokens, here or before, and for an unknown finish reason or routed experts that do not fit the tokens.
         """
-        if log_probs is not None and len(log_probs) != len(tokens):
-            raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(log_probs)} log-probs")
-        versions = [version] * len(tokens) if isinstance(version, int) else list(version)
-        if len(versions) != len(tokens):
-            raise DataError(f"append_response_tokens got {len(tokens)} tokens but {len(versions)} weight versions")
+        ids, values = _listed(tokens), None if log_probs is None else _listed(log_probs)
+        versions = [version] * len(ids) if isinstance(version, int) else list(version)
+        self._check_append(ids, values, versions, trainable=trainable)
+        status = status_from_meta(meta_info) if meta_info is not None and update_terminal_info else None
+        routes = extend_routes(self.rollout_routed_experts, routed_experts)
+        if meta_info is not None:
+            routes = extend_routes(routes, routes_from_meta(meta_info, len(self.tokens) + len(ids), routes))
         before = self.response_length
-        mask = [1] * before if self.loss_mask is None else self.loss_mask
-        if log_probs is None and trainable and self.rollout_log_probs:
-            if any(mask):
-                raise DataError(
-                    f"append_response_tokens: {len(tokens)} trainable tokens without log-probs, after {before} with"
-                )
-            self.rollout_log_probs = None  # so far only zeros for environment tokens
-        self.loss_mask = mask
-        if log_probs is not None or not trainable:
-            if self.rollout_log_probs is None and before == 0:
-                self.rollout_log_probs = []
-            if self.rollout_log_probs is not None:
-                self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
-        self.tokens.extend(tokens)
-        self.loss_mask.extend([int(trainable)] * len(tokens))
+        if ids:
+            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            if self.rollout_log_probs or trainable or not any(self.loss_mask):  # else none of them has log-probs
+                self.rollout_log_probs = self.rollout_log_probs or [0.0] * before
+                self.rollout_log_probs.extend([0.0] * len(ids) if values is None else values)
+            self.loss_mask.extend([int(trainable)] * len(ids))
+        self.tokens.extend(ids)
         self.token_versions.extend([UNKNOWN_VERSION] * (before - len(self.token_versions)) + versions)
-        self.response += text
-        self.response_length += len(tokens)
-        self.rollout_routed_experts = extend_routes(self.rollout_routed_experts, routed_experts)
-        if meta_info is not None and update_terminal_info and meta_info.get("finish_reason"):
-            self.status = STATUS_BY_FINISH_REASON[meta_info["finish_reason"]["type"]]
+        self.response += text or ""
+        self.response_length += len(ids)
+        self.rollout_routed_experts = routes
+        if meta_info is not None and status is not None:
+            self.status = status
             if "weight_version" in meta_info:
                 self.weight_versions.append(str(meta_info["weight_version"]))
+
+    def _check_append(
+        self, tokens: list[Any], log_probs: list[Any] | None, versions: list[int], *, trainable: bool
+    ) -> None:
+        what = "append_response_tokens"
+        if log_probs is not None and len(log_probs) != len(tokens):
+            raise DataError(f"{what} got {len(tokens)} tokens but {len(log_probs)} log-probs")
+        if len(versions) != len(tokens):
+            raise DataError(f"{what} got {len(tokens)} tokens but {len(versions)} weight versions")
+        if tokens and trainable and log_probs is None:
+            raise DataError(
+                f"{what} got {len(tokens)} trainable tokens without log-probs; pass log_probs (of the reply that has "
+                "the tokens), or trainable=False for tokens that the policy did not sample"
+            )
+        if tokens and not trainable and log_probs is not None:
+            raise DataError(
+                f"{what} got log-probs of {len(tokens)} tokens that are not trainable; leave log_probs out: the policy "
+                "did not sample them"
+            )
+        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        if tokens and trainable and any(mask) and not self.rollout_log_probs:
+            raise DataError(
+                f"{what}: the {sum(mask)} trainable tokens before have no log-probs; set rollout_log_probs, one per "
+                "response token, or append those tokens with their log-probs as well"
+            )
 
     def get_reward_value(self, args: Any = None) -> float:
         """Return the scalar reward; `args.reward_key` selects it from a dict. Raises DataError if there is none."""

@@ -160,8 +160,22 @@ def rerouted_fraction(engine_lTK: Tensor, own_lTK: Tensor) -> Tensor:
     return share_T.masked_fill((engine_lTK < 0).any(2).any(0), float("nan"))
 
 
+MIN_ROWS = 64  # tokens that a router does not send to one expert by chance
+
+
 def check_routes(record_lTK: Tensor, layers: Sequence[int]) -> None:
-    """Raise TrainerError for a row that names an expert twice, as rows that were never filled in do."""
+    """Raise TrainerError for rows that were never filled in: all 0, which names an expert twice.
+
+    With one expert per token, a layer whose rows are all 0 is refused if it has at least `MIN_ROWS` of them.
+    """
+    if record_lTK.shape[-1] == 1 and record_lTK.shape[1] >= MIN_ROWS:
+        is_empty_l = (record_lTK <= 0).all(-1).all(-1) & (record_lTK == 0).any(-1).any(-1)
+        if bool(is_empty_l.any()):
+            layer = int(is_empty_l.nonzero()[0])
+            raise TrainerError(
+                f"the engine's record sends all of {record_lTK.shape[1]} tokens to expert 0 in layer {layers[layer]}. "
+                "The record is incomplete; check whether this layer has experts in the engine's model"
+            )
     ordered = record_lTK.sort(-1).values
     is_twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(is_twice.any()):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
-from furlong.config.hooks import Function, Hooks
+from furlong.config.hooks import Function, Hooks, accepted_keywords
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
@@ -240,7 +240,9 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
         return sample
     group_index, flag = sample.group_index, "--rollout-sample-hook-path"
     for hook in generation.hooks.rollout_sample_hook:
-        result = hook(generation.args, sample, rollout_id=rollout_id, evaluation=generation.evaluation)
+        values = {"rollout_id": rollout_id, "evaluation": generation.evaluation}
+        names = accepted_keywords(hook, tuple(values))
+        result = hook(generation.args, sample, **{name: values[name] for name in names})
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, Sample | None):

@@ -91,6 +91,18 @@ def trl_with_a_column(prompts: Any, completions: Any, solution: Any) -> list[flo
 def verifier(response: str, label: Any, metadata: dict[str, Any]) -> float: ...
 def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any: ...
 def sample_hook(args: Any, sample: Any, *, rollout_id: int, evaluation: bool) -> Any: ...
+
+
+def plain_sample_hook(args: Any, sample: Any) -> Any: ...
+
+
+def sample_hook_of_slime(args: Any, sample: Any, *, rollout_id: int | None = None) -> Any: ...
+
+
+async def sample_hook_with_keywords(args: Any, sample: Any, **kwargs: Any) -> Any: ...
+
+
+def sample_hook_with_own_parameter(args: Any, sample: Any, *, strength: float) -> Any: ...
 def keep(args: Any, samples: Any, **kwargs: Any) -> bool: ...
 def tis(
     args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **kwargs: Any
@@ -128,6 +140,9 @@ class AsyncCallable:
         ("rollout_function", rollout),
         ("eval_function", rollout),
         ("rollout_sample_hook", sample_hook),
+        ("rollout_sample_hook", plain_sample_hook),
+        ("rollout_sample_hook", sample_hook_of_slime),
+        ("rollout_sample_hook", sample_hook_with_keywords),
         ("dynamic_sampling_filter", keep),
         ("custom_tis_function", tis),
         ("custom_pg_loss_reducer_function", reducer),
@@ -160,6 +175,7 @@ def swapped(sample: Any, args: Any) -> Any: ...
             "one_argument(args: 'Any') -> 'Any' cannot be called (too many positional arguments)",
         ),
         ("rollout_sample_hook", one_argument, "cannot be called"),
+        ("rollout_sample_hook", sample_hook_with_own_parameter, "strength"),
         ("custom_rm", swapped, "has args in another position; write def fn(args, sample)"),
         ("custom_tis_function", one_argument, "got an unexpected keyword argument 'pg_loss'"),
         ("data_source", one_argument, "one_argument has no get_samples, add_samples, save, load, __len__"),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
-from furlong.errors import DataError, RolloutError
+from furlong.errors import RolloutError
 from furlong.inference.server.generate_api import sampling_params as server_params
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
@@ -355,6 +354,25 @@ def test_sample_hooks_run_before_the_reward():
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [7] * 4
 
 
+def test_sample_hooks_get_only_the_keywords_that_they_name():
+    seen = []
+
+    def plain(args, sample):
+        seen.append(("plain", {}))
+
+    async def of_slime(args, sample, *, rollout_id=None):
+        seen.append(("slime", rollout_id))
+
+    def any_keywords(args, sample, **kwargs):
+        seen.append(("any", kwargs))
+
+    how = generation(SamplingParams(), hooks=Hooks(rollout_sample_hook=(plain, of_slime, any_keywords)))
+    produce(rollout(ScriptedEngine(), ListSource(1), how=how))
+    assert ("plain", {}) in seen
+    assert ("slime", 0) in seen
+    assert ("any", {"rollout_id": 0, "evaluation": False}) in seen
+
+
 def test_sampling_parameters_of_a_generate_function_can_be_posted_to_a_server():
     accepted = []
 
@@ -417,36 +435,3 @@ def test_an_invalid_reward_of_a_generate_function_is_a_failure_with_its_reason()
     assert [sample.reward for sample in samples] == [1, None, None, 0.5]
     assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
     assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"
-
-
-@pytest.mark.parametrize(
-    ("kind", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]
-)
-def test_a_server_response_is_appended_as_in_slime(kind, status):
-    sample = Sample(tokens=[5])
-    meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
-    sample.append_response_tokens("args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True)
-    assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
-    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
-    assert sample.weight_versions == ["7"]
-
-
-def test_a_response_may_start_with_environment_tokens_with_or_without_log_probs():
-    with_log_probs, without = Sample(tokens=[1]), Sample(tokens=[1])
-    for sample, log_probs in ((with_log_probs, [-1.0]), (without, None)):
-        sample.append_response_tokens(tokens=[5, 6], trainable=False)
-        sample.append_response_tokens(tokens=[7], log_probs=log_probs)
-        sample.append_response_tokens(tokens=[8], trainable=False)
-        assert (sample.tokens, sample.loss_mask) == ([1, 5, 6, 7, 8], [0, 0, 1, 0])
-    assert with_log_probs.rollout_log_probs == [0, 0, -1, 0]
-    assert without.rollout_log_probs is None
-
-
-@pytest.mark.parametrize("wrong", [{}, {"log_probs": [-1.0]}, {"log_probs": [-1.0, -2.0], "version": [3]}])
-def test_an_invalid_append_leaves_the_sample_unchanged(wrong):
-    sample = Sample(tokens=[1])
-    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
-    before = copy.deepcopy(sample.to_dict())
-    with pytest.raises(DataError, match="append_response_tokens"):
-        sample.append_response_tokens(tokens=[6, 7], **wrong)
-    assert sample.to_dict() == before
