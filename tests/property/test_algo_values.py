@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -109,3 +111,81 @@ def test_correction_weights_stay_in_their_bounds_and_are_one_where_policies_agre
     inside = weight >= (0.0 if mode == "truncate" else low)
     assert (inside | ((weight == 0) & torch.tensor(mode == "mask"))).all()
     assert (importance_weights(settings, train, train, *args)[0] == 1).all()
+
+
+def by_sequence(values, mask, seq):
+    """Return the values and the mask of each sequence as lists of numbers."""
+    rows = [(values[seq == s].tolist(), mask[seq == s].tolist()) for s in range(int(seq.max()) + 1)]
+    return [list(zip(*row, strict=True)) for row in rows]
+
+
+def weights_one_by_one(settings, train, rollout, mask, seq):
+    """Compute weights with rejection as the definition says: a Python loop over sequences and tokens."""
+
+    def ratios(rows, level):
+        logs = [value for value, kept in rows if kept]
+        mean = sum(logs) / max(len(logs), 1)
+        by_level = {"sequence": sum(logs), "geometric": mean}
+        bounded = [min(max(by_level.get(level, value if kept else 0.0), -20.0), 20.0) for value, kept in rows]
+        return [math.exp(value) for value in bounded]
+
+    low, high = settings.tis_clip_low, settings.tis_clip
+    rs_low, rs_high = settings.rejection_bounds
+    weights, keeps, means, kept_weights = [], [], [], []
+    for rows in by_sequence(train - rollout, mask, seq):
+        raw, rejecting = ratios(rows, settings.tis_level), ratios(rows, settings.rs_level)
+        bounded = {
+            "truncate": [min(w, high) for w in raw],
+            "clip": [min(max(w, low), high) for w in raw],
+            "mask": raw,
+        }[settings.tis_mode]
+        keep = [settings.tis_mode != "mask" or low <= w <= high for w in raw]
+        keep = [ok and rs_low <= r <= rs_high for ok, r in zip(keep, rejecting, strict=True)]
+        if settings.tis_veto is not None and any(kept and math.exp(v) < settings.tis_veto for v, kept in rows):
+            keep = [False] * len(keep)
+        of_sequence = [w for w, (_, kept) in zip(bounded, rows, strict=True) if kept]
+        means.append(sum(of_sequence) / max(len(of_sequence), 1))
+        kept_weights += of_sequence
+        weights += bounded
+        keeps += keep
+    token_mean = sum(kept_weights) / max(len(kept_weights), 1)
+    mean = token_mean if settings.tis_level == "token" else sum(means) / len(means)
+    scale = mean if settings.tis_batch_normalize and mean > 1e-8 else 1.0
+    return [w / scale if keep else 0.0 for w, keep in zip(weights, keeps, strict=True)]
+
+
+LEVELS = st.sampled_from(["token", "sequence", "geometric"])
+
+
+@given(
+    LOG_PROBS,
+    st.integers(0, 2**20),
+    st.sampled_from([("token", True), ("sequence", True), ("token", False), ("sequence", False), ("geometric", False)]),
+    st.sampled_from(["truncate", "clip", "mask"]),
+    LEVELS,
+    st.one_of(st.none(), st.floats(0.3, 0.9)),
+    st.one_of(st.none(), st.floats(1.1, 3)),
+    st.one_of(st.none(), st.floats(0.01, 0.9)),
+)
+def test_rejection_and_normalization_are_those_of_the_definition(
+    pairs, masked, level, mode, rs_level, rs_low, rs_high, veto
+):
+    train, rollout = torch.tensor(pairs, dtype=torch.float64).T
+    mask = torch.tensor([float(not masked >> i & 1) for i in range(len(pairs))], dtype=torch.float64)
+    seq = torch.arange(len(pairs)) // 3
+    settings = flags(
+        tis_level=level[0],
+        tis_batch_normalize=level[1],
+        tis_mode=mode,
+        tis_clip=1.8,
+        tis_clip_low=0.5,
+        use_tis=True,
+        use_rs=True,
+        rs_level=rs_level,
+        rs_lower_bound=rs_low,
+        rs_upper_bound=rs_high,
+        tis_veto=veto,
+    )
+    weight, _ = importance_weights(settings, train, rollout, mask, seq, int(seq[-1]) + 1)
+    want = torch.tensor(weights_one_by_one(settings, train, rollout, mask, seq), dtype=torch.float64)
+    torch.testing.assert_close(weight * mask, want * mask, rtol=1e-9, atol=1e-12)

@@ -10,6 +10,7 @@ of the loss; its denominator is that of the original mask.
 | slime's --use-tis | token | clip |
 | IcePop (Ling team 2025) | token | mask |
 | MIS (masked importance sampling, Liu et al. 2025) | sequence or geometric | mask |
+| slime's mis.py | --tis-level, and --rs-level of --use-rs | any, with rejection |
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from furlong.core.batch import sum_rows
 KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
 
 LOW_VAR_BOUND = 10.0
+MIN_MEAN_WEIGHT = 1e-8  # below it, --tis-batch-normalize leaves the weights as they are
 LOG_RATIO_BOUND = 20.0  # exp(20) is far beyond every useful clip, and far from overflow
 
 
@@ -90,33 +92,59 @@ def importance_weights(
 
     The weight is a bounded w: the token's ratio, or the product or geometric mean over its sequence. Outside the
     bounds, "truncate" limits above only, "clip" on both sides, "mask" gives weight 0 (rejection). A sequence with a
-    token ratio below --tis-veto gets weight 0. Metrics: `tis` the unbounded weight, `tis_clipfrac` tokens changed by a
-    bound or veto, `tis_abs` |w - 1|, `tis_vetofrac` tokens of vetoed sequences.
+    token ratio below --tis-veto gets weight 0, and so do tokens whose w at --rs-level is outside of the bounds of
+    --use-rs. --tis-batch-normalize divides the weights by their mean over the micro-batch, taken before rejection.
+    Metrics: `tis` the unbounded weight, `tis_clipfrac` tokens changed by a bound or rejected, `tis_abs` |w - 1|,
+    `tis_vetofrac` tokens of vetoed sequences, `rs_frac` tokens rejected by --use-rs, `tis_mean` the divisor.
     """
-    low, high, veto = flags.tis_clip_low, flags.tis_clip, flags.tis_veto
+    low, high, sequences = flags.tis_clip_low, flags.tis_clip, (mask_R, seq_of_R, num_sequences)
     keep_R = mask_R > 0
-    log_w_R = torch.where(keep_R, train_log_probs_R.detach() - rollout_log_probs_R.detach(), 0.0)
-    token_log_w_R = log_w_R
-    if flags.tis_level == "sequence":
-        log_w_R = sum_rows(log_w_R, seq_of_R, num_sequences)[seq_of_R]
-    elif flags.tis_level == "geometric":
-        log_w_R = sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences)[seq_of_R]
-    raw_R = bounded_exp(log_w_R)
+    diff_R = torch.where(keep_R, train_log_probs_R.detach() - rollout_log_probs_R.detach(), 0.0)
+    raw_R = bounded_exp(_at_level(diff_R, flags.tis_level, *sequences))
+    rejected_R = torch.zeros_like(keep_R)
     match flags.tis_mode:
         case "truncate":
             weight_R = raw_R.clamp_max(high)
         case "clip":
             weight_R = raw_R.clamp(low, high)
         case "mask":
-            weight_R = torch.where((raw_R >= low) & (raw_R <= high), raw_R, 0.0)
+            weight_R, rejected_R = raw_R, (raw_R < low) | (raw_R > high)
     metrics = {"tis": raw_R, "tis_abs": (raw_R - 1).abs()}
-    if veto is not None:
-        bad_R = (keep_R & (token_log_w_R.exp() < veto)).to(raw_R.dtype)
+    if flags.use_rs:
+        low, high = flags.rejection_bounds
+        ratio_R = bounded_exp(_at_level(diff_R, flags.rs_level, *sequences))
+        outside_R = (ratio_R < low) | (ratio_R > high)
+        rejected_R = rejected_R | outside_R
+        metrics["rs_frac"] = outside_R.to(raw_R.dtype)
+    if flags.tis_veto is not None:
+        bad_R = (keep_R & (diff_R.exp() < flags.tis_veto)).to(raw_R.dtype)
         vetoed_R = sum_rows(bad_R, seq_of_R, num_sequences)[seq_of_R] > 0
-        weight_R = torch.where(vetoed_R, 0.0, weight_R)
+        rejected_R = rejected_R | vetoed_R
         metrics["tis_vetofrac"] = vetoed_R.to(raw_R.dtype)
-    metrics["tis_clipfrac"] = (weight_R != raw_R).to(raw_R.dtype)
-    return weight_R, metrics
+    metrics["tis_clipfrac"] = (rejected_R | (weight_R != raw_R)).to(raw_R.dtype)
+    if flags.tis_batch_normalize:
+        mean = _mean_weight(weight_R, flags.tis_level, *sequences)
+        weight_R = weight_R / mean
+        metrics["tis_mean"] = mean.expand_as(weight_R)
+    return torch.where(rejected_R, 0.0, weight_R), metrics
+
+
+def _at_level(log_w_R: Tensor, level: str, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int) -> Tensor:
+    """Return log w of each token, or of its sequence: the sum or the mean of its tokens' (0 where masked)."""
+    if level == "sequence":
+        return sum_rows(log_w_R, seq_of_R, num_sequences)[seq_of_R]
+    if level == "geometric":
+        return sequence_mean(log_w_R, mask_R, seq_of_R, num_sequences)[seq_of_R]
+    return log_w_R
+
+
+def _mean_weight(weight_R: Tensor, level: str, mask_R: Tensor, seq_of_R: Tensor, num_sequences: int) -> Tensor:
+    """Return the mean over unmasked tokens or, at sequence level, over sequences; 1 if it is near 0."""
+    if level == "token":
+        mean = (weight_R * mask_R).sum() / mask_R.sum().clamp_min(1)
+    else:
+        mean = sequence_mean(weight_R, mask_R, seq_of_R, num_sequences).mean()
+    return torch.where(mean > MIN_MEAN_WEIGHT, mean, torch.ones_like(mean))
 
 
 def mismatch_metrics(train_log_probs_R: Tensor, rollout_log_probs_R: Tensor, mask_R: Tensor) -> dict[str, Tensor]:

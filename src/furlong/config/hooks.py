@@ -132,6 +132,11 @@ HOOKS: dict[str, Hook] = {
 }
 
 
+# slime's example of importance weights with rejection: --use-tis, --use-rs and their settings do the same.
+BUILT_IN = (
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
+)
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
 
 
@@ -214,9 +219,11 @@ def _columns_of(signature: inspect.Signature) -> list[str]:
 
 
 def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the paths of user functions by field of `Hooks`."""
+    """Return the paths of user functions by field of `Hooks`, without those of `BUILT_IN`."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
     values = {name: fields[hook.flag].value_in(config) for name, hook in HOOKS.items()}
+    if values["custom_tis_function"] in BUILT_IN:
+        values["custom_tis_function"] = None
     return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from furlong.config.checks.engine_checks import SERVERS
 from furlong.config.engine_groups import is_split, models_in_file
-from furlong.config.sections import Config
+from furlong.config.sections import AlgoFlags, Config
 from furlong.core.algorithms import find_algorithm
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.transports import default_transport
@@ -190,5 +190,18 @@ def _algorithm(config: Config, put: Put) -> None:
         put("grpo_std_normalization", False, "one sample per prompt has no standard deviation")
     if algo.use_tis and algo.tis_clip_low:
         put("tis_mode", "clip", "--tis-clip-low sets a lower bound")
+    _slime_bounds(algo, put)
     if algo.uses_reference:
         put("ref_load", config.rollout.hf_checkpoint, "--hf-checkpoint")
+
+
+def _slime_bounds(algo: AlgoFlags, put: Put) -> None:
+    """Set the bounds of importance weights that slime's mis.yaml gives under its own names."""
+    upper, lower = algo.tis_upper_bound, algo.tis_lower_bound
+    put("tis_clip", upper, "--tis-upper-bound")
+    if algo.tis_mode != "truncate":
+        if lower is None and upper:
+            put("tis_clip_low", 1 / upper, "the reciprocal of --tis-upper-bound, as in slime")
+        put("tis_clip_low", lower, "--tis-lower-bound")
+    if algo.use_rs:
+        put("tis_veto", algo.rs_veto_threshold, "--rs-veto-threshold")

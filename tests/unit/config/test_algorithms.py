@@ -8,9 +8,11 @@ import pytest
 
 from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
 from furlong.config.checks.algorithm_checks import algorithm_problems
+from furlong.config.checks.notices import notices
 from furlong.config.checks.validate import declared_problems
 from furlong.config.checks.value_checks import RM_TYPES
-from furlong.config.command_line import config_from_values, parse
+from furlong.config.command_line import config_from_values, examine, parse
+from furlong.config.hooks import function_paths
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError
 from furlong.rewards.verifiers import REWARDS
@@ -84,3 +86,58 @@ def test_a_class_registered_only_in_this_process_is_refused_with_ranks_in_other_
     monkeypatch.setitem(ALGORITHMS, "rloo", replace(ALGORITHMS["rloo"], baseline="group_mean"))
     with pytest.raises(ConfigError, match=r"'rloo'.* ALGORITHMS "):
         check_known_to_ranks("rloo")
+
+
+MIS = """
+use_tis: true
+use_rs: true
+tis_level: token
+rs_level: token
+tis_mode: {mode}
+tis_lower_bound: 0.5
+tis_upper_bound: 4.0
+rs_lower_bound: null
+rs_upper_bound: null
+rs_veto_threshold: 1.0e-4
+tis_batch_normalize: true
+"""
+SLIME_FUNCTION = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+
+
+@pytest.mark.parametrize(("mode", "low"), [("truncate", 0.0), ("clip", 0.5), ("mask", 0.5)])
+def test_keys_of_slimes_mis_yaml_are_flags(tmp_path, mode, low):
+    (tmp_path / "mis.yaml").write_text(MIS.format(mode=mode))
+    words = ["--custom-config-path", str(tmp_path / "mis.yaml"), "--custom-tis-function-path", SLIME_FUNCTION]
+    resolved, problems = examine(words)
+    algo = resolved.config.algo
+    assert [problem for problem in problems if "tis" in problem or "rs-" in problem or "rs_" in problem] == []
+    assert (algo.tis_clip, algo.tis_clip_low, algo.tis_veto) == (4.0, low, 1e-4)
+    assert algo.rejection_bounds == (0.5, 4.0)
+    assert function_paths(resolved.config)["custom_tis_function"] == ()
+    assert [notice for notice in notices(resolved.config) if SLIME_FUNCTION in notice]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--use-tis --tis-clip 3 --tis-upper-bound 4", "names of one setting"),
+        ("--use-tis --use-rs --tis-veto 0.1 --rs-veto-threshold 0.2", "names of one setting"),
+        ("--use-tis --tis-mode clip --tis-clip-low 0.1 --tis-lower-bound 0.2", "names of one setting"),
+        ("--use-tis --use-rs --rs-lower-bound 3", "rejects weights below 3 and above 2"),
+        ("--use-tis --tis-level geometric --tis-batch-normalize", "not defined"),
+        ("--use-rs", "--use-tis"),
+        ("--use-tis --rs-level sequence", "--use-rs"),
+    ],
+)
+def test_bounds_that_contradict_each_other_are_refused(words, problem):
+    _, problems = examine(words.split())
+    assert [each for each in problems if problem in each]
+
+
+def test_unset_bounds_of_rejection_are_those_of_the_weights():
+    def bounds(words: str) -> tuple[float, float]:
+        return parse(["--use-tis", "--use-rs", *words.split()]).config.algo.rejection_bounds
+
+    assert bounds("--tis-clip 4") == (0.25, 4.0)
+    assert bounds("--tis-mode mask --tis-upper-bound 4") == (0.25, 4.0)
+    assert bounds("--tis-mode clip --tis-clip-low 0.5 --tis-clip 4 --rs-upper-bound 3") == (0.5, 3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from furlong.config.sections import Config
+from furlong.config.sections import AlgoFlags, Config
 from furlong.core.algorithms import find_algorithm
 
 STD_FILTER = "furlong.rollout.filters.check_reward_nonzero_std"
@@ -108,8 +108,30 @@ def _correction(config: Config) -> Iterator[str]:
             f"--tis-clip-low {algo.tis_clip_low} has no effect with --tis-mode truncate, which has no lower bound; "
             "use --tis-mode clip or mask, or remove it"
         )
+    if algo.tis_batch_normalize and algo.tis_level == "geometric":
+        yield "--tis-batch-normalize with --tis-level geometric is not defined; use token or sequence, or remove it"
+    yield from _slime_bounds(algo)
     if algo.keep_old_actor:
         yield from _old_actor(config)
+
+
+def _slime_bounds(algo: AlgoFlags) -> Iterator[str]:
+    """Bounds under the names of slime's mis.yaml: against furlong's names for them, and each other."""
+    low, high = algo.rejection_bounds
+    if algo.use_rs and low >= high:
+        yield (
+            f"--use-rs rejects weights below {low:g} and above {high:g}, which are all; "
+            f"use --rs-lower-bound {1 / high:.3g}"
+        )
+    pairs = {
+        "--tis-upper-bound and --tis-clip": (algo.tis_upper_bound, algo.tis_clip),
+        "--rs-veto-threshold and --tis-veto": (algo.rs_veto_threshold, algo.tis_veto),
+    }
+    if algo.tis_mode != "truncate":
+        pairs["--tis-lower-bound and --tis-clip-low"] = (algo.tis_lower_bound, algo.tis_clip_low)
+    for flags, (theirs, ours) in pairs.items():
+        if theirs is not None and ours is not None and theirs != ours:
+            yield f"{flags} are names of one setting, but are {theirs} and {ours}; remove one of them"
 
 
 def _old_actor(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from furlong.config.flag_spec import flag_specs
+from furlong.config.hooks import BUILT_IN
 from furlong.config.sections import Config
 
 
@@ -23,6 +24,8 @@ def notices(config: Config) -> Iterator[str]:
             f"--attention-backend flash with --context-parallel-size {train.context_parallel_size}: context-parallel "
             "attention uses PyTorch's kernels, as with auto"
         )
+    if (function := config.algo.custom_tis_function_path) in BUILT_IN:
+        yield f"--custom-tis-function-path {function} is not called: --use-tis, --use-rs and their settings do the same"
     yield from _evaluation(config)
     reference = config.checkpoint.ref_load
     if reference not in (None, config.rollout.hf_checkpoint) and not config.algo.uses_reference:

@@ -107,6 +107,41 @@ class AlgoFlags:
     tis_veto: float | None = flag(
         None, "Drop a response if the ratio of any of its tokens is below this value.", within="[0, 1]", needs="use_tis"
     )
+    tis_upper_bound: float | None = flag(
+        None, "--tis-clip by its name in slime's mis.yaml.", within="(0, inf)", needs="use_tis"
+    )
+    tis_lower_bound: float | None = flag(
+        None,
+        "--tis-clip-low by its name in slime's mis.yaml; not used by --tis-mode truncate. Default with "
+        "--tis-upper-bound: its reciprocal.",
+        within="[0, inf)",
+        needs="use_tis",
+    )
+    tis_batch_normalize: bool = flag(
+        False,
+        "Divide the importance weights by their mean over the micro-batch, as slime's mis.py does. The mean depends on "
+        "how samples are packed.",
+        needs="use_tis",
+    )
+    use_rs: bool = flag(
+        False, "Also reject tokens whose importance weight at --rs-level is out of bounds.", needs="use_tis"
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = flag(
+        "token", "Granularity of rejection; see --tis-level.", needs="use_rs"
+    )
+    rs_lower_bound: float | None = flag(
+        None,
+        "Lower bound of rejection. Default: --tis-lower-bound or --tis-clip-low, or the reciprocal of the upper bound "
+        "of the weights.",
+        within="[0, inf)",
+        needs="use_rs",
+    )
+    rs_upper_bound: float | None = flag(
+        None, "Upper bound of rejection. Default: that of the weights.", within="(0, inf)", needs="use_rs"
+    )
+    rs_veto_threshold: float | None = flag(
+        None, "--tis-veto by its name in slime's mis.yaml.", within="[0, 1]", needs="use_rs"
+    )
     use_opsm: bool = flag(
         False, "Mask responses with negative advantage that have drifted from the current policy.", needs=_NOT_SFT
     )
@@ -130,6 +165,13 @@ class AlgoFlags:
         None, "User function that reduces the policy loss.", excludes="loss_constant_len"
     )
     custom_advantage_function_path: str | None = flag(None, "User function that computes advantages.")
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Bounds of --use-rs; unset ones are those of the weights, as in slime."""
+        low = self.tis_clip_low or 1 / self.tis_clip if self.tis_lower_bound is None else self.tis_lower_bound
+        high = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
+        return low if self.rs_lower_bound is None else self.rs_lower_bound, high
 
     @property
     def uses_reference(self) -> bool:
