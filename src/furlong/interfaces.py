@@ -337,8 +337,8 @@ class DataSource(Protocol):
         """Return the position as JSON values: epoch, cursor, counters, and the groups that were returned."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises CheckpointError if the data differs from then."""
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:
+        """Continue from `state`. Raises CheckpointError if the data differs from then, except with `data_changed`."""
         ...
 
     @property
@@ -421,6 +421,10 @@ class Ledger(Protocol):
 
     def restored(self, group_ids: Iterable[int], rollout_id: int) -> None:
         """Record that the checkpoint contained these groups, generated for rollout `rollout_id`."""
+        ...
+
+    def data_changed(self) -> None:
+        """Record that the run resumed with other data."""
         ...
 
     def ended(self, *, is_saved: bool) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 import faulty_engines
 from furlong.config.command_line import load
+from furlong.core.model_config import read_json
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, SyncError
 from furlong.models import hf_model as hf
-from furlong.models.hf_folder import read_json
 from loading_sglang import Loading
 from models_zoo import family_config
 from runs import flags, rows, sampled, train

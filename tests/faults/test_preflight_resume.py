@@ -13,7 +13,7 @@ from faults.world import names, only
 from faults_marker import fault
 from furlong.core.sample import Group, Sample
 from furlong.data.prompt import PromptFormat
-from furlong.data.row_readers import PromptDataPath
+from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import prompt_settings
 from furlong.tracking.rollout_dump import save_samples
 from stored_models import dense_layer, write_safetensors

@@ -162,7 +162,7 @@ class FakeSource:
     def state(self) -> dict[str, Any]:
         return {"position": self.position}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:
         self.position = state["position"]
 
     groups_per_epoch = None
@@ -187,6 +187,8 @@ class FakeLedger:
 
     def ended(self, *, is_saved: bool) -> None:
         self.ends.append(is_saved)
+
+    def data_changed(self) -> None: ...
 
     def mark(self) -> dict[str, Any]:
         return {"events": len(self.trained_groups)}

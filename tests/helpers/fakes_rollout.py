@@ -88,7 +88,7 @@ class ListSource:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None: ...
 
     groups_per_epoch = None
 
@@ -143,6 +143,8 @@ class MemoryLedger:
         assert {self.states.get(index) for index in group_ids} <= {"generated"}
 
     def ended(self, *, is_saved: bool) -> None: ...
+
+    def data_changed(self) -> None: ...
 
     def mark(self) -> dict[str, Any]:
         return {}

@@ -150,7 +150,8 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
 
 def _tokenize(config: Config, options: argparse.Namespace) -> int:
     from furlong.data.prompt import PromptFormat
-    from furlong.data.row_readers import PromptDataPath, open_reader
+    from furlong.data.prompt_path import PromptDataPath
+    from furlong.data.row_readers import open_reader
     from furlong.data.tokenized import write_tokenized
     from furlong.wiring.run_context import read_tokenizer
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from furlong.commands.output import show, terminal_width
 from furlong.config.command_line import load
+from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import read_json
 from furlong.tools.gpu_memory import DEVICES, device_bytes, local_device
 from furlong.tools.memory_phases import GIB
 from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown

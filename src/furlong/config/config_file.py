@@ -12,10 +12,11 @@ import yaml
 
 from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
-from furlong.config.flag_values import in_short, value_from_yaml
+from furlong.config.flag_values import value_from_yaml
 from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
 from furlong.core.catalogue import NO_EFFECT, Problem
-from furlong.core.text import did_you_mean
+from furlong.core.json_values import TOO_DEEP, check_depth
+from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
 
 MOST_BYTES = 4 << 20
@@ -75,7 +76,7 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
         where, flag = f"{path}: {shown}", "--" + _canonical(key).replace("_", "-")
         spec = by_key.get(_canonical(key))
         if spec is None and not section and key in sections:
-            read.problems.append(f"{path}: {key} is a section, got {in_short(value)}; write its flags below it")
+            read.problems.append(f"{path}: {key} is a section, got {shortened(value)}; write its flags below it")
         elif spec is None and is_engine_option(flag):
             read.set_option(flag, where, partial(value_in_file, value=value))
         elif spec is None:
@@ -145,6 +146,10 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# Errors of PyYAML itself, and of its constructors for values such as `!!bool x` or the date 2026-13-01.
+_NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
 def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
     """Return the content of a YAML or JSON file of at most `MOST_BYTES`.
 
@@ -153,10 +158,15 @@ def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)  # bounded, as the path may be a device
-        if len(content) > MOST_BYTES:
-            raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
-        return yaml.load(content.decode("utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
+    try:
+        values = yaml.load(content.decode("utf-8"), _UniqueKeys)
+        check_depth(values)
+        return values
+    except RecursionError as error:
+        raise ConfigError(f"{where} is not usable: {TOO_DEEP}; write {form}") from error
+    except _NOT_YAML as error:
         raise ConfigError(f"{where} is not YAML: {error}; write {form}") from error

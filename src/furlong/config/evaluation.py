@@ -17,9 +17,9 @@ from typing import Any
 from furlong.config.checks.value_checks import prompt_file_problem, set_name_problem, verifier_problem
 from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import FlagSpec, flag_specs
-from furlong.config.flag_values import in_short, value_from_yaml
+from furlong.config.flag_values import value_from_yaml
 from furlong.config.sections import Config
-from furlong.core.text import did_you_mean
+from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
 
 
@@ -94,12 +94,12 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
     ]
     shared = section.get("defaults") or {}
     if not isinstance(shared, dict):
-        raise ConfigError(f"--eval-config {path}: `defaults` is {in_short(shared)}, expected keys and values")
+        raise ConfigError(f"--eval-config {path}: `defaults` is {shortened(shared)}, expected keys and values")
     specs: list[EvalSpec] = []
     for i, row in enumerate(section["datasets"], start=1):
         where = f"--eval-config {path}: dataset {i}"
         if not isinstance(row, dict):
-            problems.append(f"{where} is {in_short(row)}, expected keys and values, at least `name` and `path`")
+            problems.append(f"{where} is {shortened(row)}, expected keys and values, at least `name` and `path`")
             continue
         where += f" ({row['name']})" if row.get("name") else ""
         values, wrong = _values(where, {**shared, **row})
@@ -146,7 +146,7 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
         elif key == "metadata_overrides":
             values[key] = value
             if not isinstance(value, dict):
-                problems.append(f"{where}, {key}: got {in_short(value)}, expected keys and values")
+                problems.append(f"{where}, {key}: got {shortened(value)}, expected keys and values")
         elif key in ("name", "path"):
             values[key] = str(value)
             if key == "name" and (problem := set_name_problem(f"{where}, name", str(value))):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec
+from furlong.core.json_values import check_depth, parse_json
+from furlong.core.text import shortened
 
 _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
 _NAMES: dict[type, str] = {
@@ -75,21 +76,12 @@ def many_from_equals(spec: FlagSpec, text: str) -> list[str]:
     """Return the values of `--flag=TEXT`: the items of a JSON array of the flag's type, else [TEXT]."""
     if text.startswith("["):
         try:
-            items = json.loads(text)
+            items = parse_json(text)
         except ValueError:
             return [text]
         if isinstance(items, list) and all(type(item) is spec.type for item in items):
             return [str(item) for item in items]
     return [text]
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 4, 4, 80, 80
-
-
-def in_short(value: Any) -> str:
-    """Return a short text of a value for messages."""
-    return _SHORT.repr(value)
 
 
 def _scalar(spec: FlagSpec, word: str) -> Any:
@@ -108,7 +100,7 @@ def _typed(spec: FlagSpec, value: Any) -> Any:
     if spec.type is float and type(value) is str and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-6 as a string, because it has no point
     if type(value) is not spec.type:
-        raise ValueError(f"got {in_short(value)} ({type(value).__name__}), expected {_NAMES[spec.type]}")
+        raise ValueError(f"got {shortened(value)} ({type(value).__name__}), expected {_NAMES[spec.type]}")
     if spec.type is str:
         return _choice(spec, value)
     if spec.type is dict:
@@ -132,22 +124,23 @@ def _finite(number: Any) -> Any:
 
 def _json_object(value: Any) -> dict[str, Any]:
     """Reject values that JSON cannot represent, such as dates, as they are written to command lines and files."""
+    check_depth(value)
     try:
         same = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
         same = False
     if not same:
-        raise ValueError(f"got {value!r}, expected a JSON object; quote dates and keys that are not strings")
+        raise ValueError(f"got {shortened(value)}, expected a JSON object; quote dates and keys that are not strings")
     return value
 
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ValueError(
-            f"got {text!r}, which is not JSON ({error}); expected an object such as '{{\"a\": 1}}'"
+            f"got {shortened(text)}, which is not JSON ({error}); expected an object such as '{{\"a\": 1}}'"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"got {text!r}, expected a JSON object such as '{{\"a\": 1}}'")
+        raise ValueError(f"got {shortened(text)}, expected a JSON object such as '{{\"a\": 1}}'")
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 
 
@@ -49,3 +50,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> tuple[list[str], str]:
 
 def _similarity(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 4, 4, 80, 80
+
+
+def shortened(value: object) -> str:
+    """Return the text of a value for a message, with at most a few entries and characters of it."""
+    return _SHORT.repr(value)

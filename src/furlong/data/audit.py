@@ -197,7 +197,7 @@ class _Replay:
         self.open: dict[int, _OpenGroup] = {}
         self.groups = _Codes()
         self.rows: dict[int, _Codes] = {}
-        self.is_partial = self.may_wait = False
+        self.is_partial = self.may_wait = self.has_other_rows = False
         self.highest = -1
         self.era = 0
         self.num_steps = 0
@@ -222,6 +222,9 @@ class _Replay:
                     self._restored(event["g"], event["r"], number)
                 case "trained":
                     self._trained(event["g"], event["s"], number)
+                case "data_changed":
+                    self.rows.clear()
+                    self.has_other_rows = True
                 case "ended":
                     self._ended(is_saved=event["saved"])
                 case other:
@@ -257,11 +260,14 @@ class _Replay:
     def _check_completeness(self) -> None:
         """Check for numbers that were never issued, and for incomplete epochs.
 
-        Sources without epochs (epoch -1) choose their own group numbers and are not checked.
+        Sources without epochs (epoch -1) choose their own group numbers and are not checked. Epochs of a run that
+        resumed with other data may differ in size.
         """
         for g in range(self.highest + 1):
             if not self.groups[g]:
                 self.result.problem(f"group {g} was never issued, though group {self.highest} was")
+        if self.has_other_rows:
+            return
         counts = {epoch: count for epoch, count in self.result.groups_by_epoch.items() if epoch >= 0}
         whole = {epoch: count for epoch, count in counts.items() if epoch + 1 in counts}
         for epoch, count in whole.items():

@@ -72,7 +72,7 @@ class CustomDataSource:
             "next_sample": self._next_sample,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:  # noqa: ARG002  of the protocol
         """Let the object load its state. Raises CheckpointError if another class saved it."""
         saved, now = (state.get("version"), state.get("class")), (STATE_VERSION, type(self.instance).__qualname__)
         if saved != now:
@@ -129,7 +129,7 @@ class EmptyDataSource:
         """Return an empty state."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:  # noqa: ARG002  of the protocol
         """Raise CheckpointError if the checkpoint has a data position."""
         if state:
             raise CheckpointError("the checkpoint has a data position, but this run has no --prompt-data")
@@ -159,7 +159,7 @@ class EmptyPrompts:
         """Return how many were taken."""
         return {"row": self._row}
 
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:  # noqa: ARG002  the protocol's signature
+    def seek(self, key: int | None, position: dict[str, Any], *, by_row: bool = False) -> None:  # noqa: ARG002
         """Continue after a position."""
         self._row = position["row"]
 

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any, cast
 
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
-from furlong.data.row_readers import Cursor, PromptDataPath, RawRow, RowReader, open_reader
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import Cursor, RawRow, RowReader, open_reader
 from furlong.data.source import PromptTable, prompt_settings, shuffled
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError
@@ -46,7 +47,9 @@ def open_rows(
     """Open a file's rows and their renderer. Raises ConfigError if the rows were tokenized with other settings."""
     if (settings := read_tokenizer_settings(location)) is not None:
         check_settings(location, settings, tokenizer, prompt_format)
-        return open_reader(location, [*prompt_format.columns, TOKENS]), TokenizedRenderer(prompt_format)
+        return open_reader(location, [*prompt_format.columns, TOKENS]), TokenizedRenderer(
+            prompt_format, None if tokenizer is None else 1 + max(tokenizer.get_vocab().values(), default=-1)
+        )
     reader = open_reader(location, prompt_format.columns)
     return reader, PromptRenderer(tokenizer, prompt_format, num_workers=num_workers)
 
@@ -117,14 +120,21 @@ class PromptStream:
         block, start, taken = self._at
         return {"block": block, **start._asdict(), "taken": taken, "kept": self._kept, "size": self._size}
 
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch; reads one block. Raises CheckpointError if the block is shorter than the position."""
+    def seek(self, key: int | None, position: dict[str, Any], *, by_row: bool = False) -> None:
+        """Continue an epoch; reads one block. Raises CheckpointError if the block is shorter than the position.
+
+        `by_row`: of other data, in which the block begins elsewhere; a block that is shorter then ends there.
+        """
         cursor = Cursor(position["row"], position["line"], position["offset"])
+        if by_row:
+            cursor = self._cursor_of_row(position["row"])
         self._open(key, cursor, block=position["block"])
         self._kept, self._size = position["kept"], position["size"]
         taken = position["taken"]
         if taken:
             self._fill()
+            if by_row:
+                taken = min(taken, len(self._pending))
             if taken > len(self._pending):
                 raise CheckpointError(
                     f"{self._location.path}: the checkpoint is at row {taken} of the block at {cursor}, which has only "
@@ -146,14 +156,17 @@ class PromptStream:
 
     def _start(self) -> Cursor:
         if self._first is None:
-            skip = self._location.start or 0
-            self._first = Cursor()
-            if skip and self._reader.num_rows is None:
-                for raw in islice(self._reader.read(Cursor()), skip):
-                    self._first = raw.after
-            elif skip:
-                self._first = Cursor(row=skip)
+            self._first = self._cursor_of_row(self._location.start or 0)
         return self._first
+
+    def _cursor_of_row(self, row: int) -> Cursor:
+        """Return the position before a row, or the end of a shorter file whose rows are not counted in advance."""
+        if self._reader.num_rows is not None:
+            return Cursor(row=row)
+        cursor = Cursor()
+        for raw in islice(self._reader.read(cursor), row):
+            cursor = raw.after
+        return cursor
 
     def _open(self, key: int | None, cursor: Cursor, *, block: int) -> None:
         self._key, self._block = key, block

@@ -13,6 +13,7 @@ One JSON object per line, `{"e": event, ...}` with short keys:
     {"e":"restored","g":12,"r":3}                       was loaded from a checkpoint, generated for rollout r
     {"e":"ended","saved":true}                          the run ended before its last rollout; groups of later rollouts
                                                         are saved in the checkpoint, or dropped
+    {"e":"data_changed"}                                the run resumed with other rows, so that epochs differ in size
     {"e":"resume","events":40,"bytes":2100}             the run resumed from a checkpoint: the lines after the 40th, up
                                                         to this one, are rolled back
 
@@ -131,6 +132,10 @@ class FileLedger:
     def ended(self, *, is_saved: bool) -> None:
         """Record that the run ends before its last rollout; groups of later rollouts are saved, or else dropped."""
         self._add(f'{{"e":"ended","saved":{json.dumps(is_saved)}}}\n')
+
+    def data_changed(self) -> None:
+        """Record that the run resumed with other data, whose rows have other numbers."""
+        self._add('{"e":"data_changed"}\n')
 
     def mark(self) -> dict[str, Any]:
         """Sync all events to disk and return the position, for a checkpoint."""

@@ -15,6 +15,7 @@ import orjson
 
 from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
+from furlong.core.json_values import MAX_DEPTH, TOO_DEEP, check_depth
 from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render_chat, require_template
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -250,6 +251,8 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
     try:
         values = orjson.loads(text)
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+            check_depth(values)
         if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
             # orjson converts integers beyond 64 bits to floats, and keeps the last value of a duplicate key
             values = json.loads(text, object_pairs_hook=_object)
@@ -275,6 +278,18 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
             "syntax",
         )
     return cast("dict[str, Any]", values)
+
+
+def _decoded_text(text: str) -> Any:
+    """Return the value of JSON in a string. Raises ValueError, also for text that is not Unicode, and _BadRowError."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_depth(value)
+    if r"\ud" in text.lower():  # half a surrogate pair cannot be encoded again
+        orjson.loads(text)
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -319,7 +334,7 @@ def _decoded(values: dict[str, Any], key: str | None, kind: type, what: str, fla
         return None
     if isinstance(value, str):
         try:
-            value = json.loads(value, object_pairs_hook=_object)
+            value = _decoded_text(value)
         except ValueError as error:
             raise _BadRowError(f"{key!r} ({flag}) is a string that is not JSON: {error}") from error
     if not isinstance(value, kind):

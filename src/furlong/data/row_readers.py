@@ -1,126 +1,26 @@
-"""Read raw, unvalidated rows of a data file in order, from any position and with bounded memory."""
+"""Read raw, unvalidated rows of a data file in order, from any position and with bounded memory.
+
+Whatever a file contains, rows are those that its format describes, or a DataError names the file and the place.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
-from furlong.config.checks.value_checks import split_slice
-from furlong.errors import ConfigError, DataError
+from furlong.core.json_values import MAX_DEPTH, TOO_DEEP
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.source_file import SourceFile
+from furlong.errors import DataError
 
 READ_BYTES = 1 << 20
 BATCH_ROWS = 1024
-HASHED_BYTES = 1 << 20
-
-DataKind = Literal["jsonl", "parquet", "arrow"]
-
-
-@dataclass(frozen=True)
-class PromptDataPath:
-    """A data file or folder and a slice of its rows, as in `--prompt-data`.
-
-    >>> PromptDataPath.parse("math.jsonl@[100:]")
-    PromptDataPath(path=PosixPath('math.jsonl'), start=100, stop=None)
-    """
-
-    path: Path
-    start: int | None = None
-    stop: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> PromptDataPath:
-        """Split `file@[a:b]` into path and slice. Raises ConfigError for an invalid slice."""
-        file, start, stop = split_slice(text)
-        if "@[" in file:
-            raise ConfigError(
-                f"--prompt-data {text!r}: the suffix is not a slice; write file@[a:b], file@[a:] or file@[:b]"
-            )
-        return cls(Path(file), start, stop)
-
-    @property
-    def slice_text(self) -> str:
-        """The slice as text, "[:]" for all rows."""
-        return f"[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
-
-    @property
-    def kind(self) -> DataKind:
-        """The format, from the suffix or the content of the folder. Raises DataError if it is unknown."""
-        path = self.path
-        if path.is_dir():
-            if (path / "state.json").is_file():
-                return "arrow"
-            raise DataError(_folder_problem(path))
-        if not path.is_file():
-            raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
-        if path.suffix in (".jsonl", ".ndjson"):
-            return "jsonl"
-        if path.suffix == ".parquet":
-            return "parquet"
-        raise DataError(
-            f"{path}: unknown format {path.suffix!r}; "
-            "use .jsonl, .parquet, or a folder written by datasets' save_to_disk"
-        )
-
-    def check_streamable(self) -> None:
-        """Raise ConfigError for a slice that counts from the end, which a stream does not know."""
-        if (self.start or 0) < 0 or (self.stop or 0) < 0:
-            raise ConfigError(
-                f"{self.path}@{self.slice_text}: a negative slice needs the number of rows, which is unknown for a "
-                "stream; use non-negative bounds, or remove --streaming-data"
-            )
-
-    def files(self) -> list[Path]:
-        """Return the files with rows, in row order."""
-        return arrow_files(self.path) if self.kind == "arrow" else [self.path]
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies the data, not its path: size, hashes of the first and last MiB, and the slice."""
-        files = self.files()
-        head, tail = files[0], files[-1]
-        with head.open("rb") as file:
-            head_hash = xxhash.xxh3_128_hexdigest(file.read(HASHED_BYTES))
-        with tail.open("rb") as file:
-            file.seek(max(0, tail.stat().st_size - HASHED_BYTES))
-            tail_hash = xxhash.xxh3_128_hexdigest(file.read(HASHED_BYTES))
-        return {
-            "size": sum(file.stat().st_size for file in files),
-            "head": head_hash,
-            "tail": tail_hash,
-            "slice": self.slice_text,
-        }
-
-
-def arrow_files(folder: Path) -> list[Path]:
-    """Return the Arrow files of a save_to_disk folder, in row order. Raises DataError if one is missing."""
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    entries = state.get("_data_files")
-    if not entries:
-        raise DataError(f"{folder}/state.json lists no data files; save the dataset again with save_to_disk")
-    if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise DataError(f"{folder} has an indices mapping; call flatten_indices() on the dataset and save it again")
-    files = [folder / entry["filename"] for entry in entries]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{folder}/state.json lists missing files: {missing}; copy the whole folder")
-    return files
-
-
-def _folder_problem(folder: Path) -> str:
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        return f"{folder} contains the splits {splits}; select one: {folder / (splits[0] if splits else 'train')}"
-    inside = sorted(p.name for p in folder.iterdir())[:8]
-    return (
-        f"{folder} was not written by datasets' save_to_disk (no state.json; it contains {inside}); "
-        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong[datasets]')"
-    )
+MAX_LINE_BYTES = 1 << 28
 
 
 class Cursor(NamedTuple):
@@ -178,68 +78,119 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = SourceFile(path)
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; `where` has the 1-based line."""
+        """Yield rows from `cursor` on; `where` has the 1-based line. Raises DataError if the file has changed."""
         row, line, offset = cursor
-        with self.path.open("rb", buffering=READ_BYTES) as file:
+        checked = offset
+        with self._file.reading(), self.path.open("rb", buffering=READ_BYTES) as file:
+            self._file.check_unchanged()
             file.seek(offset)
-            for raw in file:
+            while raw := file.readline(MAX_LINE_BYTES):
                 offset += len(raw)
                 line += 1
+                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    raise DataError(
+                        f"{self.path} line {line} is longer than {MAX_LINE_BYTES >> 20} MiB; the file is not JSON "
+                        "Lines: write one object per line"
+                    )
+                is_torn = not raw.endswith(b"\n") or offset > self._file.num_bytes  # or the last line
+                if is_torn or offset - checked >= READ_BYTES:
+                    self._file.check_unchanged()
+                    checked = offset
                 if raw.isspace():
                     continue
                 row += 1
                 yield RawRow(row - 1, f"{self.path} line {line}", Cursor(row, line, offset), raw)
+            self._file.check_unchanged()
 
 
 class ParquetRows:
-    """A Parquet file, decoded one row group at a time."""
+    """A Parquet file, decoded one row group at a time. Checksums of pages are compared where the file has them."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path, self.columns = path, columns
-        meta = pq.read_metadata(path)
-        size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        self.num_rows: int | None = meta.num_rows
-        self.row_bytes: int | None = size // max(1, meta.num_rows)
+        self._file = SourceFile(path)
+        with self._file.reading("its footer"), self._open() as file:
+            meta = file.metadata
+            _check_schema(path, file.schema_arrow)
+            sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+            num_bytes = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+            num_rows = meta.num_rows
+        if min(sizes, default=0) < 0 or sum(sizes) != num_rows:
+            raise DataError(
+                f"{path}, its footer, is damaged: {num_rows} rows in groups of {sizes[:8]}; copy or write it again"
+            )
+        self.num_rows: int | None = num_rows
+        self.row_bytes: int | None = max(0, num_bytes) // max(1, num_rows)
+        self._ends = list(accumulate(sizes))
+
+    def _open(self) -> pq.ParquetFile:
+        return pq.ParquetFile(self.path, page_checksum_verification=True)
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; earlier row groups are not read."""
-        with pq.ParquetFile(self.path) as file:
-            meta = file.metadata
-            ends = list(accumulate(meta.row_group(i).num_rows for i in range(meta.num_row_groups)))
-            groups = [i for i, end in enumerate(ends) if end > cursor.row]
-            if not groups:
-                return
-            first = ends[groups[0] - 1] if groups[0] else 0
+        """Yield rows from `cursor` on; earlier row groups are not read. Raises DataError."""
+        with self._file.reading("its footer"), self._open() as file:
+            self._file.check_unchanged()
             columns = _present(self.columns, file.schema_arrow.names)
-            batches = file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns)
-            yield from _table_rows(self.path, batches, first, cursor.row)
+            first = 0
+            for group, end in enumerate(self._ends):
+                if end > cursor.row:
+                    with self._file.reading(f"row group {group}"):
+                        batches = file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns)
+                        yield from _table_rows(self._file, batches, first, end, cursor.row)
+                first = end
+            self._file.check_unchanged()
 
 
 class ArrowRows:
-    """The memory-mapped Arrow stream files of a save_to_disk folder."""
+    """The Arrow stream files of a save_to_disk folder, read one record batch at a time.
+
+    Batches are copied into memory: reading a mapped file that another process cuts would end the process (SIGBUS).
+    """
 
     def __init__(self, path: Path, files: list[Path], columns: list[str]) -> None:
-        self.path, self.files, self.columns = path, files, columns
-        num_rows = sum(batch.num_rows for batch in self._batches())
+        self.path, self.columns = path, columns
+        self._files = [SourceFile(file) for file in files]
+        self._ends = list(accumulate(map(_num_rows, self._files)))
+        num_rows = self._ends[-1]
         self.num_rows: int | None = num_rows
-        self.row_bytes: int | None = sum(file.stat().st_size for file in files) // max(1, num_rows)
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        for path in self.files:
-            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-                yield from stream
+        self.row_bytes: int | None = sum(file.num_bytes for file in self._files) // max(1, num_rows)
 
     def read(self, cursor: Cursor) -> Iterator[RawRow]:
-        """Yield rows from `cursor` on; earlier batches are mapped but not decoded."""
+        """Yield rows from `cursor` on; earlier files are not read. Raises DataError."""
         first = 0
-        for batch in self._batches():
-            if first + batch.num_rows > cursor.row:
-                batch_columns = batch.select(_present(self.columns, batch.schema.names))
-                slices = (batch_columns.slice(i, BATCH_ROWS) for i in range(0, batch.num_rows, BATCH_ROWS))
-                yield from _table_rows(self.path, slices, first, cursor.row)
-            first += batch.num_rows
+        for file, end in zip(self._files, self._ends, strict=True):
+            if end > cursor.row:
+                with file.reading(), pa.OSFile(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
+                    file.check_unchanged()
+                    columns = _present(self.columns, stream.schema.names)
+                    batches = (piece for batch in stream for piece in _pieces(batch.select(columns)))
+                    yield from _table_rows(file, batches, first, end, cursor.row)
+            first = end
+
+
+def _num_rows(file: SourceFile) -> int:
+    """Count the rows of an Arrow stream file; values are neither read nor checked."""
+    with file.reading(), pa.memory_map(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
+        _check_schema(file.path, stream.schema)
+        return sum(batch.num_rows for batch in stream)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    return (batch.slice(i, BATCH_ROWS) for i in range(0, batch.num_rows, BATCH_ROWS))
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    """Raise DataError if two columns have the same name, or if types are nested too deeply."""
+    if len(set(schema.names)) < len(schema.names):
+        raise DataError(f"{path} has columns of the same name: {schema.names}; rename one")
+    level = [field.type for field in schema]
+    for _ in range(MAX_DEPTH):
+        level = [kind.field(i).type for kind in level for i in range(kind.num_fields)]
+    if level:
+        raise DataError(f"{path}: {TOO_DEEP} in its columns; write it with fewer levels")
 
 
 def _present(columns: list[str], names: list[str]) -> list[str]:
@@ -247,21 +198,26 @@ def _present(columns: list[str], names: list[str]) -> list[str]:
     return [name for name in columns if name in names] if columns[0] in names else names
 
 
-def _table_rows(path: Path, batches: Any, first: int, skip_to: int) -> Iterator[RawRow]:
+def _table_rows(file: SourceFile, batches: Any, first: int, end: int, skip_to: int) -> Iterator[RawRow]:
+    """Yield the rows of batches that have the rows `first` to `end` of the table, from row `skip_to` on."""
     row = first
     for batch in batches:
-        end = row + batch.num_rows
-        if end > skip_to:
-            row = max(row, skip_to)
-            for values in batch.slice(batch.num_rows - (end - row)).to_pylist():
-                yield RawRow(
-                    row,
-                    f"{path} row {row}",
-                    Cursor(row + 1),
-                    {name: _without_nulls(value) for name, value in values.items()},
-                )
-                row += 1
-        row = end
+        batch.validate(full=True)
+        file.check_unchanged()
+        skipped = min(max(0, skip_to - row), batch.num_rows)
+        row += skipped
+        for values in batch.slice(skipped).to_pylist():
+            yield RawRow(
+                row,
+                f"{file.path} row {row}",
+                Cursor(row + 1),
+                {name: _without_nulls(value) for name, value in values.items()},
+            )
+            row += 1
+    if row != end:
+        raise DataError(
+            f"{file.path} is damaged: rows from {first} on end at {row}, expected {end}; copy or write it again"
+        )
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from furlong.core.sample import Group, Sample
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
-from furlong.data.row_readers import PromptDataPath, RowReader, read_slice
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import RowReader, read_slice
 from furlong.data.tokenized import TokenizedRenderer
 from furlong.errors import CheckpointError, ConfigError, DataError
 
@@ -28,6 +29,7 @@ STATE_VERSION = 1
 READ_ROWS = 4096
 _U64 = (1 << 64) - 1
 HASHED_PARTS = {"head": "its first MiB differs", "tail": "its last MiB differs"}  # shown instead of the hashes
+CONTENT = (*HASHED_PARTS, "size", "num_prompts")  # settings that other data changes
 
 
 class Prompts(Protocol):
@@ -50,8 +52,8 @@ class Prompts(Protocol):
         """Return a JSON-able position in the epoch, for `seek`."""
         ...
 
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:
-        """Continue an epoch from a `position`."""
+    def seek(self, key: int | None, position: dict[str, Any], *, by_row: bool = False) -> None:
+        """Continue an epoch from a `position`; `by_row`: of other data, in which the same rows are elsewhere."""
         ...
 
     def settings(self) -> dict[str, Any]:
@@ -86,9 +88,14 @@ def prompt_settings(location: PromptDataPath, prompt_format: PromptFormat, *, sk
     }
 
 
-def check_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare the settings of a data state with those of a run. Raises CheckpointError naming what differs."""
+def check_same_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, data_changed: bool = False) -> None:
+    """Compare the settings of a data state with those of a run, but not the content if `data_changed`.
+
+    Raises CheckpointError naming what differs.
+    """
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
+    if data_changed:
+        differing = [key for key in differing if key not in CONTENT]
     if differing:
         changes = "; ".join(
             HASHED_PARTS[key] if key in HASHED_PARTS else f"{key} was {saved.get(key)!r}, is {now.get(key)!r}"
@@ -151,7 +158,7 @@ class PromptTable(Sequence[Prompt]):
         """Return how many prompts of the epoch were taken."""
         return {"taken": self._next}
 
-    def seek(self, key: int | None, position: dict[str, Any]) -> None:
+    def seek(self, key: int | None, position: dict[str, Any], *, by_row: bool = False) -> None:  # noqa: ARG002
         """Continue an epoch."""
         self.begin(key)
         self._next = int(position["taken"])
@@ -267,20 +274,21 @@ class RolloutDataSource:
             "returned": [json_group(group) for group in self._returned],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:
         """Continue from a state. Raises CheckpointError naming each setting that differs.
 
-        Returned groups are adjusted to the current number of samples per prompt.
+        Returned groups are adjusted to the current number of samples per prompt. With `data_changed`, the content of
+        the data may differ, and the epoch continues at the same number of prompts.
         """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the data state has version {state.get('version')!r}, expected {STATE_VERSION}; "
                 "resume with the furlong version that wrote the checkpoint"
             )
-        check_same_settings(state["settings"], self._settings())
+        check_same_settings(state["settings"], self._settings(), data_changed=data_changed)
         self._epoch = state["epoch"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
-        self._prompts.seek(self._key(self._epoch), state["position"])
+        self._prompts.seek(self._key(self._epoch), state["position"], by_row=data_changed)
         self._returned.clear()
         returned = [Group.from_dict(group) for group in copy.deepcopy(state["returned"])]
         for group in returned:

@@ -19,12 +19,16 @@ import pyarrow.parquet as pq
 import xxhash
 
 from furlong.core.files import atomic_file
+from furlong.core.json_values import parse_json
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow, RowFilter
-from furlong.data.row_readers import PromptDataPath, RawRow, RowReader, read_slice
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import RawRow, RowReader, read_slice
+from furlong.data.source_file import SourceFile
 from furlong.errors import ConfigError, DataError
 
 FORMAT = 1
 TOKENS = "furlong_tokens"
+TOKEN_TYPE = pa.list_(pa.int32())
 CHUNK_ROWS = 4096
 _KEY = b"furlong.tokenized"
 
@@ -42,8 +46,10 @@ class TokenizeReport:
 class TokenizedRenderer:
     """Makes prompts from rows of a tokenized file; replaces `PromptRenderer` there."""
 
-    def __init__(self, prompt_format: PromptFormat) -> None:
+    def __init__(self, prompt_format: PromptFormat, num_ids: int | None = None) -> None:
+        """Accept token ids below `num_ids`, or any without it."""
         self.format = prompt_format
+        self._num_ids = num_ids
 
     def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
         """Return one result per row, in order."""
@@ -55,21 +61,35 @@ class TokenizedRenderer:
     def _prompt(self, raw: RawRow) -> Prompt | RejectedRow:
         fmt, values = self.format, cast("dict[str, Any]", raw.raw)
         tokens: list[int] = values[TOKENS]
+        if (problem := self._problem(values)) is not None:
+            return RejectedRow(raw.row, raw.where, f"{problem}; run `furlong data tokenize` again")
         if fmt.max_prompt_len is not None and len(tokens) > fmt.max_prompt_len:
             return RejectedRow(raw.row, raw.where, f"{len(tokens)} tokens, limit {fmt.max_prompt_len}", len(tokens))
 
-        def stored(key: str | None) -> Any:
-            return None if key is None else json.loads(values[key])
+        try:
+            label, metadata, tools = (
+                None if key is None else parse_json(values[key])
+                for key in (fmt.label_key, fmt.metadata_key, fmt.tool_key)
+            )
+            if not isinstance(metadata, dict | None) or not isinstance(tools, list | None):
+                raise ValueError("metadata is not an object, or tools are not a list")
+        except ValueError as error:
+            reason = f"a column is not the JSON that `furlong data tokenize` writes ({error}); run it again"
+            return RejectedRow(raw.row, raw.where, reason, kind="syntax")
+        text = values[fmt.input_key]
+        return Prompt(raw.row, text, tokens, label, metadata or {}, tools, fmt.apply_chat_template_kwargs)
 
-        return Prompt(
-            raw.row,
-            values[fmt.input_key],
-            tokens,
-            stored(fmt.label_key),
-            stored(fmt.metadata_key) or {},
-            stored(fmt.tool_key),
-            fmt.apply_chat_template_kwargs,
-        )
+    def _problem(self, values: dict[str, Any]) -> str | None:
+        """Return why a row was not written by `write_tokenized`, or was changed since then; None if it is usable."""
+        if any(not isinstance(values[key], str) for key in self.format.columns):
+            return f"one of {self.format.columns} is not text"
+        tokens = cast("list[int | None] | None", values[TOKENS])
+        if not tokens or None in tokens:
+            return f"{TOKENS} has no tokens, or a null"
+        low, high = min(cast("list[int]", tokens)), max(cast("list[int]", tokens))
+        if low < 0 or (self._num_ids is not None and high >= self._num_ids):
+            return f"{TOKENS} has ids from {low} to {high}, the tokenizer {self._num_ids} tokens"
+        return None
 
 
 def write_tokenized(
@@ -92,13 +112,13 @@ def write_tokenized(
     num_tokens = 0
     settings = json.dumps(tokenizer_settings(tokenizer, prompt_format))
     schema = pa.schema(
-        [*((name, pa.string()) for name in prompt_format.columns), (TOKENS, pa.list_(pa.int32()))],
+        [*((name, pa.string()) for name in prompt_format.columns), (TOKENS, TOKEN_TYPE)],
         metadata={_KEY: settings.encode()},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_file(path) as draft:
-            with pq.ParquetWriter(draft, schema) as writer:
+            with pq.ParquetWriter(draft, schema, write_page_checksum=True) as writer:
                 rows = read_slice(reader, location)
                 while chunk := list(islice(rows, CHUNK_ROWS)):
                     kept = [_row(cast(Prompt, r), prompt_format) for r in renderer.render(chunk) if check.admits(r)]
@@ -117,8 +137,20 @@ def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
     """Return the settings with which a file was tokenized; None if it was not."""
     if location.kind != "parquet":
         return None
-    text = (pq.read_schema(location.path).metadata or {}).get(_KEY)
-    return None if text is None else json.loads(text)
+    with SourceFile(location.path).reading("its schema"):
+        schema = pq.read_schema(location.path)
+        text = (schema.metadata or {}).get(_KEY)
+        if text is None:
+            return None
+        settings: dict[str, Any] = parse_json(text)
+        keys = [key for name, key in settings.items() if name.endswith("_key") and key]
+        expected: dict[str, Any] = dict.fromkeys(keys, pa.string()) | {TOKENS: TOKEN_TYPE}
+        if {field.name: field.type for field in schema} != expected:
+            raise DataError(
+                f"{location.path} has the settings of `furlong data tokenize`, but other columns "
+                f"({', '.join(schema.names)}); tokenize the original data again"
+            )
+        return settings
 
 
 def check_settings(

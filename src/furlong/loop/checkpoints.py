@@ -3,6 +3,7 @@
     SAVE/latest_checkpointed_iteration.txt     the number of rollouts trained, e.g. 10
     SAVE/iter_0000010/manifest.json            every file with size and checksum; written last, incomplete without it
     SAVE/iter_0000010/state.json               data source, ledger position
+    SAVE/iter_0000010/inputs.json              what the run stands on: data, tokenizer, weights, by content
     SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts generated ahead
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
 
@@ -20,7 +21,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,14 @@ from furlong.core.checkpoint_folder import (
     write_manifest,
 )
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
+from furlong.core.run_inputs import INPUTS, InputKind, RunInputs, read_inputs
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS: tuple[InputKind, ...] = ("weights", "reference")
+SMALL_INPUTS: tuple[InputKind, ...] = ("data", "tokenizer", "chat-template", "config")
 
 
 class BackgroundWrite:
@@ -81,7 +86,8 @@ class Checkpoints:
     load_step: the step to load, by default the latest. keep: number of checkpoints to keep. start: id of the first
     rollout without a checkpoint. hf_folder: returns the path of the Hugging Face export of a step. finish_export:
     called with the folder before it is renamed to that path. flag: the flag that set `load_dir`, for messages.
-    in_background: whether to write files while training continues.
+    in_background: whether to write files while training continues. inputs: recorded in each checkpoint, and compared
+    with those in the one that is loaded.
     """
 
     save_dir: Path | None = None
@@ -93,6 +99,7 @@ class Checkpoints:
     finish_export: Callable[[Path], None] | None = None
     flag: str = "--load"
     in_background: bool = False
+    inputs: RunInputs | None = None
     _writing: BackgroundWrite = field(default_factory=BackgroundWrite, init=False, compare=False)
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
@@ -103,7 +110,8 @@ class Checkpoints:
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
         """Restore everything from the selected checkpoint; return the step and the rollouts generated ahead.
 
-        Returns (`start` or 0, []) if there is none. Raises CheckpointError if it is missing or incomplete.
+        Returns (`start` or 0, []) if there is none. Raises CheckpointError if it is missing or incomplete, or was saved
+        with inputs that differ from those of this run.
         """
         folder = self.find()
         if folder is None:
@@ -118,15 +126,46 @@ class Checkpoints:
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
             )
         state = read_state(folder)
+        has_other_data = await self._compare_inputs(parts, folder, SMALL_INPUTS)  # refused before weights are loaded
         async with parts.device_sharing.updating_weights():
             await parts.trainer.load(folder / "trainer")
-        parts.source.restore(state["source"])
+        await self._compare_inputs(parts, folder, WEIGHTS)  # read meanwhile
+        parts.source.restore(state["source"], data_changed=has_other_data)
         with files_checked(folder, state["ahead"]):
             loaded = [load_batch(folder / name) for name in state["ahead"]]
         # Renumber from this step: of rollouts that shared the last data, an earlier one may be missing.
         ahead = [dataclasses.replace(batch, rollout_id=step + place) for place, batch in enumerate(loaded)]
         logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
         return step, ahead
+
+    async def _compare_inputs(self, parts: Parts, folder: Path, kinds: Sequence[InputKind]) -> bool:
+        """Compare inputs with those in a checkpoint. Return whether the data differs, or is not known to be the same.
+
+        Accepted changes are logged, and recorded as an event. Raises CheckpointError for others.
+        """
+        if self.inputs is None:
+            return False
+        with files_checked(folder, [INPUTS]):
+            saved = read_inputs(folder)
+        if saved is None and kinds == SMALL_INPUTS:
+            logger.info("%s was saved without a record of its inputs, so only the data's ends are compared", folder)
+        changes = [] if saved is None else await self.inputs.changes(saved, kinds)
+        text = "; ".join(f"{change.kind}: {change.text}" for change in changes)
+        if refused := sorted({change.kind for change in changes} - self.inputs.accepted):
+            raise CheckpointError(
+                f"{folder} was saved with other inputs than this run has: {text}; restore them, start a new run from "
+                f"its weights with --finetune, or accept the change with --allow-changed-inputs {' '.join(refused)}, "
+                "which records it in the run's folder"
+            )
+        if changes:
+            logger.warning("inputs changed since %s was saved, as --allow-changed-inputs allows: %s", folder, text)
+            facts = [{"kind": change.kind, "change": change.text} for change in changes]
+            parts.observer.notify("inputs_changed", checkpoint=str(folder), changes=facts)
+        is_unknown = saved is None and "data" in self.inputs.accepted
+        has_other_data = is_unknown or any(change.kind == "data" for change in changes)
+        if has_other_data:
+            parts.ledger.data_changed()
+        return has_other_data
 
     def find(self) -> Path | None:
         """Return the checkpoint folder to load; None if there is nothing to resume. Raises CheckpointError."""
@@ -198,6 +237,8 @@ class Checkpoints:
             **(position or self.position(parts)),
         }
         pending.add_text(folder / STATE, json.dumps(state))
+        if self.inputs is not None:
+            pending.add_text(folder / INPUTS, json.dumps(await self.inputs.record()))
         final = self.save_dir / folder_name(step)
 
         async def write() -> None:

@@ -6,9 +6,11 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from furlong.errors import ConfigError
+from furlong.core.model_config import read_json
+from furlong.core.text import abbreviate
+from furlong.errors import CheckpointError, ConfigError
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
@@ -124,17 +126,15 @@ def stored_dtypes(folder: Path) -> dict[str, str]:
     return dtypes
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if the file does not exist. Raises ConfigError if it is not a JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} contains a {type(content).__name__}, not an object")
-    return content
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor from a safetensors index. Raises ConfigError or CheckpointError if damaged."""
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise CheckpointError(f"{index} has no weight_map; download the model again")
+    weight_map = cast("dict[str, Any]", entries)
+    if outside := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
+        raise CheckpointError(f"{index} names files outside of its folder: {abbreviate(outside)}; download it again")
+    return weight_map
 
 
 def end_ids(generation: Mapping[str, Any], config_eos: Any, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from furlong.core.model_config import read_json
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
     check_folder,
     quantization_problem,
-    read_json,
+    read_weight_map,
     stored_dtypes,
 )
 from furlong.models.packed_attention import IMPLEMENTATION
@@ -70,6 +71,7 @@ _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor 
 def load_config(folder: Path | str) -> PretrainedConfig:
     """Read `config.json`. Raises ConfigError if it is missing, unreadable, or of an unknown family."""
     path = check_folder(folder)
+    read_json(path / "config.json")  # raises for values of the wrong type, many of which transformers accepts
     try:
         return cast(
             "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -136,12 +138,15 @@ def load_model(
         )
     except KeyError as error:
         if error.args != (IMPLEMENTATION,):
-            raise
+            raise ConfigError(
+                f"{path / 'config.json'} has a value that transformers {transformers.__version__} does not know: "
+                f"{error}; correct the file, or download the model again"
+            ) from error
         raise ConfigError(
             f"{path}: {config.model_type} in transformers has its own attention, which cannot be replaced by packed "
             "attention; this model family cannot be trained, use another model"
         ) from error
-    except (OSError, ValueError, RuntimeError, TypeError, ArithmeticError) as error:
+    except (*unreadable_errors(), RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
@@ -321,7 +326,7 @@ class StoredTensors:
         self._opened: dict[str, Any] = {}
         single, index = WEIGHT_FILES
         if (folder / index).exists():
-            self._files: dict[str, str] = json.loads((folder / index).read_text())["weight_map"]
+            self._files = read_weight_map(folder / index)
         else:
             self._files = dict.fromkeys(self._open(single).keys(), single)
 

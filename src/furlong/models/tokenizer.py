@@ -22,8 +22,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from furlong.core.model_config import read_json
+from furlong.core.text import shortened
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import LFS_POINTER, check_folder, read_json
+from furlong.models.hf_folder import LFS_POINTER, check_folder
 
 if TYPE_CHECKING:  # it takes a second to import
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -41,7 +43,8 @@ def unreadable_errors() -> tuple[type[Exception], ...]:
     """Return the errors that transformers raises for a config or tokenizer with invalid values."""
     from huggingface_hub.errors import StrictDataclassError
 
-    return ValueError, KeyError, TypeError, ArithmeticError, OSError, StrictDataclassError
+    builtin = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError)
+    return *builtin, StrictDataclassError
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -51,8 +54,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     path = check_folder(folder, tokenizer=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except unreadable_errors() as error:
-        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
+    except Exception as error:  # tokenizers raises a plain Exception for any damage
+        raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
@@ -108,7 +111,7 @@ class JsonTokenizer:
         self._core.no_truncation()
         settings = read_json(folder / "tokenizer_config.json")
         named = read_json(folder / "special_tokens_map.json") | settings
-        self._named = {name: text for name in NAMED if (text := _text(named.get(name)))}
+        self._named = {name: text for name in NAMED if (text := _text(named.get(name), folder, name))}
         self.added_tokens_decoder: dict[int, AddedToken] = self._core.get_added_tokens_decoder()
         self.chat_template = _template_of(folder, settings)
 
@@ -181,19 +184,34 @@ def render_template(source: str, values: Mapping[str, Any]) -> str:
     return _compiled(source).render(**values)
 
 
-def _text(token: Any) -> str | None:
-    """Return the text of a token that is stored as text or as an object."""
-    return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+def _text(token: Any, folder: Path, key: str) -> str | None:
+    """Return the text of a token that is stored as text or as an object. Raises ConfigError for anything else."""
+    text = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(
+            f"{folder}: {key} in tokenizer_config.json or special_tokens_map.json is {shortened(token)}, expected text "
+            "or an object with `content`; download the tokenizer again"
+        )
+    return text
 
 
 def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Return the chat template of a folder, or None. Raises ConfigError that names the file of a damaged one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as text: {error}; download the model again") from error
     template = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        named = {row["name"]: row["template"] for row in cast("list[dict[str, str]]", template)}
-        return named.get("default")
+    if isinstance(template, list) and all(isinstance(row, dict) for row in cast("list[Any]", template)):
+        named = {str(row.get("name")): row.get("template") for row in cast("list[dict[str, Any]]", template)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(
+            f"{folder}: chat_template in tokenizer_config.json or chat_template.json is {shortened(template)}, "
+            "expected text or a list of objects with `name` and `template`; download the model again"
+        )
     return template
 
 

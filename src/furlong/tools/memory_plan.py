@@ -18,9 +18,9 @@ from furlong.config.resolve import DEFAULT_MAX_TOKENS
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
-from furlong.models.hf_folder import read_json
 from furlong.tools.memory_model import NODE, ModelSize, TrainingSetup
 from furlong.tools.memory_phases import (
     GIB,

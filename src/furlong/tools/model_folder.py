@@ -19,9 +19,10 @@ from typing import Any, cast
 import orjson
 
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import LFS_POINTER, read_json
+from furlong.models.hf_folder import LFS_POINTER, read_weight_map
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -116,7 +117,7 @@ def read_model(folder: Path) -> StoredModel:
     names: Iterable[str]
     weight_map: dict[str, str] = {}
     if index_path.is_file():
-        weight_map = _weight_map(index_path)
+        weight_map = read_weight_map(index_path)
         names = sorted(set(weight_map.values()))
     else:
         names = [SINGLE]
@@ -133,16 +134,6 @@ def read_model(folder: Path) -> StoredModel:
     if not weight_map:
         weight_map = {tensor: name for name, shard in shards.items() for tensor in shard.tensors}
     return StoredModel(folder, read_json(folder / "config.json"), weight_map, shards, damaged)
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    entries = read_json(path).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
-        raise CheckpointError(f"{path} has no weight_map")
-    weight_map = {str(tensor): str(name) for tensor, name in cast("dict[Any, Any]", entries).items()}
-    if outside := sorted({name for name in weight_map.values() if Path(name).name != name}):
-        raise CheckpointError(f"{path} names files outside of its folder: {outside[:SHOWN]}")
-    return weight_map
 
 
 def has_same_values(model: StoredModel, one: str, other: str) -> bool:

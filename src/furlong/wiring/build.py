@@ -26,6 +26,7 @@ from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.engine_parts import ServingParts, Start, build_serving, check_sharing
+from furlong.wiring.input_parts import build_inputs
 from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout, build_source
 from furlong.wiring.run_context import RunContext
@@ -62,6 +63,8 @@ class Built:
             for reward in self.rewards:
                 stack.push_async_callback(reward.close)
             stack.callback(self.parts.source.close)
+            if self.checkpoints.inputs is not None:
+                stack.callback(self.checkpoints.inputs.close)
             stack.push_async_callback(self.parts.trainer.close)
             stack.push_async_callback(self.serving.close)
 
@@ -90,7 +93,10 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = used_eval_specs(config)
-    checkpoints = build_checkpoints(config)
+    inputs = build_inputs(context)
+    if inputs is not None:
+        opened.callback(inputs.close)
+    checkpoints = build_checkpoints(config, inputs)
     ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)
     source = build_source(context, ledger)

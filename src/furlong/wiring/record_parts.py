@@ -11,6 +11,7 @@ from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import without_credentials
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import find_resume_folder
+from furlong.core.run_inputs import RunInputs
 from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonitor
@@ -64,8 +65,8 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
     )
 
 
-def build_checkpoints(config: Config) -> Checkpoints:
-    """Build the loader and saver of checkpoints."""
+def build_checkpoints(config: Config, inputs: RunInputs | None) -> Checkpoints:
+    """Build the loader and saver of checkpoints, which compares and records `inputs`."""
     flags = config.checkpoint
     export, template = flags.save_hf, config.data.chat_template_path
     chat_template = None if template is None else read_template(template)
@@ -76,6 +77,7 @@ def build_checkpoints(config: Config) -> Checkpoints:
         keep=flags.keep_checkpoints,
         start=config.data.start_rollout_id,
         in_background=flags.async_save,
+        inputs=inputs,
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
         finish_export=None if chat_template is None else lambda folder: write_template(folder, chat_template),
     )

@@ -64,6 +64,13 @@ class RunContext:
             dumps=RolloutDumps(config.debug.save_debug_rollout_data),
         )
 
+    @property
+    def reads_prompt_file(self) -> bool:
+        """Whether prompts come from --prompt-data."""
+        config, data = self.config, self.config.data
+        has_other_source = self.hooks.data_source is not None or config.debug.load_debug_rollout_data is not None
+        return data.prompt_data is not None and data.rollout_global_dataset and not has_other_source
+
     def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> RunContext:
         """Return a copy whose `args` contain the addresses of the run's routers."""
         return dataclasses.replace(self, args=Args(self.config, routers))

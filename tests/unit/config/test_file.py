@@ -138,3 +138,32 @@ def test_a_file_that_unfolds_to_a_huge_value_is_refused_in_a_few_words(tmp_path:
     found = problems(tmp_path, "\n".join(["x0: &x0 [a, a, a, a, a, a, a, a]", *folds, "rm-type: *x6", "optim: *x6"]))
     assert any("rm-type: got [[" in problem for problem in found)
     assert max(map(len, found)) < 2000
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "[" * 150 + "]" * 150, "a: &x [*x]", "{" * 3000])
+def test_deep_nesting_is_a_problem_of_the_file(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert "FILE" in problem
+
+
+@pytest.mark.parametrize(
+    "value", ["2026-13-01", "!!bool x", "!!int ''", "!!float ''", "!!timestamp x", "!!binary é", "? {a: b}", "\t", "\0"]
+)
+def test_values_that_yaml_cannot_read_are_problems_of_the_file(tmp_path: Path, value: str) -> None:
+    assert "FILE" in problems(tmp_path, f"lr: {value}")[0]
+
+
+@pytest.mark.parametrize("depth", [150, 900, 3000])
+def test_a_json_flag_that_is_nested_too_deeply_is_a_problem(depth: int) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    for argv in (["--apply-chat-template-kwargs", text], [f"--apply-chat-template-kwargs={text}"]):
+        with pytest.raises(ConfigError) as caught:
+            parse(argv)
+        (problem,) = caught.value.problems
+        assert problem.startswith("--apply-chat-template-kwargs")
+        assert "nested" in problem
+
+
+def test_many_values_in_deeply_nested_json_are_text() -> None:
+    text = "[" * 3000
+    assert parse([f"--rollout-stop={text}"]).config.rollout.rollout_stop == (text,)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_zoo import numbered_rows, write_jsonl
-from furlong.data.row_readers import PromptDataPath
+from furlong.data.prompt_path import PromptDataPath
 from furlong.errors import ConfigError, DataError
 
 

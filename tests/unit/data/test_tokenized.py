@@ -7,7 +7,8 @@ import pytest
 from data_zoo import chat_tokenizer, write_jsonl
 from furlong.data.dataset import open_prompts, open_rows
 from furlong.data.prompt import PromptFormat
-from furlong.data.row_readers import PromptDataPath, open_reader
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import open_reader
 from furlong.data.tokenized import write_tokenized
 from furlong.errors import ConfigError, DataError
 

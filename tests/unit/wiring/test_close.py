@@ -32,12 +32,13 @@ def test_everything_is_closed_in_order_whatever_raises():
     built = SimpleNamespace(
         serving=closes("serving"),
         parts=SimpleNamespace(trainer=closes("trainer"), source=closes("source", is_async=False)),
+        checkpoints=SimpleNamespace(inputs=closes("inputs", is_async=False)),
         rewards=[closes("reward")],
         cluster=closes("cluster", is_async=False),
     )
     with pytest.raises(OSError, match="cluster"):
         asyncio.run(Built.close(built))  # pyright: ignore[reportArgumentType]
-    assert closed == ["serving", "trainer", "source", "reward", "cluster"]
+    assert closed == ["serving", "trainer", "inputs", "source", "reward", "cluster"]
 
 
 def test_engines_are_stopped_although_closing_the_weight_sync_fails(monkeypatch):

@@ -15,6 +15,7 @@ from furlong.config.checks.value_checks import read_model_config
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.core.routing import NUM_EXPERTS, TOP_K, RoutingShape
+from furlong.errors import ConfigError
 
 HF = Mapping[str, Any]  # config.json; of a multimodal model, the part of the text model
 
@@ -68,8 +69,8 @@ def model_problems(config: Config) -> Iterator[str]:
         return
     try:
         path, hf = read_model_config(config.rollout.hf_checkpoint)
-    except ValueError as error:
-        yield f"config.json of --hf-checkpoint {config.rollout.hf_checkpoint} is not JSON: {error}; download it again"
+    except ConfigError as error:
+        yield f"--hf-checkpoint: {error}"
         return
     if routers := [spec for spec in flags if spec.section == "moe"]:
         yield from _routing_problems(config, routers, hf)

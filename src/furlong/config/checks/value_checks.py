@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.compat import VALUES
+from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate, did_you_mean
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
@@ -148,6 +149,6 @@ def epoch_problem(num_epoch: int, num_prompts: int, batch_size: int) -> str | No
 
 
 def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content of the model's config.json; {} if it does not exist."""
+    """Return the path and the content of the model's config.json; {} if it does not exist. Raises ConfigError."""
     path = Path(str(folder)) / "config.json"
-    return path, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return path, read_json(path)

@@ -42,6 +42,14 @@ class CheckpointFlags:
         needs="load",
     )
     no_load_optim: bool = flag(False, "Do not load the optimizer states; moments start at zero.", needs="load")
+    allow_changed_inputs: tuple[str, ...] = flag(
+        (),
+        "Resume although these inputs differ from those that the checkpoint was saved with; events.jsonl records the "
+        "changes.",
+        needs="load",
+        excludes="finetune",
+        choices=("data", "tokenizer", "chat-template", "config", "weights", "reference"),
+    )
     no_load_rng: bool = flag(False, "Do not load the random states.", needs="load")
     ref_load: str | None = flag(
         None,

@@ -20,10 +20,10 @@ from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
 from furlong.core.checkpoint_folder import find_foreign_weights
+from furlong.core.model_config import read_json
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import read_json
 from furlong.tools.memory_model import ModelSize
 from furlong.tracking.run_files import EventLog
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.sections import Config
+from furlong.core.model_config import read_json
 from furlong.machine import MemoryUse
-from furlong.models.hf_folder import read_json
 from furlong.models.model_facts import HEADROOM_FRAC
 from furlong.tools.gpu_memory import local_device
 from furlong.tools.memory_model import ModelSize

@@ -25,7 +25,8 @@ from furlong.core.import_trial import ImportTrial
 from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
-from furlong.data.row_readers import Cursor, JsonLines, PromptDataPath, RawRow, RowReader, read_slice
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, read_slice
 from furlong.data.tokenized import read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.models.hf_folder import check_folder

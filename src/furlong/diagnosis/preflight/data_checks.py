@@ -13,7 +13,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.data.prompt import RejectedRow
-from furlong.data.row_readers import PromptDataPath
+from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError, RewardError

@@ -18,12 +18,12 @@ from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.addresses import split_port
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.model_config import read_json
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse, cpu_quota, has_amx
-from furlong.models.hf_folder import read_json
 from furlong.tools import memory_plan as plan
 from furlong.tools.environment import environment_findings, read_environment
 from furlong.tools.gpu_memory import gpus_in_use, local_device
@@ -263,8 +263,8 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
     device, machine = local_device(), MemoryUse.of_machine()
     if not path.exists():
         return
-    model = read_json(path)
     try:
+        model = read_json(path)
         if device is not None:
             plan = plan_memory(context.config, model, device[1])
             yield from findings(plan, device[0])
@@ -273,7 +273,7 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
         elif machine is not None:
             yield from cpu_findings(context.config, model, machine)
     except ConfigError:
-        return  # a model with unknown dimensions; `furlong plan` names the missing one
+        return  # unknown dimensions, which `furlong plan` names, or a damaged file, reported by model.model_folder
 
 
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:

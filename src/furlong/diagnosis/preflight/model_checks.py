@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.model_config import read_json
 from furlong.data.chat import TEMPLATE_ERRORS, message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import COMPLETE, check_folder, read_json
+from furlong.models.hf_folder import COMPLETE, check_folder
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
     Conversation,

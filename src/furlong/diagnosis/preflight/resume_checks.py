@@ -10,7 +10,7 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import read_state, step_from_folder
 from furlong.core.text import abbreviate
 from furlong.data.prompt import PromptFormat
-from furlong.data.row_readers import PromptDataPath
+from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import check_same_settings, prompt_settings
 from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext

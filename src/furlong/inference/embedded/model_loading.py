@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
@@ -24,7 +25,7 @@ from furlong.inference.embedded.decode_model import (
     WeightTable,
     unsupported_by_fused,
 )
-from furlong.models.hf_folder import end_ids, read_json
+from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
 
 logger = logging.getLogger(__name__)

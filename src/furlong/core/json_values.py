@@ -1,0 +1,41 @@
+"""Parse JSON from files and flags, and limit how deeply values are nested.
+
+Code that walks values recursively, such as `copy.deepcopy` and JSON encoders, fails on deep ones wherever it meets
+them. Values are therefore checked where they enter the program.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, cast
+
+MAX_DEPTH = 100  # levels of lists and objects
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is not JSON in UTF-8, or nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if lists and objects are nested more than `MAX_DEPTH` levels deep, or contain themselves."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = {id(item): item for item in level if isinstance(item, (dict, list, tuple))}  # shared ones once
+        if not containers:
+            return
+        level = [child for container in containers.values() for child in _children(container)]
+    raise ValueError(TOO_DEEP)
+
+
+def _children(container: Any) -> Iterable[Any]:
+    if isinstance(container, dict):
+        return cast("dict[Any, Any]", container).values()
+    return cast("Iterable[Any]", container)

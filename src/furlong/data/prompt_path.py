@@ -1,0 +1,154 @@
+"""Where the prompts of a run are: a data file or folder with a slice of its rows, its format and its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import xxhash
+
+from furlong.config.checks.value_checks import split_slice
+from furlong.core.json_values import parse_json
+from furlong.core.text import shortened
+from furlong.data.source_file import SourceFile
+from furlong.errors import ConfigError, DataError
+
+HASHED_BYTES = 1 << 20
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # in folders of save_to_disk
+
+DataKind = Literal["jsonl", "parquet", "arrow"]
+
+
+@dataclass(frozen=True)
+class PromptDataPath:
+    """A data file or folder and a slice of its rows, as in `--prompt-data`.
+
+    >>> PromptDataPath.parse("math.jsonl@[100:]")
+    PromptDataPath(path=PosixPath('math.jsonl'), start=100, stop=None)
+    """
+
+    path: Path
+    start: int | None = None
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> PromptDataPath:
+        """Split `file@[a:b]` into path and slice. Raises ConfigError for an invalid slice."""
+        file, start, stop = split_slice(text)
+        if "@[" in file:
+            raise ConfigError(
+                f"--prompt-data {text!r}: the suffix is not a slice; write file@[a:b], file@[a:] or file@[:b]"
+            )
+        return cls(Path(file), start, stop)
+
+    @property
+    def slice_text(self) -> str:
+        """The slice as text, "[:]" for all rows."""
+        return f"[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
+
+    @property
+    def kind(self) -> DataKind:
+        """The format, from the suffix or the content of the folder. Raises DataError if it is unknown."""
+        path = self.path
+        if path.is_dir():
+            if (path / STATE).is_file():
+                return "arrow"
+            raise DataError(_folder_problem(path))
+        if not path.is_file():
+            raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
+        if path.suffix in (".jsonl", ".ndjson"):
+            return "jsonl"
+        if path.suffix == ".parquet":
+            return "parquet"
+        raise DataError(
+            f"{path}: unknown format {path.suffix!r}; "
+            "use .jsonl, .parquet, or a folder written by datasets' save_to_disk"
+        )
+
+    def check_streamable(self) -> None:
+        """Raise ConfigError for a slice that counts from the end, which a stream does not know."""
+        if (self.start or 0) < 0 or (self.stop or 0) < 0:
+            raise ConfigError(
+                f"{self.path}@{self.slice_text}: a negative slice needs the number of rows, which is unknown for a "
+                "stream; use non-negative bounds, or remove --streaming-data"
+            )
+
+    def files(self) -> list[Path]:
+        """Return the files with rows, in row order."""
+        return arrow_files(self.path) if self.kind == "arrow" else [self.path]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies the data, not its path: size, hashes of the first and last MiB, and the slice."""
+        files = [SourceFile(path) for path in self.files()]
+        return {
+            "size": sum(file.num_bytes for file in files),
+            "head": _checksum(files[0], 0),
+            "tail": _checksum(files[-1], max(0, files[-1].num_bytes - HASHED_BYTES)),
+            "slice": self.slice_text,
+        }
+
+
+def _checksum(file: SourceFile, start: int) -> str:
+    """Return the checksum of the MiB that begins at byte `start`."""
+    with file.reading(), file.path.open("rb") as opened:
+        opened.seek(start)
+        return xxhash.xxh3_128_hexdigest(opened.read(HASHED_BYTES))
+
+
+def arrow_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a save_to_disk folder, in row order. Raises DataError if one is missing."""
+    state = _read_object(folder / STATE)
+    if (folder / INFO).exists():
+        _read_object(folder / INFO)  # unused, but a damaged one means that the folder is not as it was written
+    entries = state.get("_data_files")
+    if not entries:
+        raise DataError(f"{folder / STATE} lists no data files; save the dataset again with save_to_disk")
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(f"{folder} has an indices mapping; call flatten_indices() on the dataset and save it again")
+    names = [_file_name(entry) for entry in entries] if isinstance(entries, list) else [None]
+    if None in names or len(set(names)) < len(names):
+        raise DataError(
+            f"{folder / STATE} is damaged: _data_files is {shortened(entries)}, expected a list of objects with "
+            "distinct file names; copy the folder again, or save the dataset again with save_to_disk"
+        )
+    files = [folder / str(name) for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{folder / STATE} lists missing files: {missing}; copy the whole folder")
+    return files
+
+
+def _file_name(entry: Any) -> str | None:
+    """Return the file that an entry names; None if it names none, or one outside of the folder."""
+    name = cast("dict[str, Any]", entry).get("filename") if isinstance(entry, dict) else None
+    is_plain = isinstance(name, str) and Path(name).name == name and "\0" not in name and len(name) < 256
+    return name if is_plain else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a dataset folder. Raises DataError that names the file."""
+    again = "copy the folder again, or save the dataset again with save_to_disk"
+    try:
+        content = parse_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; {again}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: it is not JSON ({error}); {again}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged: it contains {shortened(content)}, not an object; {again}")
+    return cast("dict[str, Any]", content)
+
+
+def _folder_problem(folder: Path) -> str:
+    if (folder / SPLITS).is_file():
+        splits = _read_object(folder / SPLITS).get("splits")
+        names = [str(name) for name in cast("list[Any]", splits)] if isinstance(splits, list) else []
+        return f"{folder} contains the splits {names}; select one: {folder / (names[0] if names else 'train')}"
+    try:
+        inside = sorted(p.name for p in folder.iterdir())[:8]
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror or error}; check its permissions"
+    return (
+        f"{folder} was not written by datasets' save_to_disk (no {STATE}; it contains {inside}); "
+        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong[datasets]')"
+    )

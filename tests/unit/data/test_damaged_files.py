@@ -1,0 +1,266 @@
+"""Whatever the bytes of a data file are, reading it gives rows or an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
+from furlong.data.dataset import open_prompts
+from furlong.data.prompt import PromptFormat
+from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import Cursor, open_reader
+from furlong.data.source import RolloutDataSource
+from furlong.data.tokenized import write_tokenized
+from furlong.errors import ConfigError, DataError
+
+FORM = PromptFormat(label_key="label", metadata_key="metadata")
+ROWS = numbered_rows(40)
+TABLE = pa.table(
+    {
+        "input": [row["input"] for row in ROWS],
+        "label": [row["label"] for row in ROWS],
+        "metadata": [row["metadata"] for row in ROWS],
+    }
+)
+
+
+def write_parquet(folder: Path, **options: Any) -> Path:
+    pq.write_table(TABLE, folder / "a.parquet", row_group_size=16, **options)
+    return folder / "a.parquet"
+
+
+def write_arrow(folder: Path) -> Path:
+    """Write a folder as datasets' save_to_disk does; return its data file."""
+    file = folder / "data-00000-of-00001.arrow"
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, TABLE.schema) as out:
+        out.write_table(TABLE, max_chunksize=16)
+    files = {"_data_files": [{"filename": file.name}], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(files))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}, "description": ""}))
+    return file
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "jsonl": lambda folder: write_jsonl(folder / "a.jsonl", ROWS),
+    "parquet": write_parquet,
+    "parquet with page checksums": lambda folder: write_parquet(folder, write_page_checksum=True, compression="none"),
+    "arrow": write_arrow,
+    "state.json": lambda folder: write_arrow(folder).with_name("state.json"),
+    "dataset_info.json": lambda folder: write_arrow(folder).with_name("dataset_info.json"),
+}
+
+
+def prompts_of(file: Path, streaming: bool = False) -> list[Any]:
+    path = file if file.suffix in (".jsonl", ".parquet") else file.parent
+    prompts = open_prompts(str(path), tokenizer=None, prompt_format=FORM, streaming=streaming)
+    prompts.begin(None)
+    return [(prompt.text, prompt.label, prompt.metadata) for prompt in prompts.take(1000)]
+
+
+def outcome(file: Path, streaming: bool = False) -> tuple[list[Any] | None, str]:
+    """Return the rows of a file, or None and the error that refuses it."""
+    try:
+        return prompts_of(file, streaming), ""
+    except (DataError, ConfigError) as error:
+        return None, str(error)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+    """Cut a file, or replace, insert or delete some of its bytes."""
+    start = draw(st.integers(0, len(content) - 1))
+    end = min(len(content), start + draw(st.integers(0, 64)))
+    new = draw(st.sampled_from([b"", b"\0" * (end - start), b"\xff" * (end - start)]) | st.binary(max_size=64))
+    match draw(st.sampled_from(["flip", "cut", "replace"])):
+        case "flip":
+            return content[:start] + bytes([content[start] ^ draw(st.integers(1, 255))]) + content[start + 1 :]
+        case "cut":
+            return content[:start]
+        case _:
+            return content[:start] + new + content[end:]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_any_damage_gives_rows_or_an_error_that_names_the_file(kind: str, streaming: bool, tmp_path: Path) -> None:
+    file = WRITERS[kind](tmp_path)
+    content = file.read_bytes()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(damaged(content))
+    def check(changed: bytes) -> None:
+        file.write_bytes(changed)
+        rows, problem = outcome(file, streaming)
+        assert rows is not None or str(file.parent) in problem
+
+    check()
+
+
+def test_a_changed_page_with_a_checksum_is_never_read_as_other_values(tmp_path: Path) -> None:
+    file = WRITERS["parquet with page checksums"](tmp_path)
+    content, expected = file.read_bytes(), prompts_of(file)
+    chunks = [pq.read_metadata(file).row_group(1).column(i) for i in range(3)]
+    for chunk in chunks:
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        for place in range(start, start + chunk.total_compressed_size, 7):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 8]) + content[place + 1 :])
+            rows, problem = outcome(file)
+            assert rows == expected or str(file) in problem
+
+
+def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
+    location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    chunk = pq.read_metadata(file).row_group(0).column(3)
+    content = bytearray(file.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"tokens\.parquet, row group 0, cannot be read"):
+        open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("furlong_tokens", None), ("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]),
+                          ("furlong_tokens", [-1]), ("furlong_tokens", []), ("label", "{"), ("label", None),
+                          ("metadata", "[1]"), ("tools", "{}"), ("input", None)]
+)  # fmt: skip
+def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path, column: str, value: Any) -> None:
+    tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
+    location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
+    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    rows[1][column] = value
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
+    with pytest.raises(DataError, match=r"tokens\.parquet row 1: .*tokenize"):
+        open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
+
+
+def test_a_tokenized_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
+    location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
+    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    pq.write_table(pq.read_table(file).drop_columns(["furlong_tokens"]), file)
+    with pytest.raises(DataError, match=r"tokens\.parquet .*other columns"):
+        open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
+
+
+def test_damaged_offsets_of_an_arrow_file_are_an_error(tmp_path: Path) -> None:
+    file = write_arrow(tmp_path)
+    content = file.read_bytes()
+    offsets = b"".join(n.to_bytes(4, "little") for n in (0, 1, 3, 6, 10))  # of "0", "x1", "xx2", "xxx3"
+    place = content.index(offsets)
+    file.write_bytes(content[: place + 4] + b"\0\0\0\x7f" + content[place + 8 :])
+    with pytest.raises(DataError, match=r"data-00000-of-00001\.arrow cannot be read"):
+        prompts_of(file)
+
+
+@pytest.mark.parametrize(
+    "entries", ['"x"', "[]", "[1]", '[{"filename": 1}]', '[{"filename": "../a.arrow"}]', '[{"filename": "no.arrow"}]']
+)
+def test_a_state_json_of_other_content_is_named(entries: str, tmp_path: Path) -> None:
+    file = write_arrow(tmp_path)
+    file.with_name("state.json").write_text(f'{{"_data_files": {entries}}}')
+    with pytest.raises(DataError, match=r"state\.json"):
+        prompts_of(file)
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", ["", "[]", "\xff", "[" * 3000, '{"_data_files":'])
+def test_damaged_json_of_an_arrow_folder_is_named(name: str, content: str, tmp_path: Path) -> None:
+    file = write_arrow(tmp_path)
+    file.with_name(name).write_text(content, encoding="latin-1")
+    with pytest.raises(DataError, match=f"{name} is damaged"):
+        prompts_of(file)
+
+
+def test_columns_of_the_same_name_and_deep_columns_are_refused(tmp_path: Path) -> None:
+    kind: Any = pa.int64()
+    for _ in range(110):
+        kind = pa.list_(kind)
+    for columns in ([("input", pa.string())] * 2, [("input", pa.string()), ("metadata", kind)]):
+        pq.write_table(pa.schema(columns).empty_table(), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"a\.parquet"):
+            prompts_of(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("depth", [101, 900, 3000])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_deeply_nested_metadata_is_a_bad_row(depth: int, quoted: bool, tmp_path: Path) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    row = f'{{"input": "x", "label": "1", "metadata": {json.dumps(text) if quoted else text}}}'
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: .*(nested|depth)"):
+        prompts_of(file)
+
+
+def test_metadata_of_an_ordinary_depth_is_accepted(tmp_path: Path) -> None:
+    text = '{"a":' * 90 + "1" + "}" * 90
+    file = write_jsonl(tmp_path / "a.jsonl", [f'{{"input": "x", "label": "1", "metadata": {text}}}'])
+    assert len(prompts_of(file)) == 1
+
+
+def test_half_a_surrogate_pair_in_a_quoted_column_is_a_bad_row(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"input": "x", "label": "1", "metadata": r'{"a": "\ud800"}'}])
+    with pytest.raises(DataError, match=r"line 1: .*not JSON"):
+        prompts_of(file)
+
+
+def streamed(file: Path) -> RolloutDataSource:
+    path = file if file.suffix in (".jsonl", ".parquet") else file.parent
+    prompts = open_prompts(str(path), tokenizer=None, prompt_format=FORM, streaming=True, shuffle_buffer_size=4)
+    return RolloutDataSource(prompts)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 3)
+
+
+def extend(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b'{"input": "more", "label": "1"}\n')
+
+
+def rewrite(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9] + b"\n" * 9)
+    os.utime(file, ns=(0, 0))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("change", [cut, extend, rewrite, Path.unlink])
+def test_a_file_that_changes_while_a_run_streams_it_is_an_error(
+    kind: str, change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    file = WRITERS[kind](tmp_path)
+    source = streamed(file)
+    source.next_groups(2)
+    change(file)
+    with pytest.raises(DataError, match=str(file)):
+        source.next_groups(100)
+
+
+def test_an_undamaged_file_of_each_format_has_the_same_rows(tmp_path: Path) -> None:
+    rows = [prompts_of(WRITERS[kind](tmp_path), streaming) for kind in list(WRITERS)[:4] for streaming in (True, False)]
+    assert rows == [rows[0]] * len(rows)
+    assert len(rows[0]) == len(ROWS)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_reading_starts_at_any_row(kind: str, tmp_path: Path) -> None:
+    file = WRITERS[kind](tmp_path)
+    reader = open_reader(PromptDataPath(file if kind != "arrow" else file.parent), FORM.columns)
+    rows = list(reader.read(Cursor()))
+    for start in (0, 1, 15, 16, 17, 39):
+        cursor = rows[start - 1].after if start else Cursor()
+        assert list(reader.read(cursor)) == rows[start:]
