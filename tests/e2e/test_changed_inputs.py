@@ -16,7 +16,7 @@ from furlong.commands.inspect_run import report
 from furlong.config.command_line import load
 from furlong.core import run_inputs
 from furlong.core.run_inputs import INPUTS
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, ConfigError
 from furlong.wiring.build import build
 from runs import flags, train, write_model, write_prompts
 
@@ -58,6 +58,7 @@ def resume(folder: Path, *more: Any, **changes: Any) -> None:
         built = build(load(argv(folder, "--load", folder / "save", *more, **changes)), folder / "run")
         try:
             await built.checkpoints.restore(built.parts)
+            built.checkpoints.record_changes(built.parts)
         finally:
             await built.close()
             built.close_files()
@@ -180,7 +181,7 @@ def test_a_run_continues_with_accepted_data_and_its_audit_holds(streaming: bool,
 
     assert go(2) == 2
     write_prompts(data, 13)
-    with pytest.raises(CheckpointError, match="its size was"):
+    with pytest.raises(ConfigError, match="size was"):
         go(6, load=save)
     assert go(6, load=save, allow_changed_inputs=["data"]) == 6
     assert go(8, load=save) == 8

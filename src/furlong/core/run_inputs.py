@@ -68,6 +68,10 @@ class Change:
     kind: InputKind
     text: str
 
+    def __str__(self) -> str:
+        """Return both, for messages."""
+        return f"{self.kind}: {self.text}"
+
 
 class RunInputs:
     """Computes the record of a run's inputs in threads, from `start` on, and compares it with a saved one."""
@@ -75,7 +79,7 @@ class RunInputs:
     def __init__(self, inputs: Sequence[RunInput], *, accepted: Collection[str] = ()) -> None:
         """`accepted`: kinds of inputs that may differ from those of the checkpoint."""
         self.accepted = frozenset(accepted)
-        self._inputs = {each.kind: each for each in inputs}
+        self._inputs: dict[InputKind, RunInput] = {each.kind: each for each in inputs}
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="inputs")
         self._files: dict[InputKind, list[Future[dict[str, Any]]]] = {}
@@ -103,9 +107,18 @@ class RunInputs:
             if run_input.follows_path and before["source"] != run_input.source:
                 continue
             now = await self._kind_record(kind)
-            texts = await asyncio.to_thread(lambda: list(_differences(run_input, before, now)))  # noqa: B023  awaited
+            texts = await asyncio.to_thread(list, _differences(run_input, before, now))
             changes += [Change(kind, text) for text in texts]
         return changes
+
+    def check_accepted(self, folder: Path, changes: Sequence[Change]) -> None:
+        """Raise CheckpointError that names the changes since the checkpoint in `folder`, unless all are accepted."""
+        if refused := sorted({change.kind for change in changes} - self.accepted):
+            raise CheckpointError(
+                f"{folder} was saved with other inputs than this run has: {'; '.join(map(str, changes))}; restore "
+                "them, start a new run from its weights with --finetune, or accept the change with "
+                f"--allow-changed-inputs {' '.join(refused)}, which records it in the run's folder"
+            )
 
     def close(self) -> None:
         """Stop reading."""

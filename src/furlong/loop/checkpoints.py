@@ -44,7 +44,7 @@ from furlong.core.checkpoint_folder import (
     write_manifest,
 )
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
-from furlong.core.run_inputs import INPUTS, InputKind, RunInputs, read_inputs
+from furlong.core.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
 from furlong.errors import CheckpointError, FurlongError
 from furlong.interfaces import Parts
 
@@ -101,6 +101,7 @@ class Checkpoints:
     in_background: bool = False
     inputs: RunInputs | None = None
     _writing: BackgroundWrite = field(default_factory=BackgroundWrite, init=False, compare=False)
+    _changes: list[Change] = field(default_factory=list[Change], init=False, compare=False)  # accepted by `restore`
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
         """Return the step that `restore` will continue from and the ledger's mark; None if there is no checkpoint."""
@@ -110,8 +111,8 @@ class Checkpoints:
     async def restore(self, parts: Parts) -> tuple[int, list[RolloutBatch]]:
         """Restore everything from the selected checkpoint; return the step and the rollouts generated ahead.
 
-        Returns (`start` or 0, []) if there is none. Raises CheckpointError if it is missing or incomplete, or was saved
-        with inputs that differ from those of this run.
+        Writes nothing; `record_changes` records changed inputs. Returns (`start` or 0, []) if there is none. Raises
+        CheckpointError if it is missing or incomplete, or was saved with inputs that differ from those of this run.
         """
         folder = self.find()
         if folder is None:
@@ -126,11 +127,12 @@ class Checkpoints:
                 f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
             )
         state = read_state(folder)
-        has_other_data = await self._compare_inputs(parts, folder, SMALL_INPUTS)  # refused before weights are loaded
+        self._changes.clear()
+        await self._compare_inputs(folder, SMALL_INPUTS)  # refused before weights are loaded
         async with parts.device_sharing.updating_weights():
             await parts.trainer.load(folder / "trainer")
-        await self._compare_inputs(parts, folder, WEIGHTS)  # read meanwhile
-        parts.source.restore(state["source"], data_changed=has_other_data)
+        await self._compare_inputs(folder, WEIGHTS)  # read meanwhile
+        parts.source.restore(state["source"], data_changed=self._has_other_data)
         with files_checked(folder, state["ahead"]):
             loaded = [load_batch(folder / name) for name in state["ahead"]]
         # Renumber from this step: of rollouts that shared the last data, an earlier one may be missing.
@@ -138,34 +140,36 @@ class Checkpoints:
         logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
         return step, ahead
 
-    async def _compare_inputs(self, parts: Parts, folder: Path, kinds: Sequence[InputKind]) -> bool:
-        """Compare inputs with those in a checkpoint. Return whether the data differs, or is not known to be the same.
+    def record_changes(self, parts: Parts) -> None:
+        """Record the changed inputs that `restore` accepted, in the log, the events and the ledger."""
+        if not self._changes:
+            return
+        text = "; ".join(map(str, self._changes))
+        logger.warning("inputs changed since the checkpoint, as --allow-changed-inputs accepts: %s", text)
+        facts = [{"kind": change.kind, "change": change.text} for change in self._changes]
+        parts.observer.notify("inputs_changed", checkpoint=str(self.find()), changes=facts)
+        if self._has_other_data:
+            parts.ledger.data_changed()
+        self._changes.clear()
 
-        Accepted changes are logged, and recorded as an event. Raises CheckpointError for others.
-        """
+    @property
+    def _has_other_data(self) -> bool:
+        return any(change.kind == "data" for change in self._changes)
+
+    async def _compare_inputs(self, folder: Path, kinds: Sequence[InputKind]) -> None:
+        """Compare inputs with those in a checkpoint; keep accepted changes. Raises CheckpointError for others."""
         if self.inputs is None:
-            return False
+            return
         with files_checked(folder, [INPUTS]):
             saved = read_inputs(folder)
-        if saved is None and kinds == SMALL_INPUTS:
+        if saved is not None:
+            changes = await self.inputs.changes(saved, kinds)
+            self.inputs.check_accepted(folder, changes)
+            self._changes.extend(changes)
+        elif "data" in kinds:
             logger.info("%s was saved without a record of its inputs, so only the data's ends are compared", folder)
-        changes = [] if saved is None else await self.inputs.changes(saved, kinds)
-        text = "; ".join(f"{change.kind}: {change.text}" for change in changes)
-        if refused := sorted({change.kind for change in changes} - self.inputs.accepted):
-            raise CheckpointError(
-                f"{folder} was saved with other inputs than this run has: {text}; restore them, start a new run from "
-                f"its weights with --finetune, or accept the change with --allow-changed-inputs {' '.join(refused)}, "
-                "which records it in the run's folder"
-            )
-        if changes:
-            logger.warning("inputs changed since %s was saved, as --allow-changed-inputs allows: %s", folder, text)
-            facts = [{"kind": change.kind, "change": change.text} for change in changes]
-            parts.observer.notify("inputs_changed", checkpoint=str(folder), changes=facts)
-        is_unknown = saved is None and "data" in self.inputs.accepted
-        has_other_data = is_unknown or any(change.kind == "data" for change in changes)
-        if has_other_data:
-            parts.ledger.data_changed()
-        return has_other_data
+            if "data" in self.inputs.accepted:
+                self._changes.append(Change("data", f"{folder} has no record of it"))
 
     def find(self) -> Path | None:
         """Return the checkpoint folder to load; None if there is nothing to resume. Raises CheckpointError."""

@@ -90,7 +90,11 @@ def checkpoint_data(context: PreflightContext) -> Iterator[Diagnosis]:
     ) | {"streaming": data.streaming_data, "shuffle": data.rollout_shuffle, "rollout_seed": data.rollout_seed}
     shared = {key: value for key, value in saved.items() if key in now and key not in COUNTED}
     try:
-        check_same_settings(shared, {key: now[key] for key in shared})
+        check_same_settings(
+            shared,
+            {key: now[key] for key in shared},
+            data_changed="data" in context.config.checkpoint.allow_changed_inputs,
+        )
     except CheckpointError as error:
         finding, _, remedy = str(error).rpartition("; ")
         yield diagnosis(
