@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop": INTERFACES,
     "cluster": INTERFACES | {"training", "inference", "weight_sync", "machine"},
 }
+ALLOWED["slime_api"] = INTERFACES | {"models", "rewards", "rollout"}
 PARTS = set(ALLOWED)  # the packages above the parts may import all of them
 ALLOWED |= {
     "wiring": PARTS,

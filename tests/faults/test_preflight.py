@@ -212,28 +212,16 @@ async def generate(args, sample, sampling_params):
     assert world.look(custom_generate_function_path=f"{world.folder}/masked.py:generate") == []
 
 
-def test_a_slime_function_that_posts_to_a_missing_router(world):
+def test_names_of_slime_that_furlong_has_and_does_not_have(world):
     agent = world.folder / "agent.py"
-    agent.write_text(
-        "def url(args):\n    return args.sglang_router_ip\n"
-        "async def generate(args, sample, sampling_params):\n    return post(url(args), sample)\n"
-        "async def asks_the_policy(args, sample, sampling_params):\n    return sample\n"
-        "class Agent:\n    async def __call__(self, args, sample, sampling_params):\n"
-        "        return post(url(args), sample)\n"
-        "agent = Agent()\n"
-    )
-    assert world.look(custom_generate_function_path=f"{agent}:asks_the_policy") == []
-    changes = {"custom_generate_function_path": f"{agent}:generate"}
-    found = only(world.look(**changes), "HOOK01", "warning")
-    assert "args.sglang_router_ip" in found.finding
-    assert "--sglang-router-strategy" in found.remedy
-    only(world.look(custom_generate_function_path=f"{agent}:agent"), "HOOK01", "warning")
-    assert world.look(**changes, rollout_num_gpus=1, sglang_router_strategy="cache_aware") == []
+    body = "async def generate(args, sample, sampling_params):\n    return await post(args.sglang_router_ip, {})\n"
+    agent.write_text("from slime.utils.http_utils import post\nfrom slime.utils.types import Sample\n" + body)
+    assert world.look(custom_generate_function_path=f"{agent}:generate") == []
     imports = world.folder / "imports.py"
-    imports.write_text("from slime.utils.types import Sample\n")
+    imports.write_text("from slime.agent.adapters import AnthropicAdapter\n" + body)
     found = only(world.look(custom_generate_function_path=f"{imports}:generate"), "HOOK01")
-    assert "slime" in found.finding
-    assert "from furlong import Sample" in found.remedy
+    assert "furlong has no module slime.agent" in found.finding
+    assert "policy()" in found.remedy
 
 
 @fault("DET01")

@@ -1,9 +1,10 @@
-"""`args`, the read-only flat view of a Config that user functions receive, as in slime."""
+"""`args`, the flat view of a Config that user functions receive, as in slime; only generate functions may change it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
@@ -46,13 +47,13 @@ class Args:
         _, hint = did_you_mean(name, specs)
         raise AttributeError(f"args has no {name}; {hint or 'see docs/configuration.md for all names'}")
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
             f"args is read-only, but {name} was set to {value!r}; set the flag of the run instead, or keep state "
             "in sample.metadata or in your module"
         )
 
-    def __delattr__(self, name: str) -> NoReturn:
+    def __delattr__(self, name: str) -> None:
         raise ConfigError(f"args is read-only, but {name} was deleted; remove that statement")
 
     def __dir__(self) -> list[str]:
@@ -73,12 +74,76 @@ class Args:
         """Return all values by field name, like `vars(args)` in slime."""
         return {name: getattr(self, name) for name in (*flag_specs(Config), *self._routed())}
 
+    def for_call(self) -> CallArgs:
+        """Return a copy that one call of a generate function may change."""
+        return CallArgs(self._config, self._routers)
+
     def _routed(self) -> dict[str, Any]:
         """Return the attributes for the routers of this run."""
         if not self._routers:
             return {}
         ip, port = next(iter(self._routers.values()))
         return dict(zip(ROUTED, (bracketed(ip), port, dict(self._routers)), strict=True))
+
+
+class CallArgs(Args):
+    """The `args` of one call of a generate function: values that it sets last until the call ends.
+
+    >>> args = Args(Config()).for_call()
+    >>> args.rollout_temperature, args.turns = 0.5, 3
+    >>> args.rollout_temperature, args.turns
+    (0.5, 3)
+    """
+
+    __slots__ = ("_changed",)
+    _changed: dict[str, Any]
+
+    def __init__(
+        self,
+        config: Config,
+        routers: Mapping[str, tuple[str, int]] | None = None,
+        changed: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config, routers)
+        object.__setattr__(self, "_changed", dict(changed or {}))
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return a value that this call has set, or the flag."""
+        if not name.startswith("_") and name in (changed := object.__getattribute__(self, "_changed")):
+            return changed[name]
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise ConfigError(f"args.{name} cannot be set: names with an underscore are reserved; use another name")
+        self._changed[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._changed:
+            raise AttributeError(f"args.{name} was not set in this call; only such values can be deleted")
+        del self._changed[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._changed]
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and isinstance(other, CallArgs) and other._changed == self._changed
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __copy__(self) -> CallArgs:
+        return CallArgs(self._config, self._routers, self._changed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallArgs:
+        """Copy what this call has set; the configuration cannot change and is shared."""
+        return CallArgs(self._config, self._routers, copy.deepcopy(self._changed, memo))
+
+    def __reduce__(self) -> Any:
+        return (CallArgs, (self._config, self._routers, self._changed))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all values by field name, and those that this call has set."""
+        return super().as_dict() | self._changed
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:

@@ -17,6 +17,7 @@ from furlong.config.args_view import Args
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.sample import Sample
+from furlong.core.slime_modules import NotInFurlongError
 from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.core.user_modules import import_module_of, split_path
@@ -149,10 +150,13 @@ def load_function(path: str) -> Function:
     module_name, attributes = split_path(path)
     target: Any = import_module_of(path)
     for name in attributes:
-        if not hasattr(target, name):
+        try:
+            target = getattr(target, name)
+        except AttributeError:
             _, hint = did_you_mean(name, [known for known in vars(target) if not known.startswith("_")])
-            raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}")
-        target = getattr(target, name)
+            raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}") from None
+        except NotInFurlongError as error:
+            raise ConfigError(f"{path}: {error}") from error
     if not callable(target):
         raise ConfigError(f"{path} is a {type(target).__name__}, not a function; give a function")
     return target

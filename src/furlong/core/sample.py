@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extend_routes, json_from_routes, routes_from_json, routes_from_meta
@@ -104,10 +105,10 @@ class Sample:
     if not TYPE_CHECKING:  # type checkers must still report wrong names
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError: attributes that are not fields are not sent to other processes."""
+            """Raise AttributeError with the place for values of user code."""
             raise AttributeError(
-                f"a Sample has no {name}; attributes that are not fields are lost on the way to rewards, dumps and "
-                "checkpoints: store your own values in `metadata`"
+                f"a Sample has no {name}; attributes that your functions set reach rewards, dumps and checkpoints if "
+                "they are JSON values: set it first, or store it in `metadata`"
             )
 
     @property
@@ -198,8 +199,10 @@ class Sample:
         return scalar_reward(self, getattr(args, "reward_key", None))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able data, the inverse of `from_dict`."""
+        """Return JSON-able data, the inverse of `from_dict`. JSON values that user code has set are in `attributes`."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if attributes := {k: v for k, v in vars(self).items() if k not in data and _is_json(v)}:
+            data["attributes"] = attributes
         data["status"] = self.status.value
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
         if self.rollout_routed_experts is not None:
@@ -210,15 +213,27 @@ class Sample:
     def from_dict(cls, data: dict[str, Any]) -> Sample:
         """Inverse of `to_dict`. Raises DataError for unknown keys."""
         known = {f.name for f in dataclasses.fields(cls)}
-        if extra := sorted(set(data) - known):
-            raise DataError(f"Sample.from_dict: unknown keys {extra}; store your own values in `metadata`")
         values = dict(data)
+        attributes: dict[str, Any] = values.pop("attributes", {})
+        if extra := sorted(set(values) - known):
+            raise DataError(f"Sample.from_dict: unknown keys {extra}; store your own values in `metadata`")
         values["status"] = Status(values.get("status", "pending"))
         if values.get("outcome") is not None:
             values["outcome"] = Outcome(**values["outcome"])
         if values.get("rollout_routed_experts") is not None:
             values["rollout_routed_experts"] = routes_from_json(values["rollout_routed_experts"])
-        return cls(**values)
+        sample = cls(**values)
+        vars(sample).update({name: value for name, value in attributes.items() if name not in known})
+        return sample
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON represents the value without loss."""
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in cast("dict[Any, Any]", value).items())
+    if isinstance(value, list):
+        return all(map(_is_json, cast("list[Any]", value)))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def scalar_reward(sample: Sample, reward_key: str | None) -> float:

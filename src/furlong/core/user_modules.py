@@ -9,25 +9,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from furlong.core import slime_modules
 from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
-
-SLIME_FIX = (
-    "write `from furlong import Sample`, and furlong.rollout.agent.policy() instead of GenerateState and post "
-    "(docs/guides/from-slime.md)"
-)
-# Functions named in slime's own scripts, and their replacement.
-_DEFAULT = "it is furlong's default; remove the flag"
-IN_SLIME = {
-    "check_reward_nonzero_std": "write furlong.rollout.filters.check_reward_nonzero_std",
-    "sglang_rollout.generate_rollout": _DEFAULT,
-    "sglang_rollout.generate": _DEFAULT,
-    "sft_rollout.generate_rollout": "remove the flag: --loss-type sft_loss does this",
-    "generate_rollout_fully_async": "remove the flag, and use --async-buffer-size ROLLOUTS or train_async.py",
-    "data_source.RolloutDataSourceWithBuffer": _DEFAULT,
-    "data_source.RolloutDataSource": _DEFAULT,
-    "pop_first": _DEFAULT,
-}
 
 
 def split_path(path: str) -> tuple[str, tuple[str, ...]]:
@@ -60,7 +44,11 @@ def imported_name(module_name: str) -> str:
 
 
 def import_module_of(path: str) -> ModuleType:
-    """Import the module or file of a function's path. Raises ConfigError if it does not exist, raises or exits."""
+    """Import the module or file of a function's path, which may import `slime.*` (`core.slime_modules`).
+
+    Raises ConfigError if it does not exist, raises or exits.
+    """
+    slime_modules.install()
     module_name, _ = split_path(path)
     return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
 
@@ -69,13 +57,13 @@ def _module(path: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if isinstance(error, slime_modules.NotInFurlongError):
+            raise ConfigError(f"{path}: {error}") from error
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            fix = SLIME_FIX if error.name == "slime" else "install it"
             raise ConfigError(
-                f"{path}: importing {name} needs the module {error.name}, which is not installed; {fix}"
+                f"{path}: importing {name} needs the module {error.name}, which is not installed; install it"
             ) from error
-        fix = next((fix for name, fix in IN_SLIME.items() if path.endswith(name)), None) or _module_fix(path, name)
-        raise ConfigError(f"{path}: no module {error.name}; {fix}") from error
+        raise ConfigError(f"{path}: no module {error.name}; {_module_fix(path, name)}") from error
     except KeyboardInterrupt:
         raise
     except Exception as error:
@@ -114,8 +102,8 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        if isinstance(error, ModuleNotFoundError) and error.name == "slime":
-            raise ConfigError(f"{path}: {file} needs the module slime, which is not installed; {SLIME_FIX}") from error
+        if isinstance(error, slime_modules.NotInFurlongError):
+            raise ConfigError(f"{path}: {file}: {error}") from error
         what = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else describe_exception(error)
         raise ConfigError(f"{path}: running {file} raised {what}; fix the file") from error
     return module

@@ -189,12 +189,15 @@ def encode_frame(message: Any) -> bytes:
 def changed_fields(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that a reward function changed in its copy of a sample."""
     after = sample.to_dict()
-    return {name: value for name, value in after.items() if value != before[name] and name not in _OUTCOME_FIELDS}
+    return {name: value for name, value in after.items() if value != before.get(name) and name not in _OUTCOME_FIELDS}
 
 
 def apply_changes(sample: Sample, changes: Mapping[str, Any]) -> None:
     """Apply the result of `changed_fields` to the sample in the driver."""
     for name, value in changes.items():
+        if name == "attributes":  # of user code, by name
+            vars(sample).update(value)
+            continue
         setattr(sample, name, Status(value) if name == "status" else value)
 
 

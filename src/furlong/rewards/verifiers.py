@@ -216,12 +216,13 @@ def f1_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 
 
 def _f1_of_texts(response: str, truth: str) -> float:
-    if words := _f1_words(truth):
-        return _f1(_f1_words(response), words)
+    if words := f1_words(truth):
+        return _f1(f1_words(response), words)
     return float(response.strip().casefold() == truth.casefold())
 
 
-def _f1_words(text: str) -> list[str]:
+def f1_words(text: str) -> list[str]:
+    """Return the words that `f1_score` compares."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 

@@ -30,6 +30,7 @@ from numbers import Integral, Real
 from time import perf_counter
 from typing import Any, TypeVar
 
+from furlong.config.args_view import Args
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
 from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
@@ -38,7 +39,7 @@ from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import is_raised_by_user
 from furlong.errors import ConfigError, RolloutError
-from furlong.interfaces import Completion, Engine, SamplingParams
+from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
 
@@ -95,8 +96,10 @@ class Policy:
     session: str
     return_routed_experts: bool = False
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    reward: Reward | None = field(default=None, repr=False)  # of the run, for functions that score samples themselves
     asked: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # input ids of each completion
     sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
+    versions: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # of the tokens of each completion
     routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
@@ -111,7 +114,12 @@ class Policy:
                 "policy().generate needs text or token ids, got chat messages; render them first: "
                 "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
             )
-        params = params_from_dict({"return_routed_experts": self.return_routed_experts} | sampling_params)
+        return await self.complete(ids, params_from_dict(sampling_params))
+
+    async def complete(self, ids: list[int], params: SamplingParams) -> Completion:
+        """Complete token ids, with the seed of this call."""
+        if self.return_routed_experts:
+            params = dataclasses.replace(params, return_routed_experts=True)
         call = next(self.calls)
         if params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
@@ -119,6 +127,7 @@ class Policy:
         heartbeat.note("request")
         self.asked.append(ids)
         self.sampled.append(list(completion.tokens))
+        self.versions.append(list(completion.versions))
         if completion.routed_experts is not None:
             self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
         return completion
@@ -133,6 +142,7 @@ class Policy:
 
 
 _policy: ContextVar[Policy] = ContextVar("furlong_policy")
+_by_seed: dict[int, Policy] = {}  # policies of the generate functions that run now, by the seed of their sample
 
 
 def policy() -> Policy:
@@ -141,6 +151,16 @@ def policy() -> Policy:
         return _policy.get()
     except LookupError:
         raise RolloutError("furlong.rollout.agent.policy() was called outside a custom generate function") from None
+
+
+async def complete_request(engine: Engine, ids: list[int], params: SamplingParams) -> Completion:
+    """Complete a request that user code sent over HTTP.
+
+    `sampling_params` of a generate function contain the sample's seed, so its requests are recorded like calls of
+    `policy().generate`, and calls differ although they send one seed.
+    """
+    policy = None if params.sampling_seed is None else _by_seed.get(params.sampling_seed)
+    return await engine.generate(ids, params) if policy is None else await policy.complete(ids, params)
 
 
 @functools.cache
@@ -177,9 +197,13 @@ async def call_generate_function(
 ) -> list[Sample]:
     """Call a generate function, which gets `policy` from `policy()`, and return the samples that it made of `sample`.
 
-    Raises GenerateFunctionError for an exception in the function, RolloutError for a result of another type.
+    `args` may be changed by the function, for this call only. Raises GenerateFunctionError for an exception in the
+    function, RolloutError for a result of another type.
     """
     sampling_params = dict_from_params(params)
+    args = args.for_call() if isinstance(args, Args) else args
+    if params.sampling_seed is not None:
+        _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = _policy.set(policy)
     try:
@@ -193,6 +217,8 @@ async def call_generate_function(
         raise GenerateFunctionError(error) from error
     finally:
         _policy.reset(token)
+        if params.sampling_seed is not None:
+            _by_seed.pop(params.sampling_seed, None)
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
     if not produced or not all(isinstance(each, Sample) for each in produced):
         raise RolloutError(
@@ -228,6 +254,7 @@ def check_produced(
                 "truncate tool output, or raise --rollout-max-context-len if the model supports it"
             )
         )
+    _record_versions(produced, policy)
     for tokens, routes in policy.routed:  # completions whose prompt and tokens are a prefix of the sample
         if produced.tokens[: len(tokens)] == tokens:
             produced.rollout_routed_experts = extend_routes(produced.rollout_routed_experts, routes)
@@ -240,6 +267,25 @@ def check_produced(
         produced.metadata[OTHER_CONTEXT] = [[each.start, each.stop] for each in differences]
         return differences
     return []
+
+
+def _record_versions(sample: Sample, policy: Policy) -> None:
+    """Set the weight versions of trained tokens that the function left out, from the completions that have them."""
+    if any(version != UNKNOWN_VERSION for version in sample.token_versions) or not policy.sampled:
+        return
+    response = sample.tokens[sample.prompt_length :]
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(response)
+    recorded = [*zip(policy.sampled, policy.versions, strict=True)]
+    recorded.append((list(itertools.chain(*policy.sampled)), list(itertools.chain(*policy.versions))))
+    versions: list[int] = []
+    for is_trained, run in itertools.groupby(mask):
+        start, size = len(versions), len(list(run))
+        tokens = response[start : start + size]
+        same = next((known for sampled, known in recorded if is_trained and sampled[:size] == tokens), None)
+        versions += [UNKNOWN_VERSION] * size if same is None else same[:size]
+    sample.token_versions = versions
+    if not sample.weight_versions:
+        sample.weight_versions = [str(max(versions))] if any(v != UNKNOWN_VERSION for v in versions) else []
 
 
 def copy_identity(produced: Sample, origin: Sample) -> None:

@@ -173,8 +173,9 @@ class EngineRollout:
         return task if not self._in_order or number == state.judged else None
 
     async def _submit(self, state: _Round) -> None:
-        """Submit groups, `submit_size` at a time, until those in flight can fill the batch."""
-        while not state.data_ended and len(state.kept) + len(state.running) < self._batch_size:
+        """Submit groups, `submit_size` at a time, until those in flight, kept or spare can fill the batch."""
+        size = self._batch_size
+        while not state.data_ended and len(state.kept) + len(state.spare) + len(state.running) < size:
             await self._order.turn(state.rollout_id, "issued")
             started = time.perf_counter()
             groups = self._source.next_groups(self._submit_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from furlong.errors import RolloutError
 class DynamicFilterOutput:
     """Decision whether to train on a group; `reason` becomes the metric `rollout/dynamic_filter/drop_<reason>`.
 
-    With `keep_when_insufficient` a dropped group is used if the data ends before enough groups are kept.
+    With `keep_when_insufficient` a dropped group is used if the other groups in flight cannot fill the batch: no
+    further prompts are issued in its place.
     """
 
     keep: bool
@@ -56,3 +58,10 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
     if float(np.std(rewards)) > 1e-6:
         return DynamicFilterOutput(True)
     return DynamicFilterOutput(False, f"zero_std_{rewards[0]:.1f}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **extra: Any) -> DynamicFilterOutput:
+    """Prefer groups whose rewards differ, but use the others instead of generating more prompts for the batch."""
+    decision = check_reward_nonzero_std(args, samples, **extra)
+    has_scores = decision.reason != "too_few_scored"
+    return dataclasses.replace(decision, keep_when_insufficient=not decision.keep and has_scores)

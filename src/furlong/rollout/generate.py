@@ -210,7 +210,9 @@ async def generate_sample(
 
 async def _generate_custom(function: Function, sample: Sample, generation: Generation) -> list[Sample]:
     returns_routes, group_index = generation.params.return_routed_experts, sample.group_index
-    policy = Policy(generation.engine, generation.tokenizer, session_of(sample), returns_routes)
+    policy = Policy(
+        generation.engine, generation.tokenizer, session_of(sample), returns_routes, reward=generation.reward
+    )
     produced = await call_generate_function(
         function,
         sample,

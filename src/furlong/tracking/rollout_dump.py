@@ -35,7 +35,7 @@ COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teache
 
 PICKLED = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # starts of torch.save's and pickle's files
 
-_DEFAULTS = Sample().to_dict()
+_DEFAULTS = {**Sample().to_dict(), "attributes": {}}
 
 
 @dataclass(frozen=True)

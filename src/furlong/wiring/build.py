@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from furlong.config.checks.validate import validate
 from furlong.config.command_line import Resolved
@@ -26,11 +27,15 @@ from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.engine_parts import ServingParts, Start, build_serving, check_sharing
+from furlong.wiring.gateway_parts import MODEL, build_gateway
 from furlong.wiring.input_parts import build_inputs
 from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout, build_source
 from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
+
+if TYPE_CHECKING:
+    from furlong.inference.server.gateway import Gateway
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,14 @@ class Built:
     files: Sequence[StepFile] = ()
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
+    gateway: Gateway | None = None
 
     async def start(self) -> None:
         """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
         for reward in self.rewards:
             await reward.start()
+        if self.gateway is not None:
+            await self.gateway.start()
         for stage in self.starting:
             await asyncio.gather(*(start() for start in stage))
 
@@ -67,6 +75,8 @@ class Built:
                 stack.callback(self.checkpoints.inputs.close)
             stack.push_async_callback(self.parts.trainer.close)
             stack.push_async_callback(self.serving.close)
+            if self.gateway is not None:
+                stack.push_async_callback(self.gateway.close)
 
     def queues(self) -> dict[str, int]:
         """Return the number of running and waiting requests of the engine in this process."""
@@ -119,7 +129,11 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     training = _training(context, cluster, schedule.num_rollout, watch)
     serving = build_serving(context, training, cluster, watch, opened) if generates else ServingParts()
     engine = serving.engine
-    rollout = build_rollout(context.with_routers(serving.router_addresses), engine, source, ledger, specs)
+    routers, gateway = serving.router_addresses, None
+    if engine is not None and not routers:
+        gateway = build_gateway(context, engine, specs, opened)
+        routers = {} if gateway is None else {MODEL: gateway.address}
+    rollout = build_rollout(context.with_routers(routers), engine, source, ledger, specs)
     return Built(
         parts=Parts(
             trainer=training.trainer,
@@ -141,6 +155,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         files=context.files,
         starting=_stages(config, training, serving),
         cluster=cluster,
+        gateway=gateway,
     )
 
 

@@ -37,7 +37,6 @@ CHECKS: tuple[Check, ...] = (
     flags.kl_without_pull,
     flags.user_functions,
     flags.tool_tokens,
-    flags.router_address,
     model.model_folder,
     stored.weights,
     stored.megatron_checkpoint,
@@ -83,7 +82,7 @@ CHECKS: tuple[Check, ...] = (
     machine.training_fits,
 )
 
-NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, flags.router_address, data.own_reward}
+NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, data.own_reward}
 REFUSED_AS = {ConfigError: "CFG05", CheckpointError: "CKPT01", DataError: "DATA01"}  # rows of what a check refuses
 REFUSALS = tuple(REFUSED_AS)
 

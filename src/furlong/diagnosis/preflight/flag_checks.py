@@ -158,26 +158,6 @@ def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
-def router_address(context: PreflightContext) -> Iterator[Diagnosis]:
-    """HOOK01: a generate function that posts to a router in a run without one."""
-    config, function = context.config, context.hooks[0].custom_generate_function
-    if function is None or config.cluster.sglang_router_ip or config.engines.sglang_router_strategy != "direct":
-        return
-    tree = _source_of(function)
-    name = getattr(function, "__name__", type(function).__name__)  # a callable object: use its class name
-    if tree is not None and "sglang_router_ip" in _names_reached(tree, name):
-        path = config.rollout.custom_generate_function_path
-        yield diagnosis(
-            "HOOK01",
-            f"--custom-generate-function-path {path} reads args.sglang_router_ip, but this run has no router",
-            cause="Requests go directly to the engine, so the address is None.",
-            remedy="use furlong.rollout.agent.policy(), or start engines with a router: --rollout-num-gpus 1 "
-            "--sglang-router-strategy cache_aware",
-            severity="warning",
-            evidence={"function": path},
-        )
-
-
 def _source_of(function: Callable[..., Any]) -> ast.Module | None:
     """Parse the module of a function; None without source (compiled, or created at run time)."""
     try:
@@ -191,20 +171,6 @@ def _names_in(tree: ast.AST) -> set[str]:
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
-
-
-def _names_reached(tree: ast.Module, start: str) -> set[str]:
-    """Collect the names that definition `start` uses, and those of the module's definitions that it reaches."""
-    parts = {
-        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    names, left = set[str](), {start}
-    while left:
-        part = parts.pop(left.pop(), None)
-        used = set[str]() if part is None else _names_in(part)
-        names |= used
-        left |= used & parts.keys()
-    return names
 
 
 def _writes_in_loops(tree: ast.AST) -> list[int]:

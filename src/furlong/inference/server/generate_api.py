@@ -141,8 +141,8 @@ async def requests_from(
     The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
     reject_unsupported(body, UNSUPPORTED_FIELDS)
-    prompts, is_list = _prompts(body)
-    build = await off_loop(guard.body_bytes, _sampling_of, body, len(prompts), model.limits)
+    prompts, is_list = prompts_of(body)
+    build = await off_loop(guard.body_bytes, parameters_of, body, len(prompts), model.limits)
     rows: list[list[int]]
     if body.get("text") is not None:
         rows = await model.prompts.encode(prompts)
@@ -155,7 +155,7 @@ async def requests_from(
     return requests, is_list or n > 1
 
 
-def _sampling_of(
+def parameters_of(
     body: Mapping[str, Any], num_prompts: int, limits: ServerLimits
 ) -> tuple[list[str], list[SamplingParams], int, int]:
     """Return request ids, parameters for each prompt, tokens without routes, and samples per prompt."""
@@ -219,7 +219,7 @@ def check_samples(num_prompts: int, n: int, limits: ServerLimits) -> None:
         )
 
 
-def _prompts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
+def prompts_of(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
     """Return the texts or lists of ids, which are not yet checked, and whether there may be several."""
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):

@@ -1,0 +1,125 @@
+"""The modules `slime.*` for functions written for slime: names of furlong under slime's names.
+
+`install` adds a finder to `sys.meta_path`; user modules are imported after that. If a distribution `slime` is
+installed, its own modules are used and a warning is logged. A checkout of slime on `sys.path`, which is not installed,
+does not take precedence, so functions in it get furlong's classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+PACKAGE = "slime"
+TABLE = "furlong.slime_api.table"  # above this layer: imported when the first module `slime.*` is
+
+logger = logging.getLogger(__name__)
+
+
+class _Table(Protocol):
+    """What `furlong.slime_api.table` contains: targets by module and name, and remedies for the rest."""
+
+    NAMES: Mapping[str, Mapping[str, str]]
+
+    def remedy(self, module: str, name: str | None = None) -> str:
+        """Return what to do about a module, or a name in one, that furlong does not have."""
+        ...
+
+
+class NotInFurlongError(ModuleNotFoundError):
+    """A module or a name of slime that furlong does not have; an ImportError, and the message says what to do."""
+
+
+class SlimeFinder:
+    """Finds `slime` and its submodules. It has the interface of entries in `sys.meta_path` and of loaders."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002  the interface of finders
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module of the table, None for modules of others.
+
+        Raises NotInFurlongError, with what to do, for modules of slime that furlong does not have.
+        """
+        if fullname.partition(".")[0] != PACKAGE:
+            return None
+        table = _table()
+        if fullname not in table.NAMES:
+            raise NotInFurlongError(f"furlong has no module {fullname}; {table.remedy(fullname)}", name=fullname)
+        is_package = any(name.startswith(f"{fullname}.") for name in table.NAMES)
+        return importlib.machinery.ModuleSpec(fullname, cast("Any", self), origin="furlong", is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return a module that resolves its names on first use."""
+        return SlimeModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are resolved on first use."""
+
+
+class SlimeModule(ModuleType):
+    """A module `slime.*` whose names are imported from furlong on first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Import a name. Raises NotInFurlongError with what to do if furlong does not have it."""
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        table = _table()
+        target = table.NAMES[self.__name__].get(name)
+        if target is None:
+            if f"{self.__name__}.{name}" in table.NAMES:
+                return importlib.import_module(f"{self.__name__}.{name}")
+            raise NotInFurlongError(
+                f"{self.__name__} of furlong has no {name}; {table.remedy(self.__name__, name)}", name=self.__name__
+            )
+        module, _, attribute = target.partition(":")
+        value = getattr(importlib.import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *_table().NAMES[self.__name__]})
+
+
+def install() -> None:
+    """Make `import slime` find furlong's modules, unless slime itself is installed or imported. Idempotent."""
+    if any(isinstance(finder, SlimeFinder) for finder in sys.meta_path):
+        return
+    if (origin := _installed()) is not None:
+        logger.warning(
+            "slime is installed (%s): functions that import it get its own classes, which this run cannot use; write "
+            "`from furlong import Sample`, or run in an environment without slime",
+            origin,
+        )
+        return
+    sys.meta_path.insert(0, cast("Any", SlimeFinder()))
+
+
+def is_served() -> bool:
+    """Return whether `import slime` finds furlong's modules."""
+    return any(isinstance(finder, SlimeFinder) for finder in sys.meta_path)
+
+
+def _installed() -> str | None:
+    """Return where slime is installed or was imported from; None if it is not."""
+    module = sys.modules.get(PACKAGE)
+    if module is not None and not isinstance(module, SlimeModule):
+        return str(getattr(module, "__file__", None) or "imported")
+    for distribution in importlib.metadata.distributions(name=PACKAGE):
+        folder = Path(str(distribution.locate_file("")))
+        if folder.name.endswith("-packages"):  # not the metadata that a build left in a checkout
+            return f"{PACKAGE} {distribution.version} in {folder}"
+    return None
+
+
+def _table() -> _Table:
+    return cast("_Table", importlib.import_module(TABLE))

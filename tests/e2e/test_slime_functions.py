@@ -1,0 +1,118 @@
+"""Functions written for slime train without changes: the imports `slime.*`, and posts to `args.sglang_router_ip`."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from furlong.core.batch_file import load_batch
+from furlong.data.audit import audit
+from furlong.tracking.rollout_dump import load_samples
+from runs import flags, is_finite, rows, train
+
+ZOO = Path(__file__).parents[1] / "helpers" / "slime_zoo.py"
+OBSERVATION = " 42 "
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """A stand-in of a search server; returns the queries that it got."""
+    queries: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            queries.extend(json.loads(self.rfile.read(int(self.headers["content-length"])))["queries"])
+            body = json.dumps({"result": OBSERVATION}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("SEARCH_URL", f"http://127.0.0.1:{server.server_port}/retrieve")
+    yield queries
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def go(model, data, tmp_path):
+    """Train two rollouts with functions of the zoo; returns the rows, the batches and the samples of each."""
+
+    def run(generate, reward=None, **changes):
+        values = {
+            "custom_generate_function_path": f"{ZOO}:{generate}",
+            "custom_rm_path": reward and f"{ZOO}:{reward}",
+            "rm_type": None if reward else "random",
+            "save_debug_train_data": f"{tmp_path}/batches/{{rollout_id}}",
+            "save_debug_rollout_data": f"{tmp_path}/samples/{{rollout_id}}.safetensors",
+        }
+        folder = tmp_path / "run"
+        assert train(flags(model, data, folder, **values | changes)) == 2
+        assert audit(folder / "ledger.jsonl", finished=True).ok
+        shown = [row for row in rows(folder) if row["step"]]
+        assert all(is_finite(row) for row in shown), shown
+        batches = [load_batch(path) for path in sorted((tmp_path / "batches").glob("*"))]
+        dumps = [load_samples(path) for path in sorted((tmp_path / "samples").glob("*"))]
+        return shown, batches, [[s for g in dump.groups for s in g.samples] for dump in dumps]
+
+    return run
+
+
+def has_versions(batches, *, of=(0, 1)):
+    """Whether trained tokens have the version of their rollout, and the others none."""
+    for version, batch in zip(of, batches, strict=True):
+        versions, is_trained = batch.columns["token_versions"], batch.loss_masks == 1
+        if set(versions[is_trained].tolist()) != {version} or set(versions[~is_trained].tolist()) - {-1}:
+            return False
+    return True
+
+
+def test_search_between_turns_is_masked(go, search):
+    _, batches, samples = go("generate_with_search", "reward_of_search")
+    assert len(search) == 2 * 16
+    assert has_versions(batches)
+    for sample in samples[0]:
+        masked = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if not m]
+        assert len(masked) == len(OBSERVATION)
+    assert len({tuple(sample.tokens) for sample in samples[0]}) > 8
+
+
+def test_attributes_of_a_sample_reach_its_reward_and_dumps(go):
+    shown, batches, samples = go("generate_with_code", "reward_of_code")
+    assert {sample.metadata["calls"] for sample in samples[0]} == {1}
+    assert {sample.tool_call_count for sample in samples[0]} == {1}
+    assert has_versions(batches)
+    assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_agents_fan_out_with_values_in_args(go):
+    shown, batches, samples = go("generate_with_agents", rollout_max_context_len=64)
+    assert len(batches[0]) == 16 * 6
+    assert len(set(batches[0].rollout_ids.tolist())) == 16
+    assert has_versions(batches)
+    assert {sample.reward for sample in samples[0]} <= {0.0, 0.5}
+    solvers = [tuple(sample.tokens) for sample in samples[0]]
+    assert len(set(solvers)) > 16 * 2  # requests with one seed differ
+    assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_a_new_sample_without_log_probs_is_trained_on(go):
+    _, batches, samples = go("generate_with_user")
+    assert {sample.metadata["steps"] for sample in samples[0]} == {2}
+    share = batches[0].loss_masks.mean()
+    assert 0 < share < 1
+
+
+def test_requests_of_another_client_get_weight_versions(go):
+    shown, batches, _ = go("generate_with_client")
+    assert has_versions(batches)
+    assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4

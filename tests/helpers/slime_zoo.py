@@ -1,0 +1,218 @@
+"""Generate and reward functions as users of slime write them: its imports, its names and its order of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from dataclasses import dataclass, field
+
+import httpx
+from slime.rollout.rm_hub import batched_async_rm
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+TURNS = 2
+OBSERVATION = " 42 "
+
+
+def router(args):
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+
+
+def ids_of(state, text):
+    return state.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+async def generate_with_search(args, sample: Sample, sampling_params) -> Sample:
+    """Ask with text, call a search server between the turns, and set every field at the end."""
+    assert not args.partial_rollout
+    state = GenerateState(args)
+    prompt_ids = ids_of(state, sample.prompt)
+    sample.tokens, sample.loss_mask = list(prompt_ids), []
+    sample.rollout_top_p_token_ids = None
+    text, tokens, mask, log_probs = "", [], [], []
+    params = {**sampling_params, "max_new_tokens": 3, "stop": [*(sampling_params.get("stop") or []), "</search>"]}
+    for turn in range(TURNS):
+        output = await post(
+            router(args), {"text": sample.prompt + text, "sampling_params": params, "return_logprob": True}
+        )
+        meta = output["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            sample.status = Sample.Status.ABORTED
+            return sample
+        new = [item[1] for item in meta["output_token_logprobs"]]
+        values = [item[0] for item in meta["output_token_logprobs"]]
+        sample.append_response_tokens(args, tokens=new, log_probs=values, trainable=True, meta_info=meta)
+        text, tokens, mask, log_probs = text + output["text"], tokens + new, mask + [1] * len(new), log_probs + values
+        if turn == TURNS - 1:
+            break
+        async with httpx.AsyncClient(trust_env=False) as client:
+            found = (await client.post(os.environ["SEARCH_URL"], json={"queries": [output["text"]]})).json()
+        observed = ids_of(state, found["result"])
+        sample.append_response_tokens(args, tokens=observed, trainable=False)
+        text, tokens = text + found["result"], tokens + observed
+        mask, log_probs = mask + [0] * len(observed), log_probs + [0.0] * len(observed)
+    sample.tokens, sample.response_length, sample.response = prompt_ids + tokens, len(tokens), text
+    sample.loss_mask, sample.rollout_log_probs = mask, log_probs
+    match meta["finish_reason"]["type"]:
+        case "length":
+            sample.status = Sample.Status.TRUNCATED
+        case "stop":
+            sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def reward_of_search(args, sample, **kwargs):
+    if not isinstance(sample, Sample):
+        raise TypeError("Sample must be an instance of Sample class.")
+    return float(OBSERVATION in sample.prompt + sample.response) + 0.1 * (len(sample.response) % 3)
+
+
+async def run_code(code):
+    process = await asyncio.create_subprocess_exec(
+        "python3", "-c", f"print({code})", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    return (await process.communicate())[0].decode().strip()
+
+
+async def generate_with_code(args, sample: Sample, sampling_params) -> Sample:
+    """Ask with token ids, run code between the turns, and count the calls on the sample."""
+    sample.rollout_log_probs, sample.response, sample.response_length, sample.loss_mask = None, "", 0, []
+    state = GenerateState(args)
+    prompt_ids = ids_of(state, sample.prompt)
+    sample.tokens = list(prompt_ids)
+    masks, calls, tokens, limit = sample.loss_mask, 0, [], args.rollout_max_context_len or args.max_tokens_per_gpu
+    for turn in range(TURNS):
+        params = sampling_params | {"max_new_tokens": min(3, limit - len(sample.tokens))}
+        body = {"input_ids": prompt_ids + tokens, "sampling_params": params, "return_logprob": True}
+        meta = (await post(router(args), body))["meta_info"]
+        new = [item[1] for item in meta["output_token_logprobs"]]
+        values = [item[0] for item in meta["output_token_logprobs"]]
+        tokens += new
+        sample.append_response_tokens(args, tokens=new, log_probs=values, trainable=True, meta_info=meta)
+        if turn == 0:
+            observed = ids_of(state, await run_code("6*7"))
+            tokens += observed
+            calls += 1
+            sample.append_response_tokens(args, tokens=observed, trainable=False)
+    sample.tokens, sample.response_length = prompt_ids + tokens, len(tokens)
+    sample.response, sample.loss_mask = state.tokenizer.decode(tokens), masks
+    sample.tool_call_count = calls
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def reward_of_code(args, sample, **kwargs):
+    """Needs the count that the generate function has left on the sample."""
+    result = compute_score(sample.prompt + sample.response, sample.label or "", strict_box_verify=True)
+    sample.metadata["calls"] = sample.tool_call_count
+    result["score"] += sample.tool_call_count + 0.1 * (len(sample.response) % 3)
+    result["pred"] = result["pred"] or ""
+    return result["score"]
+
+
+async def solve(args, prompt, key):
+    sample = copy.deepcopy(args.sample)
+    sample.prompt, sample.tokens = prompt, args.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    params = copy.deepcopy(args.sampling_params)
+    params["max_new_tokens"] = min(4, args.rollout_max_context_len - len(sample.tokens))
+    output = await post(router(args), {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
+    pairs = output["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in pairs],
+        log_probs=[item[0] for item in pairs],
+        trainable=True,
+        meta_info=output["meta_info"],
+    )
+    sample.response = sample.response_content = output["text"]
+    args.results[key].append(sample)
+    return output["text"]
+
+
+async def run_agents(args, sample):
+    args = copy.deepcopy(args)
+    args.sample, args.results = sample, {"solver": [], "rewriter": []}
+    answers = await asyncio.gather(*(solve(args, sample.prompt, "solver") for _ in range(args.num_parallel)))
+    await asyncio.gather(*(solve(args, f"{sample.prompt}{answer}", "rewriter") for answer in answers))
+    samples = args.results["solver"] + args.results["rewriter"]
+    for each, reward in zip(samples, await batched_async_rm(args, samples), strict=False):
+        each.reward, each.rollout_id = reward * args.weight, sample.index
+    return samples
+
+
+async def generate_with_agents(args, sample: Sample, sampling_params, evaluation=False) -> list[Sample]:
+    """Fan out into solvers that run at the same time and rewriters, with everything passed on in `args`."""
+    limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    args.sampling_params, args.rollout_max_context_len, args.tokenizer = (
+        sampling_params,
+        limit,
+        GenerateState(args).tokenizer,
+    )
+    args.num_parallel, args.weight, args.function = 3, 0.5, f"{__file__}:run_agents"
+    return await load_function(args.function)(args, sample)
+
+
+@dataclass
+class Interaction:
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    info: dict[str, int] = field(default_factory=dict)
+
+
+async def generate_with_user(args, sample: Sample, sampling_params: dict) -> Sample:
+    """Talk to a simulated user and build a new sample, without log-probs and with a status as text."""
+    state, task = GenerateState(args), len(sample.prompt)
+    text, result = sample.prompt, Interaction()
+    prompt_ids = ids_of(state, text)
+    for _ in range(TURNS):
+        output = await post(router(args), {"text": text, "sampling_params": sampling_params | {"max_new_tokens": 3}})
+        answer = ids_of(state, output["text"])
+        user = ids_of(state, OBSERVATION)
+        text += output["text"] + OBSERVATION
+        result.tokens += answer + user
+        result.loss_mask += [1] * len(answer) + [0] * len(user)
+        result.info["steps"] = result.info.get("steps", 0) + 1
+    built = Sample(
+        index=task,
+        prompt=sample.prompt,
+        tokens=prompt_ids + result.tokens,
+        response=text[len(sample.prompt) :],
+        reward=len(text) % 2,
+        loss_mask=result.loss_mask,
+        status="completed",
+        metadata=result.info,
+    )
+    built.response_length = len(result.loss_mask)
+    return built
+
+
+async def generate_with_client(args, sample: Sample, sampling_params) -> Sample:
+    """Ask through an HTTP client of another package, which returns tokens and log-probs only."""
+    state = GenerateState(args)
+    tokens = ids_of(state, sample.prompt)
+    start, mask, log_probs = len(tokens), [], []
+    async with httpx.AsyncClient(base_url=router(args).removesuffix("/generate"), trust_env=False) as client:
+        for turn in range(TURNS):
+            params = {"max_new_tokens": 3, "sampling_seed": sampling_params["sampling_seed"], "temperature": 1.0}
+            body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "stream": False}
+            reply = (await client.post("/generate", json=body)).raise_for_status().json()
+            pairs = reply["meta_info"]["output_token_logprobs"]
+            tokens, mask = tokens + [pair[1] for pair in pairs], mask + [1] * len(pairs)
+            log_probs += [pair[0] for pair in pairs]
+            if turn == 0:
+                observed = ids_of(state, OBSERVATION)
+                tokens, mask, log_probs = (
+                    tokens + observed,
+                    mask + [0] * len(observed),
+                    log_probs + [0.0] * len(observed),
+                )
+    sample.tokens, sample.loss_mask, sample.rollout_log_probs = tokens, mask, log_probs
+    sample.response_length = len(tokens) - start
+    sample.response = state.tokenizer.decode(tokens[start:], skip_special_tokens=False)
+    sample.status = Sample.Status.COMPLETED
+    return sample

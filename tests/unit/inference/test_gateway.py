@@ -1,0 +1,82 @@
+"""The endpoint of a run for user functions: `/generate` of SGLang, whatever the engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+from furlong.inference.server.gateway import Gateway
+from furlong.interfaces import Completion
+
+
+def post(*bodies, api_key=None, **options):
+    """Send requests to a gateway; returns the replies and what `complete` got."""
+    calls = []
+
+    async def complete(ids, params):
+        calls.append((ids, params))
+        n = len(calls)
+        return Completion([n, n], [-0.5, -0.25], [6, 7], "length", f"text {n}")
+
+    async def go():
+        gateway = Gateway(complete, encode=lambda text: [*text.encode()], facts={"model_path": "m"}, api_key=api_key)
+        async with contextlib.AsyncExitStack() as stack:
+            await gateway.start()
+            stack.push_async_callback(gateway.close)
+            ip, port = gateway.address
+            assert ip == "127.0.0.1"
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{ip}:{port}", **options))
+            return [await client.post("/generate", json=body) for body in bodies], (await client.get("/model_info"))
+
+    replies, info = asyncio.run(go())
+    return replies, calls, info
+
+
+def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, "sampling_seed": 9}, "return_logprob": True}
+    (reply,), calls, info = post(body)
+    meta = reply.json()["meta_info"]
+    assert reply.json()["text"] == "text 1"
+    assert meta["output_token_logprobs"] == [[-0.5, 1, None], [-0.25, 1, None]]
+    assert (meta["weight_version"], meta["token_versions"]) == ("7", [6, 7])
+    assert meta["finish_reason"] == {"type": "length", "length": 2}
+    assert calls[0][0] == [1, 2]
+    assert calls[0][1].sampling_seed == 9
+    assert info.json() == {"model_path": "m"}
+
+
+def test_text_lists_and_several_samples():
+    replies, calls, _ = post({"text": "ab"}, {"text": ["a", "b"]}, {"input_ids": [1], "sampling_params": {"n": 3}})
+    assert [ids for ids, _ in calls] == [[97, 98], [97], [98], [1], [1], [1]]
+    assert [len(reply.json()) for reply in replies[1:]] == [2, 3]
+
+
+def test_a_stream_ends_with_done():
+    (reply,), _, _ = post({"text": "a", "stream": True})
+    assert reply.text.startswith('data: {"text":"text 1"')
+    assert reply.text.strip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"text": "a", "input_ids": [1]}, "either input_ids or text"),
+        ({"input_ids": ["1"]}, "list of integers"),
+        ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+        ({"text": "a", "image_data": ["x"]}, "image_data"),
+    ],
+)
+def test_an_invalid_request_is_refused_with_the_reason(body, problem):
+    (reply,), calls, _ = post(body)
+    assert reply.status_code == 400
+    assert problem in reply.json()["error"]["message"]
+    assert calls == []
+
+
+def test_a_key_is_required_if_the_run_has_one():
+    (refused,), _, _ = post({"text": "a"}, api_key="k")
+    (accepted,), _, _ = post({"text": "a"}, api_key="k", headers={"Authorization": "Bearer k"})
+    assert (refused.status_code, accepted.status_code) == (401, 200)

@@ -1,0 +1,104 @@
+"""The modules `slime.*`: which names exist, what the others say, and that an installed slime is not shadowed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from furlong import Sample
+from furlong.config.hooks import load_function
+from furlong.core import slime_modules
+from furlong.core.slime_modules import NotInFurlongError
+from furlong.errors import ConfigError
+from furlong.slime_api.table import NAMES
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "from-slime.md"
+
+
+@pytest.fixture(autouse=True)
+def served():
+    slime_modules.install()
+
+
+@pytest.mark.parametrize("module", sorted(NAMES))
+def test_every_name_of_the_table_exists(module):
+    loaded = importlib.import_module(module)
+    assert all(getattr(loaded, name) is not None for name in NAMES[module])
+    assert set(NAMES[module]) <= set(dir(loaded))
+
+
+def test_names_are_those_of_furlong():
+    from slime.rollout.base_types import RolloutFnTrainOutput
+    from slime.utils import types
+
+    from furlong.rollout import replay
+
+    assert types.Sample is Sample
+    assert RolloutFnTrainOutput is replay.RolloutFnTrainOutput
+
+
+@pytest.mark.parametrize(
+    ("statement", "fix"),
+    [
+        ("import slime.agent.adapters", r"policy\(\)"),
+        ("from slime.agent import sandbox", r"policy\(\)"),
+        ("from slime.utils.types import MultimodalTypes", "train on text"),
+        ("from slime.utils.misc import chunk_named_params_by_size", "copy the helper"),
+        ("from slime.rollout.on_policy_distillation import reward_func", "not supported"),
+        ("from slime.utils import unheard_of", "from-slime.md"),
+        ("import slime.unheard_of.deeper", "from-slime.md"),
+    ],
+)
+def test_a_name_that_furlong_does_not_have_says_what_to_do(statement, fix):
+    with pytest.raises(NotInFurlongError, match=fix):
+        exec(statement)
+    assert issubclass(NotInFurlongError, ImportError)
+
+
+def test_a_flag_that_names_a_missing_function_says_what_to_do():
+    for path in ("slime.rollout.on_policy_distillation.reward_func", "slime.utils.types.MultimodalTypes"):
+        with pytest.raises(ConfigError, match="not supported"):
+            load_function(path)
+
+
+def test_a_function_of_slime_is_loaded_by_name():
+    name = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    samples = [Sample(reward=reward, status=Sample.Status.COMPLETED) for reward in (0.0, 1.0)]
+    assert load_function(name)(None, samples).keep
+    fallback = load_function(f"{name}_with_fallback")
+    equal = fallback(None, [samples[0], samples[0]])
+    assert (equal.keep, equal.keep_when_insufficient) == (False, True)
+
+
+PROBE = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from furlong.core import slime_modules
+slime_modules.install()
+import slime
+print(vars(slime).get("WHO", "furlong"))
+"""
+
+
+@pytest.mark.parametrize(("is_installed", "who"), [(True, "the real one"), (False, "furlong")])
+def test_only_an_installed_slime_takes_precedence(tmp_path, is_installed, who):
+    folder = tmp_path / ("site-packages" if is_installed else "checkout")
+    (folder / "slime").mkdir(parents=True)
+    (folder / "slime" / "__init__.py").write_text("WHO = 'the real one'\n")
+    if is_installed:
+        info = folder / "slime-0.3.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slime\nVersion: 0.3.1\n")
+    probe = f"import sys; sys.path.insert(0, {str(folder)!r})\n{PROBE}"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == who
+    assert ("slime is installed (slime 0.3.1" in done.stderr) == is_installed
+
+
+def test_the_guide_lists_every_module():
+    text = GUIDE.read_text()
+    assert [module for module in NAMES if NAMES[module] and f"`{module}`" not in text] == []
