@@ -11,6 +11,7 @@ import numpy as np
 
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
+from furlong.rollout.sample_metrics import reward_label
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
         return DynamicFilterOutput(False, "too_few_scored")
     if float(np.std(rewards)) > 1e-6:
         return DynamicFilterOutput(True)
-    return DynamicFilterOutput(False, f"zero_std_{rewards[0]:.1f}")
+    return DynamicFilterOutput(False, f"zero_std_{reward_label(rewards[0])}")
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **extra: Any) -> DynamicFilterOutput:

@@ -205,12 +205,17 @@ def _shown_reward(sample: Sample, reward_key: str | None) -> float:
     return scalar_reward(sample, reward_key) if raw is None else float(raw)
 
 
+def reward_label(reward: float) -> str:
+    """Return a reward rounded to one decimal, for names of metrics: "1", "0.5", "-1"."""
+    return f"{round(reward, 1) + 0.0:g}"  # + 0.0: not "-0"
+
+
 def _zero_std(rewards: Sequence[Floats]) -> Metrics:
-    """Count groups with equal rewards, which give no gradient, by that reward rounded to one decimal."""
+    """Count groups with equal rewards, which give no gradient, by that reward (`reward_label`)."""
     several = [r for r in rewards if r.size > 1]
     if not several:
         return {}
-    counts = Counter(f"{round(float(r[0]), 1):.1f}" for r in several if (r == r[0]).all())
+    counts = Counter(reward_label(float(r[0])) for r in several if (r == r[0]).all())
     metrics: Metrics = {f"zero_std/count_{reward}": total(n) for reward, n in sorted(counts.items())}
     metrics["zero_std_frac"] = mean(counts.total() / len(several), len(several))
     return metrics

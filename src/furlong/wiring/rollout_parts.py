@@ -113,6 +113,7 @@ def _training_rollout(
             eval_sets=eval_sets,
             report=_report(context),
             suggest_template=partial(suggested_template, context.tokenizer),
+            skip_bad_rows=config.fault.skip_bad_rows,
         )
     assert engine is not None
     return _engine_rollout(context, engine, source, ledger, eval_sets)

@@ -64,6 +64,15 @@ RULES = [
     ("--eval-pass-k 2", "--eval-pass-k 2 | --n-samples-per-eval-prompt | 1"),
     ("--tis-clip 3", "--tis-clip 3.0 | --use-tis"),
     ("--opsm-delta 0.1", "--opsm-delta 0.1 | --use-opsm"),
+    ("--colocate --engine sglang --update-weight-mode delta", "--update-weight-mode delta | --colocate | host memory"),
+    (
+        "--colocate --engine sglang --update-weight-mode delta --update-weight-transport disk",
+        "--update-weight-mode delta | --colocate",
+    ),
+    (
+        "--save-debug-rollout-data d/{rollout_id}.x --save-debug-train-data ./d/../d/{rollout_id}.x",
+        "--save-debug-train-data | --save-debug-rollout-data | same file",
+    ),
     ("--use-opsm", "--use-opsm"),
     ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 | --use-kl-loss"),
     ("--wandb-project x", "--wandb-project x | --use-wandb"),

@@ -11,7 +11,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
-from furlong.rollout.sample_metrics import eval_metrics, is_repetitive, pass_at_k, rollout_metrics
+from furlong.rollout.sample_metrics import eval_metrics, is_repetitive, pass_at_k, reward_label, rollout_metrics
 
 
 def sample(reward=None, *, length=4, status=Status.COMPLETED, **fields):
@@ -38,7 +38,7 @@ def test_rollout_metrics_carry_slime_names_and_values():
     assert metrics["rollout/response_len/min"] == 2
     assert metrics["rollout/truncated_ratio"] == 0.25
     assert metrics["rollout/raw_reward"] == 0.75
-    assert metrics["rollout/zero_std/count_1.0"] == 1
+    assert metrics["rollout/zero_std/count_1"] == 1
     assert metrics["rollout/zero_std_frac"] == 0.5
     assert metrics["rollout/reward_range"] == 1
     assert metrics["rollout/repetition_frac"] == 0
@@ -149,3 +149,11 @@ def test_only_long_texts_that_repeat_are_repetitive():
     assert not is_repetitive("I am sorry. " * 100)
     assert not is_repetitive("".join(draw.choice("abcdefghijklmnop \n") for _ in range(12_000)))
     assert is_repetitive("\ud800 lone surrogates do not raise " * 1000)
+
+
+@pytest.mark.parametrize(
+    ("reward", "label"),
+    [(1.0, "1"), (0, "0"), (-1.0, "-1"), (0.5, "0.5"), (0.25, "0.2"), (-0.04, "0")],
+)
+def test_metric_names_have_whole_rewards_without_decimals(reward, label):
+    assert reward_label(reward) == label

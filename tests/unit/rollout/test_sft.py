@@ -98,6 +98,60 @@ def test_long_demonstrations_are_dropped_and_counted(tokenizer):
     assert values(batch.metrics)["rollout/too_long_frac"] == pytest.approx(1 / 3)
 
 
+class Rewriting:
+    """A template that keeps the last message only once a conversation has a tool's answer."""
+
+    def __init__(self, tokenizer):
+        self.encode, self.eos_token_id = tokenizer.encode, tokenizer.eos_token_id
+        self._render = tokenizer.apply_chat_template
+
+    def apply_chat_template(self, messages, **kwargs):
+        if any(message["role"] == "system" for message in messages):
+            raise ValueError("no system messages")
+        return self._render(messages[-1:] if messages[-1]["role"] == "tool" else messages, **kwargs)
+
+
+GOOD = [says("user", "a"), says("assistant", "b")]
+REWRITTEN = [*GOOD, says("tool", "c")]
+REJECTED = [says("system", "s"), *GOOD]
+
+
+def conversations(*prompts) -> ListSource:
+    source = ListSource(len(prompts), n=1)
+    groups = source.next_groups(len(prompts))
+    for group, prompt in zip(groups, prompts, strict=True):
+        group.samples[0].tokens, group.samples[0].prompt, group.samples[0].label = [], prompt, None
+    source.return_groups(groups)
+    return source
+
+
+@pytest.mark.parametrize(("bad", "reason"), [(REWRITTEN, "rewrites history"), (REJECTED, "no system messages")])
+def test_rows_that_the_template_cannot_locate_are_skipped_and_counted(bad, reason, tokenizer, caplog):
+    ledger, source = MemoryLedger(), conversations(GOOD, bad, bad, bad, bad, GOOD)
+    rollout = rollout_of(source, Rewriting(tokenizer), ledger, skip_bad_rows=True)
+    batch = asyncio.run(rollout.produce(0))
+    assert batch is not None
+    assert batch.group_ids.tolist() == [0, 5]
+    assert ledger.reasons == dict.fromkeys([1, 2, 3, 4], "bad_row")
+    assert values(batch.metrics)["rollout/bad_rows_frac"] == pytest.approx(4 / 6)
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == 3
+    assert all(reason in message for message in logged)
+
+
+@pytest.mark.parametrize("bad", [REWRITTEN, REJECTED])
+def test_a_row_that_cannot_be_used_names_the_flag_that_skips_it(bad, tokenizer):
+    with pytest.raises(DataError, match=r"row 0 of the data.*--skip-bad-rows"):
+        asyncio.run(rollout_of(conversations(bad, GOOD, GOOD), Rewriting(tokenizer)).produce(0))
+
+
+def test_data_without_a_usable_row_is_an_error(tokenizer, monkeypatch):
+    monkeypatch.setattr("furlong.rollout.sft.MAX_USELESS", 3)
+    rollout = rollout_of(conversations(*[REWRITTEN] * 5), Rewriting(tokenizer), skip_bad_rows=True)
+    with pytest.raises(DataError, match="3 rows in a row could not be used"):
+        asyncio.run(rollout.produce(0))
+
+
 def test_data_that_cannot_fill_a_batch_is_dropped_with_a_report(tokenizer):
     ledger = MemoryLedger()
     rollout = rollout_of(source_of("a", "b", "c"), tokenizer, ledger)

@@ -175,7 +175,12 @@ def _transport(config: Config) -> Iterator[str]:
             f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or add "
             "--rollout-num-gpus or --rollout-external-engine-addrs"
         )
-    if sync.update_weight_mode == "delta" and not spec.can_send_deltas:
+    if sync.update_weight_mode == "delta" and config.cluster.colocate:
+        yield (
+            "--update-weight-mode delta saves bytes on the way to other machines, but --colocate hands weights over in "
+            "GPU memory, and a delta would add a copy of the model in host memory and files; remove one of them"
+        )
+    elif sync.update_weight_mode == "delta" and not spec.can_send_deltas:
         yield f"--update-weight-mode delta is not supported by {transport}; add --update-weight-transport disk"
     for name in ("update_weight_timeout", "update_weight_proof"):
         if not spec.reaches_servers and getattr(sync, name) != specs[name].default:
