@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import jinja2
 
+from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 from furlong.errors import DataError
 
 Messages = list[dict[str, Any]]
-
-# Raised by templates for conversations that they do not support; other exceptions are bugs and propagate.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 _PROBE = "furlong-probe-7261"
 
@@ -56,7 +54,7 @@ def render_chat(
     `kwargs` are passed to the template and override `add_generation_prompt=True`.
     """
     options = {"add_generation_prompt": True, **kwargs}
-    return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
+    return apply_template(tokenizer, messages, tools=tools or None, tokenize=False, **options)
 
 
 def double_template_problem(prompts: Sequence[str | Messages], tokenizer: Any) -> str | None:

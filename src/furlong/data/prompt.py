@@ -15,8 +15,9 @@ import orjson
 
 from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
+from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.json_values import MAX_DEPTH, TOO_DEEP, check_depth
-from furlong.data.chat import TEMPLATE_ERRORS, has_text, message_problem, render_chat, require_template
+from furlong.data.chat import has_text, message_problem, render_chat, require_template
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
-from furlong.data.chat import TEMPLATE_ERRORS
 from furlong.errors import DataError
 from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.generate import EvalSet, evaluate
@@ -156,8 +156,9 @@ def conversation_tokens(
 
     def render(upto: int, *, prompt: bool) -> list[int]:
         try:
-            encoded = tokenizer.apply_chat_template(
-                list(messages[:upto]),
+            encoded = apply_template(
+                tokenizer,
+                messages[:upto],
                 tools=tools,
                 add_generation_prompt=prompt,
                 tokenize=True,

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import orjson
 
+from furlong.core.chat_template import apply_template, template_messages
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.bodies import off_loop
@@ -91,9 +92,7 @@ class PromptEncoder:
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False
-            )
+            return apply_template(self._tokenizer, messages, tools=tools, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             raise RequestError(
                 f"the chat template rejects these messages ({type(error).__name__}): {shorten(str(error), 300)}"
@@ -131,7 +130,7 @@ class PromptEncoder:
             "values": {
                 **{name: str(token) for name, token in named.items() if not isinstance(token, list)},
                 **values,
-                "messages": messages,
+                "messages": template_messages(messages),
                 "tools": tools,
                 "documents": None,
                 "add_generation_prompt": True,

@@ -1,0 +1,73 @@
+"""Rendering of chat messages with a tokenizer's template, from the forms in which clients and data files write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+
+# Raised by templates for conversations that they do not support; other exceptions are bugs and propagate.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+_HANDLES_TEXT = re.compile(r"arguments\s+is\s+(?:not\s+)?string")
+
+
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """Call `tokenizer.apply_chat_template` with messages as templates expect them (`template_messages`).
+
+    Arguments of tool calls that are JSON text become objects, unless the template tests whether they are text. A
+    template that can only append text to text raises TypeError for objects and gets the text. Raises TEMPLATE_ERRORS.
+    """
+    source: Any = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    as_written = template_messages(messages, decodes_arguments=False)
+    if _HANDLES_TEXT.search(str(source or "")):
+        return tokenizer.apply_chat_template(as_written, **options)
+    decoded = template_messages(messages)
+    try:
+        return tokenizer.apply_chat_template(decoded, **options)
+    except TypeError:
+        if decoded == as_written:
+            raise
+        return tokenizer.apply_chat_template(as_written, **options)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], *, decodes_arguments: bool = True) -> list[dict[str, Any]]:
+    """Return messages whose content is text ("" for null) and whose tool calls have arguments as objects.
+
+    Arguments that are not a JSON object stay text. Messages are copied where they change.
+
+    >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    >>> template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["tool_calls"]
+    [{'function': {'name': 'add', 'arguments': {'a': 1}}}]
+    """
+    return [_message(message, decodes_arguments=decodes_arguments) for message in messages]
+
+
+def _message(message: Mapping[str, Any], *, decodes_arguments: bool) -> dict[str, Any]:
+    changed = dict(message)
+    if changed.get("content") is None:
+        changed["content"] = ""
+    calls: Any = changed.get("tool_calls")
+    if isinstance(calls, list) and decodes_arguments:
+        changed["tool_calls"] = [_decoded_call(call) for call in cast("list[Any]", calls)]
+    return changed
+
+
+def _decoded_call(call: Any) -> Any:
+    """Decode the arguments of a call, written as `{"function": {...}}` or as the function alone."""
+    if not isinstance(call, dict):
+        return call
+    fields = cast("dict[str, Any]", call)
+    if isinstance(fields.get("function"), dict):
+        return {**fields, "function": _decoded_call(fields["function"])}
+    arguments = fields.get("arguments")
+    if not isinstance(arguments, str):
+        return fields
+    try:
+        value: Any = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return fields
+    return {**fields, "arguments": value} if isinstance(value, dict) else fields
