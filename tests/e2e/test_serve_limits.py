@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -19,7 +20,8 @@ import torch
 
 from fakes_engine import tiny_model
 from furlong.inference.server.app import escaped_label
-from furlong.inference.server.limits import ServerLimits
+from furlong.inference.server.bodies import json_reply
+from furlong.inference.server.limits import Counts, RefusedError, RequestGuard, ServerLimits
 from runs import write_model
 from served_engine import serve_process, served_tiny
 
@@ -116,6 +118,83 @@ def test_samples_are_limited_by_request_and_in_all():
         assert (many.status_code, queued.status_code) == (400, 429)
         assert "--max-samples-per-request" in message(many)
         assert "--max-total-samples" in message(queued)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_replies_that_are_not_read_are_limited_in_bytes(path):
+    body = {"sampling_params": {**GREEDY, "max_new_tokens": 50}, "max_tokens": 50, "return_logprob": True}
+    body |= {"logprobs": True, "ignore_eos": True}
+    body["messages" if "chat" in path else "prompt" if "v1" in path else "text"] = (
+        [{"role": "user", "content": "a"}] if "chat" in path else "a"
+    )
+    if "v1" in path:
+        del body["sampling_params"], body["return_logprob"]
+    with served_tiny(limits=ServerLimits(max_total_reply_bytes=800)) as (url, _, _):
+        large = post(url, path, **body)
+        assert large.status_code == 413
+        assert "--max-total-reply-bytes" in message(large)
+        if path == "/generate":
+            assert post(url, path, text="a", sampling_params=GREEDY).status_code == 200
+
+
+def test_a_large_reply_is_handed_over_as_fast_as_it_is_read():
+    async def unread_bytes():
+        counts = Counts(ServerLimits(max_total_reply_bytes=500_000))
+        first, second = (RequestGuard(counts, "a", "/generate") for _ in range(2))
+        rows = [{"i": i, "text": "a" * 10_000} for i in range(40)]
+        reply = await json_reply(first, rows, dict, size=1, before=b"[", after=b"]")
+        sent, is_read = [], asyncio.Event()
+
+        async def send(event):
+            sent.append(event.get("body", b""))
+            if len(sent) == 3:
+                await is_read.wait()
+
+        sending = asyncio.create_task(reply({}, None, send))
+        await asyncio.sleep(0)
+        assert 64_000 < sum(map(len, sent)) < 160_000
+        with pytest.raises(RefusedError, match="not read yet"):
+            await json_reply(second, rows, dict, size=1)
+        is_read.set()
+        await sending
+        first.close()
+        await json_reply(second, rows, dict, size=1)
+        return json.loads(b"".join(sent)), int(reply.headers["content-length"]), len(b"".join(sent))
+
+    values, declared, size = asyncio.run(unread_bytes())
+    assert [value["i"] for value in values] == [*range(40)]
+    assert declared == size
+
+
+def test_bytes_that_are_not_http_are_debug_lines():
+    with served_tiny() as (url, _, log):
+        for data in (b"\0\0\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
+            with connect(url) as client:
+                client.sendall(data)
+                assert client.recv(100).startswith(b"HTTP/1.1 400")
+        with connect(url) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert sum("Invalid HTTP" in line for line in log.lines) == 2
+        assert [line for line in log.lines if line.startswith(("WARNING", "ERROR"))] == []
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_read_too_slowly_ends():
+    limits = ServerLimits(request_timeout=1, write_timeout=2, max_stream_bytes=1 << 30)
+    with served_tiny(limits=limits) as (url, engine, log), connect(url) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        params = {**GREEDY, "max_new_tokens": 100, "n": 400}
+        body = json.dumps({"text": "a", "stream": True, "return_logprob": True, "sampling_params": params})
+        client.sendall(head(Content_Length=len(body)) + body.encode())
+        deadline = time.monotonic() + 30
+        while not any("did not read its answer" in line for line in log.lines):
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ConnectionResetError):
+                client.recv(10_000)
+            time.sleep(0.05)
+        while engine.stats().running:
+            assert time.monotonic() < deadline
 
 
 def test_a_request_that_takes_too_long_ends_with_the_flag():

@@ -11,6 +11,7 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import shorten
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 SMALL_BYTES = 32 * 1024  # bodies and texts up to this size are processed on the event loop
 MAX_CONTAINERS = 1_000_000  # lists and objects in a body; each takes 64 bytes or more
+PIECE_BYTES = 64 * 1024  # of a reply, at least
 MESSAGE_CHARS = 1000  # of an error
 
 
@@ -103,17 +105,55 @@ def json_response(content: Any, status_code: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code, media_type="application/json")
 
 
-async def json_list(parts: Sequence[T], build: Callable[[T], Any], *, size: int, as_list: bool) -> Response:
-    """A JSON reply with the list of `build(part)`, or the only one; large ones are built and encoded in a thread.
+async def json_reply(
+    guard: RequestGuard,
+    parts: Sequence[T],
+    build: Callable[[T], Any],
+    *,
+    size: int,
+    before: bytes = b"",
+    after: bytes = b"",
+) -> Response:
+    """A JSON reply of `before`, `build(part)` for each part with commas in between, and `after`.
 
-    Each element is encoded by itself, so that the event loop runs in between.
+    size: estimate in bytes; large replies are built and encoded in a thread, element by element, so that the event loop
+    runs in between. Raises RefusedError if clients leave too many bytes of replies unread.
     """
 
-    def encode() -> bytes:
-        encoded = [orjson.dumps(build(part)) for part in parts]
-        return b"[" + b",".join(encoded) + b"]" if as_list else encoded[0]
+    def encode() -> list[bytes]:
+        pieces, num_bytes = [before], len(before) + len(after)
+        for number, part in enumerate(parts):
+            pieces.append((b"," if number else b"") + orjson.dumps(build(part)))
+            num_bytes += len(pieces[-1])
+            guard.check_reply(num_bytes)
+        return [*pieces, after]
 
-    return Response(await off_loop(size, encode), media_type="application/json")
+    pieces = await off_loop(size, encode)
+    guard.add_reply(sum(map(len, pieces)))
+    return _PiecewiseResponse(pieces)
+
+
+class _PiecewiseResponse(Response):
+    """A JSON reply that is handed to the connection only as fast as the client reads."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces[::-1]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  of ASGI
+        """Send the pieces; each is released once it was sent."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while self._pieces:
+            piece = self._next()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+
+    def _next(self) -> bytes:
+        """Join small pieces, up to `PIECE_BYTES`."""
+        joined = bytearray()
+        while self._pieces and len(joined) < PIECE_BYTES:
+            joined += self._pieces.pop()
+        return bytes(joined)
 
 
 def error_response(message: str, code: int) -> Response:

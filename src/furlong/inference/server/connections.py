@@ -30,6 +30,19 @@ def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
     return Limited
 
 
+class _ClientFaults(logging.LoggerAdapter[logging.Logger]):
+    """Logs at DEBUG what uvicorn would log as warnings: bytes that are not HTTP, and upgrades."""
+
+    @property
+    def level(self) -> int:
+        """The level that uvicorn compares with its own TRACE."""
+        return self.logger.getEffectiveLevel()
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log at DEBUG."""
+        self.debug(msg, *args, **kwargs)
+
+
 class _LimitedProtocol(H11Protocol):
     """A connection that is closed when the client neither sends a request nor reads its answer in time."""
 
@@ -37,10 +50,12 @@ class _LimitedProtocol(H11Protocol):
     max_connections: ClassVar[int]
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _answer_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # the base class names asyncio.Transport
         """Close the connection at once if there are too many."""
         super().connection_made(transport)
+        self.logger = cast("Any", _ClientFaults(logger))
         if len(self.connections) > self.max_connections:
             logger.debug("closed a connection: %d are open", len(self.connections))
             transport.abort()
@@ -52,18 +67,22 @@ class _LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._header_timer = _stopped(self._header_timer)
         self._write_timer = _stopped(self._write_timer)
+        self._answer_timer = _stopped(self._answer_timer)
 
     def data_received(self, data: bytes) -> None:
         """Process bytes of the client; headers must be complete within `header_timeout` of the first of them."""
         super().data_received(data)
         if self.transport.is_closing() or self._is_answering():
             self._header_timer = _stopped(self._header_timer)
+            self._limit_answer()
         elif self._header_timer is None:
             self._await_headers()
 
     def on_response_complete(self) -> None:
         """Allow the next request. A body that is still arriving is discarded, for a limited time."""
+        self._answer_timer = _stopped(self._answer_timer)
         super().on_response_complete()
+        self._limit_answer()
         is_sending = self.conn.their_state is h11.SEND_BODY and not self._is_answering()
         if is_sending and not self.transport.is_closing():
             self._await_headers()
@@ -89,6 +108,12 @@ class _LimitedProtocol(H11Protocol):
     def _is_answering(self) -> bool:
         cycle = cast("Any", self.cycle)
         return cycle is not None and not cycle.response_complete
+
+    def _limit_answer(self) -> None:
+        """Limit the time in which a client may read an answer, however slowly it does."""
+        if self._answer_timer is None and self._is_answering():
+            limit_s = self.server_limits.request_timeout + self.server_limits.write_timeout
+            self._answer_timer = self.loop.call_later(limit_s, self._expire, "read its answer")
 
     def _await_headers(self) -> None:
         self._header_timer = _stopped(self._header_timer)

@@ -50,6 +50,7 @@ class ServerLimits:
     max_body_bytes: int = _limit(32 * MIB, "bytes of a request body")
     max_weight_body_bytes: int = _limit(256 * MIB, "bytes of a body of /update_weights_from_tensor")
     max_total_body_bytes: int = _limit(1024 * MIB, "bytes of all request bodies in memory together")
+    max_total_reply_bytes: int = _limit(1024 * MIB, "bytes of all replies that clients have not read, without streams")
     max_json_depth: int = _limit(64, "nesting depth of a JSON body")
     max_connections: int = _limit(8192, "open connections; also bounded by the limit of open files")
     max_concurrent_requests: int = _limit(4096, "concurrent requests for generation")
@@ -145,7 +146,7 @@ class Counts:
             flag_of("max_streams_per_client"),
         )
         self.controls = Slots("control requests", limits.max_control_requests, flag_of("max_control_requests"))
-        self.body_bytes = 0
+        self.body_bytes = self.reply_bytes = 0
 
 
 class RequestGuard:
@@ -154,7 +155,7 @@ class RequestGuard:
     def __init__(self, counts: Counts, client: str, path: str) -> None:
         self._counts, self._client, self._path = counts, client, path
         self._stack = contextlib.ExitStack()
-        self._body_bytes = 0
+        self._body_bytes = self._reply_bytes = 0
         self.limits = counts.limits
         self.deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout
 
@@ -194,10 +195,33 @@ class RequestGuard:
         self._counts.body_bytes += num_bytes
         self._body_bytes += num_bytes
 
+    def check_reply(self, num_bytes: int) -> None:
+        """Raise RefusedError (413 or 429) if a reply of this size, or all together, are too large; thread-safe."""
+        unread, limit = self._counts.reply_bytes, self.limits.max_total_reply_bytes
+        if num_bytes > limit:
+            raise RefusedError(
+                f"the reply has more than {limit} bytes, the limit of {flag_of('max_total_reply_bytes')}; ask for "
+                "fewer samples or tokens at once, or stream",
+                413,
+            )
+        if unread + num_bytes > limit:
+            raise RefusedError(
+                f"{unread} bytes of replies are not read yet, and the limit of {flag_of('max_total_reply_bytes')} is "
+                f"{limit}; read the answers, then retry",
+                429,
+            )
+
+    def add_reply(self, num_bytes: int) -> None:
+        """Count bytes of the reply. Raises RefusedError (413 or 429) at a limit."""
+        self.check_reply(num_bytes)
+        self._counts.reply_bytes += num_bytes
+        self._reply_bytes += num_bytes
+
     def close(self) -> None:
         """Release everything."""
         self._counts.body_bytes -= self._body_bytes
-        self._body_bytes = 0
+        self._counts.reply_bytes -= self._reply_bytes
+        self._body_bytes = self._reply_bytes = 0
         self._stack.close()
 
 

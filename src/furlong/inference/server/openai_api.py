@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, RequestError
-from furlong.inference.server.bodies import json_response, off_loop
+from furlong.inference.server.bodies import SMALL_BYTES, json_reply, off_loop
 from furlong.inference.server.fields import boolean, quote
 from furlong.inference.server.generate_api import (
     ServerContext,
@@ -125,15 +126,15 @@ async def _answer(
     results = await completed(http, model.engine, requests)
     with_log_probs = body.get("logprobs") not in (None, False)
 
-    def reply() -> Response:
-        choices = [
-            _choice(model.engine, i, finished, is_chat=is_chat, with_log_probs=with_log_probs)
-            for i, finished in enumerate(results)
-        ]
-        return json_response({**head, "choices": choices, "usage": _usage(rows, generated)})
-
     generated = sum(len(finished.completion.tokens) for finished in results)
-    return await off_loop(generated * 64, reply)
+    return await json_reply(
+        guard,
+        list(enumerate(results)),
+        lambda pair: _choice(model.engine, *pair, is_chat=is_chat, with_log_probs=with_log_probs),
+        size=max(generated * 64, SMALL_BYTES + 1 if len(results) > 64 else 0),
+        before=orjson.dumps(head)[:-1] + b',"choices":[',
+        after=b'],"usage":' + orjson.dumps(_usage(rows, generated)) + b"}",
+    )
 
 
 def _usage(rows: Sequence[Sequence[int]], generated: int) -> dict[str, int]:
