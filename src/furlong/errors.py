@@ -16,6 +16,8 @@
     |- CheckpointError            a checkpoint that is missing, incomplete, or of another run
     `- DiagnosisError             a diagnosis ended the run, because of --on-diagnosis
 
+    TerminatedError(BaseException)  a signal ends the run
+
 A message has three parts: what is wrong, the values seen, and the fix.
 All exceptions can be pickled, because they cross process boundaries.
 """
@@ -132,6 +134,13 @@ class ClusterError(FurlongError):
 
 class CheckpointError(FurlongError):
     """A checkpoint is missing or incomplete, or does not fit this run."""
+
+
+class TerminatedError(BaseException):
+    """A run is ended from outside; the message is "SIGTERM" or "Ctrl-C".
+
+    It may be raised in user code that blocks the event loop; `except Exception` does not catch it.
+    """
 
 
 class DiagnosisError(FurlongError):

@@ -81,6 +81,53 @@ def test_signal_ends_the_run_in_good_order_and_it_resumes(number, code, said, de
     assert audit(folder / "run" / "ledger.jsonl", finished=True).ok
 
 
+BLOCKING = """
+import asyncio
+import time
+
+async def sleeps(args, sample, sampling_params):
+    time.sleep(1000)
+
+async def computes(args, sample, sampling_params):
+    while True:
+        pass
+
+async def cleans_up(args, sample, sampling_params):
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "number", "code"),
+    [
+        ("sleeps", 6, signal.SIGTERM, 143),
+        ("computes", 9, signal.SIGINT, 130),
+        ("cleans_up", 16, signal.SIGTERM, 143),
+    ],
+)
+def test_signal_ends_a_run_whose_event_loop_is_blocked_by_user_code(name, line, number, code, model, tmp_path, forked):
+    (tmp_path / "functions.py").write_text(BLOCKING)
+    data = write_prompts(tmp_path / "prompts.jsonl")
+    path = f"{tmp_path}/functions.py:{name}"
+    run = Child(forked, flags(model, data, tmp_path / "run", custom_generate_function_path=path), tmp_path)
+    deadline = time.monotonic() + 60
+    while not (run.log.exists() and "weight_sync done" in run.log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1)
+    os.kill(run.process.pid, number)
+    run.process.join(25)
+    text = run.log.read_text()
+    assert run.process.exitcode == code, text
+    assert f"functions.py:{line}) blocks the event loop" in text
+    assert "Traceback" not in text
+    run.kill()
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
+
+
 def test_a_stopped_script_prints_one_line(argv, tmp_path):
     folder = tmp_path / "stopped"
     process = start(argv(folder), folder, script="train_async.py")

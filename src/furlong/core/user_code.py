@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from furlong.core.process_guard import process_guard
-from furlong.errors import FurlongError, HookError
+from furlong.errors import FurlongError, HookError, TerminatedError
 
 FRAMES = 3  # frames of a traceback that are shown
 MAX_CHARS = 600  # of a message or a line of code
@@ -101,7 +101,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Return whether user code raised this, including `sys.exit`; False for Ctrl-C and for a task's cancellation.
+    """Return whether user code raised this, including `sys.exit`; False for signals and for a task's cancellation.
 
     Call it in the `except` clause, in the task that called the user code.
     """
@@ -111,7 +111,7 @@ def is_raised_by_user(error: BaseException) -> bool:
         except RuntimeError:  # outside an event loop nothing is cancelled
             return True
         return task is not None and not task.cancelling()
-    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit | TerminatedError)
 
 
 @contextlib.contextmanager

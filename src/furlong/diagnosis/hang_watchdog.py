@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from furlong.core.event_loop import LoopProbe, is_event_loop
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import exit_process, is_library_file, is_user_file
 from furlong.interfaces import Observer
@@ -32,6 +33,7 @@ from furlong.interfaces import Observer
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a cancelled run to end; then its process is killed
+BLOCKED_S = 5.0  # beyond the first time that user code is seen to block the event loop
 DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
@@ -75,6 +77,8 @@ class HangWatchdog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._reports = 0
+        self._blocking: tuple[str, float] | None = None  # where user code blocks the event loop, and since when
+        self._reported_places: set[str] = set()
         self._last = 0.0  # the last progress that was seen, and the requests that were finished then
         self._requests = 0
 
@@ -96,8 +100,13 @@ class HangWatchdog:
         self._task, self._loop = task, task.get_loop()
 
     def _watch(self) -> None:
+        probe = None
         reported = 0.0  # the last heartbeat before the hang that was reported
         while not self._done.wait(min(self._seconds / 4, 5.0)):
+            if probe is None and self._loop is not None:
+                probe = LoopProbe(self._loop)
+            if probe is not None:
+                self._report_blocking(probe.blocked_at())
             last = heartbeat.last()
             if last != self._last:
                 self._last, self._requests = last, heartbeat.notes().get("request", 0)
@@ -109,6 +118,17 @@ class HangWatchdog:
                 self._loop.call_soon_threadsafe(self._task.cancel)
                 self._end_if_needed()
                 return
+
+    def _report_blocking(self, place: str | None) -> None:
+        """Report user code that has kept the event loop from running for `BLOCKED_S`, once for each place."""
+        now = time.monotonic()
+        if place is None:
+            self._blocking = None
+        elif self._blocking is None:
+            self._blocking = (place, now)
+        elif now - self._blocking[1] >= BLOCKED_S and place not in self._reported_places:
+            self._reported_places.add(place)
+            self._observer.notify("blocked", seconds=round(now - self._blocking[1], 1), where=place)
 
     def _report(self, seconds: float) -> None:
         others = self._other_stacks()
@@ -270,19 +290,14 @@ def busy_in(thread_name: str) -> str | None:
         if innermost.f_code.co_filename.endswith(WAITING):
             continue
         frame: FrameType | None = innermost
-        while frame is not None and is_library_file(frame.f_code.co_filename) and not _is_event_loop(frame):
+        while frame is not None and is_library_file(frame.f_code.co_filename) and not is_event_loop(frame):
             frame = frame.f_back
-        if frame is not None and _is_event_loop(frame):
+        if frame is not None and is_event_loop(frame):
             continue  # between two tasks
         if frame is None or frame is innermost:
             return _place(innermost)
         return f"{_place(frame)}, calling {innermost.f_code.co_qualname}"
     return None
-
-
-def _is_event_loop(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == "run_forever" and code.co_filename.endswith("asyncio/base_events.py")
 
 
 def stacks_of(process: psutil.Process) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
@@ -19,7 +18,7 @@ from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import exits_fail_the_run
-from furlong.errors import ConfigError, DiagnosisError, FurlongError
+from furlong.errors import ConfigError, DiagnosisError, FurlongError, TerminatedError
 from furlong.machine import (
     Threads,
     choose_threads,
@@ -30,9 +29,9 @@ from furlong.machine import (
     set_threads,
 )
 from furlong.run.checks import findings_before_run
+from furlong.run.end_signals import EXIT_CODES, EndSignals, Reason
 from furlong.run.run_folder import lock_save_folder, log_changed_flags, run_folder, write_config
 from furlong.run.run_records import (
-    TerminatedError,
     explain_errors,
     log_run,
     record_outcome,
@@ -47,25 +46,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("furlong")
 
-TERMINATED = 128 + signal.SIGTERM  # exit code
-
 
 class Interrupt:
     """Ends a run from another thread, as Ctrl-C and SIGTERM do in the main thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reason = ""
-        self._end: Callable[[str], object] = lambda _: None
+        self._reason: Reason | None = None
+        self._end: Callable[[Reason], object] = lambda _: None
 
-    def attach(self, end: Callable[[str], object]) -> None:
+    def attach(self, end: Callable[[Reason], object]) -> None:
         """Call `end(reason)` when `request` is called, or at once if it was called before."""
         with self._lock:
             self._end = end
-            if self._reason:
+            if self._reason is not None:
                 end(self._reason)
 
-    def request(self, reason: Literal["Ctrl-C", "SIGTERM"]) -> None:
+    def request(self, reason: Reason) -> None:
         """Ask the run to end. Callable from any thread."""
         with self._lock:
             self._reason = reason
@@ -159,14 +156,16 @@ def _run_built(
             record_thread_errors(built.watch),
             hang,
             exits_fail_the_run(),
+            EndSignals() as signals,
         ):
             started = time.monotonic()
-            step = asyncio.run(_drive(built, hang, interrupt, on_start=partial(write_config, folder, resolved)))
+            begin = partial(write_config, folder, resolved)
+            step = asyncio.run(_drive(built, hang, (signals, interrupt), on_start=begin))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except TerminatedError as error:
         logger.warning("ended by %s; %s", error, _resume_hint(resolved.config))
-        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(TERMINATED)) from None
+        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(EXIT_CODES["SIGTERM"])) from None
     except KeyboardInterrupt:
         logger.warning("ended by Ctrl-C; %s", _resume_hint(resolved.config))
         raise
@@ -187,10 +186,12 @@ def _resume_hint(config: Config) -> str:
     return f"resume from the last checkpoint with the same command and --load {save}"
 
 
-async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_start: Callable[[], None]) -> int:
+async def _drive(
+    built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
+) -> int:
     """Run the loop and close its parts in any case. `on_start` is called once everything is restored, before a step.
 
-    Raises TerminatedError if SIGTERM or `interrupt` did, DiagnosisError if a diagnosis did, the trainer's error if one
+    Raises TerminatedError if one of `ends` did, DiagnosisError if a diagnosis did, the trainer's error if one
     of its processes is gone.
     """
     from furlong.loop.train import train
@@ -198,7 +199,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
     task = asyncio.current_task()
     assert task is not None
     hang.attach(task)
-    ended_by: list[str] = []
+    ended_by: list[Reason] = []
     lost: list[FurlongError] = []
     watching: list[asyncio.Task[None]] = []
     closing: list[bool] = []
@@ -211,7 +212,7 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         on_start()
         built.ledger.begin()
 
-    def end(reason: str) -> None:
+    def end(reason: Reason) -> None:
         if closing:
             logger.warning("%s: the run is closing already", reason)
         elif not ended_by:  # a second cancel would interrupt the end that the first one began
@@ -219,9 +220,8 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
             task.cancel()
 
     loop = asyncio.get_running_loop()
-    if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
-        loop.add_signal_handler(signal.SIGTERM, end, "SIGTERM")
-    interrupt.attach(lambda reason: loop.call_soon_threadsafe(end, reason))
+    for each in ends:
+        each.attach(lambda reason: loop.call_soon_threadsafe(end, reason))
     try:
         await built.start()
         watching.append(asyncio.create_task(watch()))
@@ -241,23 +241,11 @@ async def _drive(built: Built, hang: HangWatchdog, interrupt: Interrupt, *, on_s
         raise
     finally:
         closing.append(True)  # a signal from now on would replace the error that ended the run
-        interrupt.attach(lambda _: None)  # the loop is about to close
         for watcher in watching:
             watcher.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-        await built.close()
-        if ended_by == ["SIGTERM"] and threading.current_thread() is threading.main_thread():
-            _ignore_sigterm(loop)
-
-
-def _ignore_sigterm(loop: asyncio.AbstractEventLoop) -> None:
-    """Have further SIGTERMs do nothing; the default action after the loop would replace the exit code of the first.
-
-    The handler is a function, because child processes inherit ignored signals.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        try:
+            await built.close()
+        finally:
+            for each in ends:  # the loop is about to close
+                each.attach(lambda _: None)

@@ -16,11 +16,12 @@ from furlong.config.sections import Config
 from furlong.core.catalogue import Problem
 from furlong.core.user_code import exits_raise
 from furlong.errors import ConfigError
-from furlong.run.launch import TERMINATED, Interrupt, check_before_run, run_in_folder
+from furlong.run.end_signals import EXIT_CODES
+from furlong.run.launch import Interrupt, check_before_run, run_in_folder
 from furlong.run.run_folder import run_folder
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
-_EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": TERMINATED}
+_EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": EXIT_CODES["SIGTERM"]}
 
 
 class Run:
@@ -160,7 +161,7 @@ def _signals_raise() -> Generator[None]:
     """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM; asyncio would defer the first one."""
 
     def terminate(number: int, frame: object) -> None:  # noqa: ARG001  signature of signal handlers
-        raise SystemExit(TERMINATED)
+        raise SystemExit(EXIT_CODES["SIGTERM"])
 
     if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
         yield

@@ -19,7 +19,7 @@ from furlong.config.command_line import Resolved
 from furlong.core import tracing
 from furlong.core.catalogue import Diagnosis
 from furlong.core.text import redact_credentials
-from furlong.errors import DiagnosisError, failure_record
+from furlong.errors import DiagnosisError, TerminatedError, failure_record
 from furlong.machine import LOG_FORMAT, chosen_log_level
 from furlong.run.run_folder import lock_file
 from furlong.tracking.console import terminal
@@ -114,10 +114,6 @@ class _RunLog(logging.FileHandler):
         """Close the file; an error has been reported by `handleError`."""
         with contextlib.suppress(OSError):
             super().close()
-
-
-class TerminatedError(Exception):
-    """The run was ended from outside; the message is "SIGTERM" or "Ctrl-C"."""
 
 
 @contextlib.contextmanager

@@ -110,6 +110,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "waits?": _is_texts,
         "requests?": _is_count,
     },
+    "blocked": {"seconds?": is_number, "where?": _is_text},
     "worker_died": {"worker?": _is_text, "error?": _is_text, "message?": _is_text},
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from furlong.core.sample import Sample
@@ -66,8 +67,11 @@ class Events:
 
     def __init__(self) -> None:
         self.hang: dict[str, Any] = {}
+        self.blocked: list[dict[str, Any]] = []
 
     def notify(self, event: str, **fields: Any) -> None:
+        if event == "blocked":
+            self.blocked.append(fields)
         if event == "hang":
             self.hang = self.hang or fields
 
@@ -123,6 +127,24 @@ def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -
 def test_an_endless_loop_is_named_by_its_function_and_not_by_an_operator(tmp_path: Path) -> None:
     event = report_of(tmp_path, (loops, AnswersAtOnce()))
     assert "MainThread is in loops (diagnosis/test_task_waits.py:" in event["doing"]
+
+
+def test_a_line_that_blocks_the_event_loop_is_reported_once_before_the_run_counts_as_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("furlong.diagnosis.hang_watchdog.BLOCKED_S", 0.1)
+    events = Events()
+
+    async def run(hang: HangWatchdog) -> None:
+        hang.attach(task := asyncio.create_task(call(loops, AnswersAtOnce())))
+        await asyncio.gather(task, return_exceptions=True)
+
+    with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
+        asyncio.run(run(hang))
+    [event] = {each["where"]: each for each in events.blocked}.values()
+    assert event["where"].startswith("loops (")
+    assert "test_task_waits.py:" in event["where"]
+    assert event["seconds"] >= 0.1
 
 
 def test_a_task_without_a_function_of_the_user_has_the_innermost_one(tmp_path: Path) -> None:

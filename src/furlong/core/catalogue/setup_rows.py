@@ -213,7 +213,7 @@ ROWS = (
         cause="The function blocks without `await`: a synchronous HTTP request, `time.sleep`, a subprocess, or "
         "computation. All samples share one thread.",
         checked="Each rollout: the seconds that --custom-generate-function-path ran without awaiting, as a fraction of "
-        "the rollout.",
+        "the rollout; and a line of user code that keeps the event loop from running for 10 s.",
         remedy="Use an asynchronous client for servers (httpx.AsyncClient instead of requests), "
         "`await asyncio.sleep` instead of time.sleep, and `await asyncio.to_thread(function, ...)` for the rest.",
     ),

@@ -34,6 +34,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     EventMonitor("ENG03", "engine_lost", machines.engine_lost, again=2),
     EventMonitor("ENG06", "engine_silent", machines.engine_silent, again=4),
     EventMonitor("GPU02", "placement_waiting", machines.placement_wait, again=4),
+    EventMonitor("HOOK02", "blocked", machines.blocked_loop),
     EventMonitor("HANG01", "hang", machines.hang, again=1),
     EventMonitor("ASYNC02", "worker_died", machines.worker_died),
 )

@@ -314,6 +314,18 @@ def worker_died(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert
     )
 
 
+def blocked_loop(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
+    """HOOK02: the event `blocked` {seconds, where}: a line of user code keeps the event loop from running."""
+    del before, facts
+    return alert(
+        "HOOK02",
+        f"{event.get('where')} has blocked the event loop for {event.get('seconds')} s or more; other samples and "
+        "requests wait",
+        evidence=_fields(event),
+        kind=str(event.get("where")),
+    )
+
+
 def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
     """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues, waits, requests}."""
     del before

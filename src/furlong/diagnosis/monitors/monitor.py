@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HISTORY = 128  # earlier rows that monitors can read
 EVENTS = 16  # earlier events of one name that monitors can read
-NO_PROGRESS = ("engine_silent",)  # events that do not count as progress
+NO_PROGRESS = ("engine_silent", "blocked")  # events that do not count as progress
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 
 

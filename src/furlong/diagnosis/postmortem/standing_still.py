@@ -23,7 +23,7 @@ IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so f
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
 HEALTH_S, MAX_REQUESTS = 10.0, 16  # for an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
-NO_PROGRESS = frozenset({"diagnosis", "hang", "engine_silent", "placement_waiting"})
+NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
