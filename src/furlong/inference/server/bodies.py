@@ -133,6 +133,14 @@ async def json_reply(
     return _PiecewiseResponse(pieces)
 
 
+async def json_list(
+    guard: RequestGuard, parts: Sequence[T], build: Callable[[T], Any], *, size: int, as_list: bool
+) -> Response:
+    """A JSON reply with the list of `build(part)`, or the only one; see `json_reply`."""
+    before, after = (b"[", b"]") if as_list else (b"", b"")
+    return await json_reply(guard, parts, build, size=size, before=before, after=after)
+
+
 class _PiecewiseResponse(Response):
     """A JSON reply that is handed to the connection only as fast as the client reads."""
 

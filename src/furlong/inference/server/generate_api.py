@@ -20,7 +20,7 @@ from furlong.core.text import abbreviate
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, RequestError
-from furlong.inference.server.bodies import SMALL_BYTES, json_reply, off_loop
+from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import boolean, check_name, integer, quote
 from furlong.inference.server.limits import RefusedError, RequestGuard, ServerLimits, flag_of
@@ -303,13 +303,12 @@ async def generate(http: HttpRequest, model: ServerContext, body: Mapping[str, A
         return event_stream(guard, events)
     results = await completed(http, model.engine, requests)
     size = sum(len(finished.completion.tokens) for finished in results) * 64
-    return await json_reply(
+    return await json_list(
         guard,
         list(zip(requests, results, strict=True)),
         lambda pair: reply(*pair, version=version, with_log_probs=with_log_probs),
         size=max(size, SMALL_BYTES + 1 if len(results) > 64 else 0),
-        before=b"[" if is_list else b"",
-        after=b"]" if is_list else b"",
+        as_list=is_list,
     )
 
 
