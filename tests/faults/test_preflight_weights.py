@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
 
+from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import TRACKER
-from furlong.errors import ConfigError
+from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_model import load_model
 from runs import write_model
 from stored_models import dense_layer, write_safetensors, write_stored_model
@@ -106,6 +110,47 @@ def test_tensors_that_do_not_fit_config_json(world, own):
     assert names(found.finding, "missing", "model.norm.weight")
     save_file(tensors | {"model.norm.weight": norm}, own / "model.safetensors", {"format": "pt"})
     assert world.look(hf_checkpoint=own) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_every_family_are_compared_with_config_json(world, family):
+    own = shutil.copytree(family_folder(family), world.folder / "own")
+    assert world.look(hf_checkpoint=own) == []
+    tensors = load_tensors(own / "model.safetensors")
+    for part in ("embed_tokens", "layers.1.self_attn.", "layers.1.mlp." if family != "mixtral" else "layers.1.block"):
+        name = next(name for name in reversed(tensors) if part in name)
+        changed = tensors | {name: torch.cat([tensors[name], tensors[name][:1]])}
+        save_tensors(changed, own / "model.safetensors", {"format": "pt"})
+        found = only(world.look(hf_checkpoint=own), "CKPT04", "error")
+        assert names(found.finding, f"{name} is {list(changed[name].shape)}, expected {list(tensors[name].shape)}")
+        with pytest.raises(CheckpointError):
+            load_model(own)
+    changed = {name: tensor for name, tensor in tensors.items() if "embed_tokens" not in name}
+    save_tensors(changed, own / "model.safetensors", {"format": "pt"})
+    assert names(only(world.look(hf_checkpoint=own), "CKPT04", "error").finding, "model.embed_tokens.weight")
+
+
+@fault("CKPT07")
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"hidden_act": "nope"}, "nope"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"vocab_size": -3}, "-3"),
+        ({"rope_parameters": {"rope_theta": "x", "rope_type": "default"}}, "str"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "x"}}, "x"),
+    ],
+)
+def test_a_config_json_that_describes_no_model_is_refused_by_doctor_and_loading_alike(world, own, change, seen):
+    edit(own, **change)
+    found = [each for each in world.look(hf_checkpoint=own) if each.id != "CKPT04" and each.severity == "error"]
+    assert [each.id for each in found] == ["CKPT07"]
+    assert names(found[0].finding, "config.json", seen)
+    with pytest.raises((ConfigError, CheckpointError)):
+        load_model(own)
+    assert world.look(hf_checkpoint=own, engine="external", rollout_external_engine_addrs=["127.0.0.1:1"],
+                      debug_rollout_only=True)[0].id != "CKPT07"  # fmt: skip
 
 
 @fault("CKPT04")

@@ -22,6 +22,10 @@ _FURLONG = str(Path(__file__).parent.parent)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
+class ProcessExitError(RuntimeError):
+    """User code called a function that would end its process of furlong."""
+
+
 exit_process = os._exit  # `os._exit` raises within `exits_raise`
 _EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end this process
 
@@ -136,7 +140,7 @@ def _raising(name: str, original: Callable[..., Any], pid: int) -> Callable[...,
     def leave(*args: Any) -> NoReturn:
         if os.getpid() == pid:
             shown = ", ".join(map(repr, args)) if name == "_exit" else "..."
-            raise RuntimeError(
+            raise ProcessExitError(
                 f"os.{name}({shown}) would end this process of furlong; raise an exception, or call it in a child "
                 "process only"
             )

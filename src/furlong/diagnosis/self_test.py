@@ -21,6 +21,7 @@ from torch import Tensor
 from furlong.core.batch import FloatArray, IntArray, RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean
 from furlong.core.sample import UNKNOWN_VERSION
+from furlong.diagnosis.monitors.numeric_monitors import NUMERIC
 from furlong.interfaces import SamplingParams, TokenStats
 
 Cause = Literal[
@@ -35,7 +36,6 @@ Cause = Literal[
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FLOOR = 1e-4  # smaller gaps are float noise and ignored
-NUMERIC = 1.0  # a larger gap on a token is not numerics: equal weights in bfloat16 differ by at most 0.1 or so
 EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
 FLAT_TOKENS = 8  # at least; no policy finds that many equally likely
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the engine may have sampled with

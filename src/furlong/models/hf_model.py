@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ NOISE_FIELDS = (
     "input_jitter_noise",
     "router_jitter_noise",
 )
+BUILD_ERRORS = (ValueError, LookupError, TypeError, RuntimeError, ArithmeticError, AttributeError)
 _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor name -> name in the checkpoint
 
 
@@ -137,15 +139,7 @@ def load_model(
             ),
         )
     except KeyError as error:
-        if error.args != (IMPLEMENTATION,):
-            raise ConfigError(
-                f"{path / 'config.json'} has a value that transformers {transformers.__version__} does not know: "
-                f"{error}; correct the file, or download the model again"
-            ) from error
-        raise ConfigError(
-            f"{path}: {config.model_type} in transformers has its own attention, which cannot be replaced by packed "
-            "attention; this model family cannot be trained, use another model"
-        ) from error
+        raise _unbuildable(path, config, error) from error
     except (*unreadable_errors(), RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
@@ -173,14 +167,58 @@ def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = tor
 
 
 def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a folder on the meta device."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            without_dropout(load_config(folder)),
-            attn_implementation=IMPLEMENTATION,
-            dtype=dtype,
-            trust_remote_code=False,
+    """Build the model of a folder on the meta device. Raises ConfigError if config.json describes no such model."""
+    config = without_dropout(load_config(folder))
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
+            )
+    except BUILD_ERRORS as error:
+        raise _unbuildable(Path(folder), config, error) from error
+
+
+def _unbuildable(path: Path, config: PretrainedConfig, error: Exception) -> ConfigError:
+    """Return why transformers cannot build the model of a config.json."""
+    if error.args == (IMPLEMENTATION,):
+        return ConfigError(
+            f"{path}: {config.model_type} in transformers has its own attention, which cannot be replaced by packed "
+            "attention; this model family cannot be trained, use another model"
         )
+    return ConfigError(
+        f"{path / 'config.json'} does not describe a model that transformers {transformers.__version__} can build "
+        f"({type(error).__name__}: {error}); correct that value, or use the config.json that belongs to the weights"
+    )
+
+
+def misfits(
+    folder: Path | str, stored: Mapping[str, tuple[int, ...]]
+) -> tuple[list[str], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Compare the stored tensors, by name and shape, with those that the model of a folder needs.
+
+    Returns the missing names, and (stored, needed) shapes of those that differ. Fused experts may be stored whole or
+    split, names with or without the prefix of the base model, and either of two tied tensors suffices. Raises
+    ConfigError if config.json describes no model.
+    """
+    model = build_empty(folder, dtype=torch.float32)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
+    prefix = f"{model.base_model_prefix}."
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        names = (name, name.removeprefix(prefix), *(other for pair in tied.items() for other in pair if name in pair))
+        return next((stored[each] for each in names if each in stored), None)
+
+    rest = {name: tensor for name, tensor in named_tensors(model) if shape_of(name) != tuple(tensor.shape)}
+    missing: list[str] = []
+    other: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name, tensor in revert_weight_conversion(model, rest).items():
+        actual, needed = shape_of(name), tuple(tensor.shape)
+        if actual is None and not any(re.search(pattern, name) for pattern in optional):
+            missing.append(name)
+        elif actual is not None and actual != needed:
+            other[name] = (actual, needed)
+    return missing, other
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

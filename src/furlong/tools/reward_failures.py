@@ -24,7 +24,7 @@ KINDS = tuple(
             "find what sends it: a limit (`ulimit -a`), or the code",
         ),
         (
-            r"ended \(exit code |SystemExit",
+            r"ended \(exit code |SystemExit|ProcessExitError",
             "The function, or a library that it calls, ends its process (sys.exit or os._exit).",
             "remove that call, or raise an exception in its place",
         ),

@@ -59,7 +59,7 @@ RAISE_LIMITS = (
     "--update-weight-timeout for an engine that loads weights"
 )
 OOM_KILLER = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
-RANK = re.compile(r"\btrainer rank \d+")
+RANK = re.compile(r"\btrainer rank \d+", re.IGNORECASE)
 RANK_CAUSE = "Its process ended: a signal (the out-of-memory killer, a scheduler, a person), or a crash in a library."
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
 FREE_PORT = (

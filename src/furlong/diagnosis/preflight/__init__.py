@@ -126,11 +126,11 @@ def _refused(error: Exception) -> Iterator[Diagnosis]:
 
 
 def _distinct(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
-    """Leave out repetitions: several checks may read the same damaged file."""
-    seen = set[tuple[str, str]]()
+    """Leave out repetitions, in any row: several checks may read the same damaged file."""
+    seen = set[str]()
     for each in diagnoses:
-        if (each.finding, each.remedy) not in seen:
-            seen.add((each.finding, each.remedy))
+        if each.finding not in seen:
+            seen.add(each.finding)
             yield each
 
 

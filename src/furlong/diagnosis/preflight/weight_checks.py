@@ -14,14 +14,16 @@ from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError
+from furlong.machine import import_without_gc
 from furlong.models.hf_folder import check_folder, quantization_problem
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, read_model
-from furlong.tools.model_shapes import EMBEDDING, HEAD, misfits
 from furlong.tools.template_test import read_tokenizer
 
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN = 3
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = "embed_tokens.weight"  # end of the embedding's name
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,31 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         dtypes = {name: tensor.dtype for name, tensor in each.model.tensors.items()}
         if problem := quantization_problem(each.folder, each.model.config, dtypes):
             yield from_problem(f"{each.flag} {problem}", {"folder": str(each.folder)}, "QNT03")
-        elif not incomplete:
+        elif not incomplete and _is_loaded(context):
             yield from _shapes(each.flag, each.model)
 
 
+def _is_loaded(context: PreflightContext) -> bool:
+    """Whether a process of the run builds the models, rather than an engine server alone."""
+    return not context.config.debug.debug_rollout_only or context.config.cluster.engine == "embedded"
+
+
 def _shapes(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
-    """CKPT04: tensors that config.json needs, but are missing or have another shape."""
-    missing, other = misfits(model)
+    """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model.
+
+    transformers builds the model on the meta device, as the run does.
+    """
+    if any(not isinstance(model.text_config.get(name), int) for name in SIZES):
+        return  # left to the defaults of its family
+    with import_without_gc("furlong.models.hf_model"):
+        from furlong.models.hf_model import misfits  # imports torch
+
+    try:
+        missing, shapes = misfits(model.folder, {name: tensor.shape for name, tensor in model.tensors.items()})
+    except ConfigError as error:
+        yield from_problem(f"{flag}: {error}", {"folder": str(model.folder)}, "CKPT07")
+        return
+    other = [f"{name} is {list(actual)}, expected {list(needed)}" for name, (actual, needed) in shapes.items()]
     parts = [f"{len(missing)} tensors are missing: {abbreviate(missing, SHOWN)}"] if missing else []
     parts += [f"{len(other)} tensors have another shape: {'; '.join(other[:SHOWN])}"] if other else []
     if parts:
