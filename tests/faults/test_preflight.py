@@ -260,7 +260,8 @@ def test_functions_that_an_evaluation_file_names(world):
     assert all(f"--eval-config {file}, set a: " in each.finding for each in found)
 
 
-def test_the_doctor_imports_neither_torch_nor_transformers(world):
+def test_the_doctor_imports_torch_and_transformers_only_to_build_a_model(world):
+    """config.json of this model has no sizes."""
     words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)
     code = (
         "import sys; from furlong.cli import main; code = main(sys.argv[1:]);"

@@ -79,10 +79,17 @@ def test_dumps_after_the_first_are_looked_at(world):
     template = world.folder / "dumps" / "{rollout_id}.pt"
     for number in range(3):
         save_samples(
-            str(template).format(rollout_id=number), number, [Group(0, [Sample(tokens=[1, 2], response_length=1)])]
+            str(template).format(rollout_id=number),
+            number,
+            [Group(0, [Sample(tokens=[1, 2], response_length=1, index=i) for i in range(2)])],
         )
-    asked = {"load_debug_rollout_data": template, "num_rollout": 3, "prompt_data": None, "label_key": None}
+    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    asked = {"load_debug_rollout_data": template, "num_rollout": 3, "prompt_data": None, "label_key": None} | sizes
     assert [each.text() for each in world.look(**asked) if each.severity == "error"] == []
+    found = only(
+        [each for each in world.look(**asked | {"n_samples_per_prompt": 4}) if each.severity == "error"], "CFG01"
+    )
+    assert names(found.finding, "2 rollouts do not fill optimizer steps of 4")
     last = world.folder / "dumps" / "2.pt"
     content = last.read_bytes()
     last.write_bytes(b"PK\x03\x04" + content)

@@ -112,7 +112,7 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--chat-template-kwargs {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(

@@ -89,7 +89,13 @@ def examine(
     for problem in validate(resolved.config, device_type=device_type):
         if wrong_flags.isdisjoint(_flags_in(problem)):
             problems.append(problem)
-    return resolved, problems
+    return resolved, _without_moot(problems)
+
+
+def _without_moot(problems: list[Problem]) -> list[Problem]:
+    """Leave out what is wrong with the value of a flag that has no effect."""
+    idle = {problem.split()[0] for problem in problems if problem.row == NO_EFFECT}
+    return [each for each in problems if each.row == NO_EFFECT or each.split()[0] not in idle]
 
 
 def argv_from_config(config: Config) -> list[str]:

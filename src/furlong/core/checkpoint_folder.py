@@ -151,6 +151,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def start_problem(start: int | None, folder: Path) -> str | None:
+    """Return why a run that resumes from `folder` cannot start at --start-rollout-id; None if it can."""
+    step = step_from_folder(folder)
+    if start is None or start == step:
+        return None
+    return f"--start-rollout-id {start} contradicts {folder}, which continues at {step}; remove it"
+
+
 def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
     """Return the thread count of the process that saved the checkpoint; None if there is none or it is unknown."""
     step = newest_step(load_dir) if step is None else step

@@ -257,7 +257,7 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
         if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
             # orjson converts integers beyond 64 bits to floats, and keeps the last value of a duplicate key
             values = json.loads(text, object_pairs_hook=_object)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         try:
             shown = text.decode()[:60].strip()
         except UnicodeDecodeError as broken:

@@ -40,6 +40,7 @@ from furlong.core.checkpoint_folder import (
     find_complete_folders,
     folder_name,
     read_state,
+    start_problem,
     step_from_folder,
     write_manifest,
 )
@@ -122,10 +123,8 @@ class Checkpoints:
                 )
             return self.start or 0, []
         step = step_from_folder(folder)
-        if self.start is not None and self.start != step:
-            raise CheckpointError(
-                f"--start-rollout-id {self.start} contradicts {folder}, which continues at {step}; drop it"
-            )
+        if problem := start_problem(self.start, folder):
+            raise CheckpointError(problem)
         state = read_state(folder)
         self._changes.clear()
         await self._compare_inputs(folder, SMALL_INPUTS)  # refused before weights are loaded

@@ -140,6 +140,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def end_ids(generation: Mapping[str, Any], config_eos: Any, tokenizer_eos: int | None) -> tuple[int, ...]:
     """Return the ids that end generation: those of generation_config.json or else the config, and the tokenizer's.
 
+    Raises ConfigError for an id that is not a number.
+
     >>> end_ids({"eos_token_id": [5, 6]}, 4, 6)
     (5, 6)
     """
@@ -148,6 +150,10 @@ def end_ids(generation: Mapping[str, Any], config_eos: Any, tokenizer_eos: int |
 
 
 def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+    values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in values):
+        raise ConfigError(
+            f"eos_token_id is {value!r}, expected a token id or a list of them; correct it in the model's "
+            "config.json or generation_config.json"
+        )
+    return [*values]

@@ -166,7 +166,7 @@ def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = tor
     return model
 
 
-def build_empty(folder: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
+def build_empty(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build the model of a folder on the meta device. Raises ConfigError if config.json describes no such model."""
     config = without_dropout(load_config(folder))
     try:
@@ -200,7 +200,7 @@ def misfits(
     split, names with or without the prefix of the base model, and either of two tied tensors suffices. Raises
     ConfigError if config.json describes no model.
     """
-    model = build_empty(folder, dtype=torch.float32)
+    model = build_empty(folder)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     prefix = f"{model.base_model_prefix}."
@@ -212,13 +212,18 @@ def misfits(
     rest = {name: tensor for name, tensor in named_tensors(model) if shape_of(name) != tuple(tensor.shape)}
     missing: list[str] = []
     other: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for name, tensor in revert_weight_conversion(model, rest).items():
-        actual, needed = shape_of(name), tuple(tensor.shape)
+    for name, needed in shapes_on_disk(model, rest).items():
+        actual = shape_of(name)
         if actual is None and not any(re.search(pattern, name) for pattern in optional):
             missing.append(name)
         elif actual is not None and actual != needed:
             other[name] = (actual, needed)
     return missing, other
+
+
+def shapes_on_disk(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes with which a checkpoint stores these tensors of `model`."""
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

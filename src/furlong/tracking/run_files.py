@@ -147,7 +147,7 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{shown}: {path} cannot be read ({error.strerror}); use the run's --output-dir") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{shown}: {path} is corrupt ({error}); it is required: copy the run's folder again"
         ) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from furlong.training.checkpoint.trainer_files import TensorReader
 from furlong.training.not_finite import first_not_finite
 from furlong.training.offload import OptimizerOffload
 from furlong.training.ranks import Ranks
-from furlong.training.settings import Offload
+from furlong.training.settings import NOTHING_TRAINED, Offload
 from furlong.training.sharding import Sharding
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -30,14 +31,30 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 logger = logging.getLogger(__name__)
 
 
-def check_moments(reader: TensorReader, kind: Literal["adam", "sgd"]) -> None:
+def check_moments(path: Path, names: Iterable[str], kind: Literal["adam", "sgd"]) -> None:
     """Raise CheckpointError if the moments in a checkpoint are of another optimizer. No moments are fine."""
-    kinds = {name.rpartition("/")[2] for name in reader.names}
+    kinds = {name.rpartition("/")[2] for name in names}
     if kinds and kinds - {"step"} != {*MOMENTS[kind]}:
         raise CheckpointError(
-            f"{reader.path} has the optimizer states {', '.join(sorted(kinds))}, which are not those of {kind}; resume "
+            f"{path} has the optimizer states {', '.join(sorted(kinds))}, which are not those of {kind}; resume "
             "with the --optimizer of the run that saved it, or with --no-load-optim"
         )
+
+
+def check_state_shapes(saved: Mapping[str, tuple[int, ...]], trained: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare optimizer states in a checkpoint, by `PARAMETER/MOMENT`, with the shapes of the trained parameters.
+
+    Raises CheckpointError for states of a parameter that is not trained, or of another shape.
+    """
+    for key in sorted(saved):
+        name, _, moment = key.rpartition("/")
+        expected = trained.get(name, "no such trained parameter")
+        if name not in trained or (moment != "step" and saved[key] != expected):
+            raise CheckpointError(
+                f"the optimizer states of the checkpoint do not fit: {key} has shape {saved[key]}, the model has "
+                f"{expected}; resume with the model and parameter lists of the run that saved it, or with "
+                "--no-load-optim"
+            )
 
 
 class Schedule:
@@ -135,9 +152,7 @@ class MasterOptimizer:
         wait: Callable[[], None] | None = None,
     ) -> None:
         if not named:
-            raise ConfigError(
-                "no parameter is trained; check --only-train-params-name-list and --freeze-params-name-list"
-            )
+            raise ConfigError(NOTHING_TRAINED)
         self.flags, self.schedule, self.num_steps = flags, schedule, 0
         self.sharding = sharding or Sharding(Ranks(), named[0][1].device)
         self.weights = [TrainedWeight(name, parameter, self._master_weight(parameter)) for name, parameter in named]
@@ -294,7 +309,7 @@ class MasterOptimizer:
 
         Moments of parameters that were not trained before start at zero, with a warning.
         """
-        check_moments(reader, self.flags.optimizer)
+        check_moments(reader.path, reader.names, self.flags.optimizer)
         trained = {weight.name: weight for weight in self.weights}
         self.reset()
         with self.loaded():
@@ -304,14 +319,10 @@ class MasterOptimizer:
             logger.warning("%s has no moments of %s: they start at zero", reader.path, abbreviate(new))
 
     def _fill(self, trained: dict[str, TrainedWeight], reader: TensorReader) -> None:
+        shapes = {name: tuple(weight.parameter.shape) for name, weight in trained.items()}
+        check_state_shapes({key: reader.shape(key) for key in reader.names}, shapes)
         for key in sorted(reader.names):
             name, _, moment = key.rpartition("/")
-            expected = tuple(trained[name].parameter.shape) if name in trained else "no such trained parameter"
-            if name not in trained or (moment != "step" and reader.shape(key) != expected):
-                raise CheckpointError(
-                    f"the optimizer states of the checkpoint do not fit: {key} has shape {reader.shape(key)}, the "
-                    f"model has {expected}; resume with the model and parameter lists of the run that saved it"
-                )
             parameter, master = trained[name].parameter, trained[name].master
             is_shard = isinstance(parameter, DTensor) and moment != "step"
             tensor = reader.read(key, self.sharding.rows(len(parameter)) if is_shard else None)

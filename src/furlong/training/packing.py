@@ -138,6 +138,17 @@ def plan(
     return steps
 
 
+def leftover_problem(num_rollouts: int, size: int) -> str | None:
+    """Return why rollouts do not fill optimizer steps of `size`; None if they do."""
+    if not (left := num_rollouts % size):
+        return None
+    return (
+        f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over; make "
+        "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size, or, if your function or "
+        "--load-debug-rollout-data-subsample leaves fewer, set a --global-batch-size that divides their number"
+    )
+
+
 def _steps(rollout_ids: IntArray, global_batch_size: int | None) -> list[tuple[IntArray, int]]:
     """Return rows and number of rollouts of each step."""
     _, first, inverse = np.unique(rollout_ids, return_index=True, return_inverse=True)
@@ -148,12 +159,8 @@ def _steps(rollout_ids: IntArray, global_batch_size: int | None) -> list[tuple[I
     size = num_rollouts if global_batch_size is None else global_batch_size
     if size < 1:
         raise ConfigError(f"--global-batch-size {global_batch_size} must be positive")
-    if left := num_rollouts % size:
-        raise ConfigError(
-            f"{num_rollouts} rollouts do not fill optimizer steps of {size}: {left} are left over. Make "
-            "--rollout-batch-size x --n-samples-per-prompt a multiple of --global-batch-size. If your function or "
-            "--load-debug-rollout-data-subsample leaves fewer, set a --global-batch-size that divides their number"
-        )
+    if problem := leftover_problem(num_rollouts, size):
+        raise ConfigError(problem)
     order = np.argsort(position // size, kind="stable")
     bounds = np.cumsum(np.bincount(position // size))[:-1]
     return [(rows, size) for rows in np.split(order, bounds)]

@@ -170,7 +170,8 @@ def _transport(config: Config) -> Iterator[str]:
             f"--update-weight-transport {transport} only reaches an engine in this process, but {what}; use nccl "
             "(gloo on a CPU), or disk with a directory that the servers share"
         )
-    if not is_served(config) and engine not in SERVERS and spec.reaches_servers:
+    has_file = config.engines.sglang_config is not None  # of servers, although it may be unreadable
+    if not is_served(config) and engine not in SERVERS and spec.reaches_servers and not has_file:
         yield (
             f"--update-weight-transport {transport} is for servers, but --engine is {engine}; remove it, or add "
             "--rollout-num-gpus or --rollout-external-engine-addrs"

@@ -21,7 +21,7 @@ from furlong.diagnosis.preflight import path_checks as paths
 from furlong.diagnosis.preflight import resume_checks as resume
 from furlong.diagnosis.preflight import weight_checks as stored
 from furlong.diagnosis.preflight.context import PreflightContext
-from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.errors import CheckpointError, ConfigError, DataError, FurlongError, RewardError, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     checkpoint.layout,
     checkpoint.resume_plan,
     resume.checkpoint_model,
+    resume.trained_parameters,
     resume.checkpoint_data,
     resume.rollout_dumps,
     resume.replayed_run,
@@ -83,8 +84,14 @@ CHECKS: tuple[Check, ...] = (
 )
 
 NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, data.own_reward}
-REFUSED_AS = {ConfigError: "CFG05", CheckpointError: "CKPT01", DataError: "DATA01"}  # rows of what a check refuses
-REFUSALS = tuple(REFUSED_AS)
+# Rows of what a check refuses with an error of furlong; the first that fits.
+REFUSED_AS: dict[type[FurlongError], str] = {
+    CheckpointError: "CKPT01",
+    DataError: "DATA01",
+    RolloutError: "DATA01",
+    RewardError: "REW01",
+    FurlongError: "CFG05",
+}
 
 
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
@@ -103,7 +110,7 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
         for check in sorted(checks, key=lambda check: check in NEED_USER_CODE):
             try:
                 diagnoses[check].extend(check(context))
-            except REFUSALS as error:
+            except FurlongError as error:
                 diagnoses[check].extend(_refused(error))
             except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
                 raised.append((check, error))
@@ -118,7 +125,7 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
     return most_severe_first(list(_distinct(each for check in checks for each in diagnoses[check])))
 
 
-def _refused(error: Exception) -> Iterator[Diagnosis]:
+def _refused(error: FurlongError) -> Iterator[Diagnosis]:
     """Report an input that a check refused, in the row of its kind."""
     row = next(row for kind, row in REFUSED_AS.items() if isinstance(error, kind))
     texts = error.problems if isinstance(error, ConfigError) else (str(error),)

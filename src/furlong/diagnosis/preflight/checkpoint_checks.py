@@ -22,10 +22,13 @@ from furlong.core.checkpoint_folder import (
     find_resume_folder,
     folder_name,
     newest_step,
+    read_state,
+    start_problem,
     step_from_folder,
 )
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError
 from furlong.training.megatron.parallel_layout import Layout, described
 
@@ -243,8 +246,10 @@ def _current_backend(context: PreflightContext) -> str:
 
 
 def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT06: what a checkpoint restores and lacks; CFG01: rollouts in it that do not fit this run."""
+    """CKPT06: what a checkpoint restores; CKPT01: another --start-rollout-id; CFG01: rollouts that do not fit."""
     load, folder = context.config.checkpoint.load, resumed(context)
+    if folder is not None and (problem := start_problem(context.config.data.start_rollout_id, folder)):
+        yield from_problem(problem, {"folder": str(folder)}, "CKPT01")
     if folder is not None:
         yield _resume_summary(context, folder)
         yield from _mismatched_rollouts(context, folder)
@@ -293,7 +298,7 @@ def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
 def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Diagnosis]:
     """CFG01: saved rollouts with other batch sizes, which do not fill this run's optimizer steps."""
     size = context.config.train.global_batch_size
-    counts = [_num_completions(folder / name) for name in json.loads((folder / "state.json").read_text())["ahead"]]
+    counts = [_num_completions(folder / name) for name in read_state(folder)["ahead"]]
     odd = [count for count in counts if size and count % size]
     if odd:
         yield diagnosis(
@@ -315,7 +320,7 @@ def _num_completions(path: Path) -> int:
 
 def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:
     """List what a checkpoint restores, and what it lacks. What flags exclude is in neither list."""
-    state = json.loads((folder / "state.json").read_text())
+    state = read_state(folder)
     names = [path.name for path in (folder / "trainer").iterdir()]
     restored = ["weights", "position in the data", f"{len(state['ahead'])} rollouts generated ahead"]
     missing: list[str] = []

@@ -12,7 +12,7 @@ from furlong.config.engine_groups import served_models
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.data.prompt import RejectedRow
+from furlong.data.prompt import Prompt, RejectedRow
 from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.diagnosis.preflight.flag_checks import from_problem
@@ -154,6 +154,8 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
             severity=severity,
             evidence={"num_long": len(long), "num_prompts": len(kept) + len(long), "limit": limit, "longest": longest},
         )
+    if context_len is not None and context_len <= (context.config.rollout.rollout_max_response_len or 0):
+        return  # no prompt fits: reported with the flags
     if context_len is not None and (over := [length for length in kept if length >= context_len]):
         yield diagnosis(
             "DATA04",
@@ -242,11 +244,14 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     verifier = REWARDS.get((name or "").removeprefix(BOXED))
     if rows is None or verifier is None or verifier.kind != "response" or not context.generates:
         return
-    labelled = [p for p in rows.prompts if p.label is not None and "rm_type" not in p.metadata][:TRIED_LABELS]
-    if not labelled:
-        return
+    scored = [p for p in rows.prompts if "rm_type" not in p.metadata]
+    labelled = [p for p in scored if p.label is not None][:TRIED_LABELS]
     limit = config.reward.memory_limit_bytes
     reward = GroupReward(rm_type=name, timeout_s=TIMEOUT_S, num_workers=1, memory_limit_bytes=limit, args=context.args)
+    if not labelled:
+        if scored and config.rollout.custom_generate_function_path is None:  # which may set labels
+            yield from _without_labels(context, reward, scored[0])
+        return
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_accepts_any(reward, tries)):
@@ -260,6 +265,21 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy="check --label-key and --rm-type with `furlong reward test` and the same flags",
         severity="warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
+    )
+
+
+def _without_labels(context: PreflightContext, reward: GroupReward, prompt: Prompt) -> Iterator[Diagnosis]:
+    """REW01: a verifier that needs a label, and rows without one."""
+    [outcome] = asyncio.run(_scored(reward, [answered(prompt, WRONG, context.tokenizer)]))
+    if outcome.kind == "scored":
+        return
+    key = context.config.data.label_key
+    yield diagnosis(
+        "REW01",
+        f"--rm-type {context.config.reward.rm_type} fails on row {prompt.row}: {outcome.reason.partition('; ')[0]}",
+        cause="--label-key is not set." if key is None else f"The first rows have no {key!r} (--label-key).",
+        remedy="name the column of the answers with --label-key, or use --custom-rm-path for answers without a label",
+        evidence={"rm_type": context.config.reward.rm_type, "row": prompt.row, "label_key": key},
     )
 
 

@@ -58,7 +58,7 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
         yield diagnosis("CKPT07", str(error), remedy=COMPLETE_MODEL, evidence={"folder": str(folder)})
         return
     family = config.get("model_type")
-    if family is None or (isinstance(family, str) and not _is_known_family(family)):
+    if not is_known_family(config):
         problem = "no model_type" if family is None else f"model_type {family!r}, unknown to the installed transformers"
         yield diagnosis(
             "CKPT07",
@@ -69,8 +69,11 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
-def _is_known_family(name: str) -> bool:
-    """Whether transformers lists a model type; True if its list is not found. Does not import transformers."""
+def is_known_family(config: Mapping[str, Any]) -> bool:
+    """Whether transformers lists the model type; True if its list is not found. Does not import transformers."""
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        return name is not None  # transformers refuses what is not text
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import read_state, step_from_folder
+from furlong.core.sample import Group
 from furlong.core.text import abbreviate
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
@@ -15,7 +16,7 @@ from furlong.data.source import check_same_settings, prompt_settings
 from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.errors import CheckpointError, DataError
+from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
 from furlong.tools.model_folder import StoredTensor, read_header
 from furlong.tools.run_diff import replay_problem
 from furlong.tracking.rollout_dump import check_dump, load_samples
@@ -76,6 +77,52 @@ def _layers_of(names: Mapping[str, StoredTensor]) -> set[str]:
     }
 
 
+def trained_parameters(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: lists of trained or frozen parameters that match none; CKPT01: a checkpoint with other optimizer states.
+
+    Parameters of Megatron-core have two names, which only the model on its ranks has: there, optimizers are compared.
+    """
+    config, folder, model = context.config, resumed(context), context.model
+    if model is None or config.debug.debug_rollout_only:
+        return
+    train, is_fsdp = config.train, config.train.train_backend == "fsdp"
+    has_lists = is_fsdp and (train.only_train_params_name_list or train.freeze_params_name_list)
+    states = {} if folder is None or config.checkpoint.no_load_optim else _optimizer_states(folder)
+    if not (has_lists or states):
+        return
+    from furlong.models.hf_model import build_empty, shapes_on_disk  # they import torch
+    from furlong.training.fsdp.backend import choose_trained
+    from furlong.training.optimizer import check_moments, check_state_shapes
+
+    try:
+        if folder is not None and states:
+            check_moments(folder / "trainer", states, config.optim.optimizer)
+        if not is_fsdp:
+            return
+        try:
+            empty = build_empty(model.folder)
+        except ConfigError:  # reported by stored.weights
+            return
+        choose_trained(empty, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
+        trained = {name: each for name, each in empty.named_parameters() if each.requires_grad}
+        check_state_shapes(states, shapes_on_disk(empty, trained))
+    except ConfigError as error:
+        yield from_problem(str(error))
+    except CheckpointError as error:
+        yield from_problem(str(error), {"folder": str(folder)}, "CKPT01")
+
+
+def _optimizer_states(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a checkpoint's optimizer states by `PARAMETER/MOMENT`; {} if they are damaged."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for path in sorted((folder / "trainer").glob("trainer_optimizer*.safetensors")):
+            shapes |= {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
+    except CheckpointError:  # damaged: loading compares checksums and reports it
+        return {}
+    return shapes
+
+
 def checkpoint_data(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT01: a checkpoint whose data position is of other data, or of another order."""
     folder, data = resumed(context), context.config.data
@@ -133,10 +180,26 @@ def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
     for number, path in paths.items():
         if number not in missing:
             try:
-                (load_samples if number == first else check_dump)(path)
-            except DataError as error:
+                if number != first:
+                    check_dump(path)
+                    continue
+                yield from _unfilled_steps(context, load_samples(path).groups)
+            except (DataError, RolloutError) as error:
                 yield from_problem(f"--load-debug-rollout-data: {error}", {"rollout_id": number}, "DATA01")
                 return
+
+
+def _unfilled_steps(context: PreflightContext, groups: list[Group]) -> Iterator[Diagnosis]:
+    """CFG01: a dump, or the share of it that is replayed, does not fill optimizer steps."""
+    from furlong.rollout.replay import subsampled  # they import torch
+    from furlong.rollout.train_batch import count_rollouts
+    from furlong.training.packing import leftover_problem
+
+    config = context.config
+    kept = count_rollouts(subsampled(groups, config.debug.load_debug_rollout_data_subsample))
+    size = config.train.global_batch_size
+    if size and (problem := leftover_problem(kept, size)):
+        yield from_problem(problem, {"rollouts": kept, "global_batch_size": size}, "CFG01")
 
 
 def replayed_run(context: PreflightContext) -> Iterator[Diagnosis]:

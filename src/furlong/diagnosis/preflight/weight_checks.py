@@ -13,6 +13,7 @@ from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
+from furlong.diagnosis.preflight.model_checks import is_known_family
 from furlong.errors import CheckpointError, ConfigError
 from furlong.machine import import_without_gc
 from furlong.models.hf_folder import check_folder, quantization_problem
@@ -100,8 +101,8 @@ def _shapes(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
 
     transformers builds the model on the meta device, as the run does.
     """
-    if any(not isinstance(model.text_config.get(name), int) for name in SIZES):
-        return  # left to the defaults of its family
+    if any(model.text_config.get(name) is None for name in SIZES) or not is_known_family(model.config):
+        return  # left to the defaults of its family, or reported by model.model_folder
     with import_without_gc("furlong.models.hf_model"):
         from furlong.models.hf_model import misfits  # imports torch
 

@@ -48,7 +48,14 @@ from furlong.training.optimizer import MasterOptimizer, Schedule
 from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import agreement
-from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, REPLAYED, BackendSettings, matching_names
+from furlong.training.settings import (
+    FREEZE_FLAG,
+    NOTHING_TRAINED,
+    ONLY_TRAIN_FLAG,
+    REPLAYED,
+    BackendSettings,
+    matching_names,
+)
 from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -439,10 +446,12 @@ def choose_trained(
 ) -> None:
     """Set `requires_grad` by regular expressions searched in parameter names: `train_only` first, then `freeze`.
 
-    Raises ConfigError for an expression that does not compile or matches no parameter.
+    Raises ConfigError for an expression that does not compile or matches no parameter, or if none is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     trained = matching_names(names, train_only, ONLY_TRAIN_FLAG) if train_only else set(names)
     frozen = matching_names(names, freeze, FREEZE_FLAG) if freeze else set[str]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained and name not in frozen)
+    if not trained - frozen:
+        raise ConfigError(NOTHING_TRAINED)

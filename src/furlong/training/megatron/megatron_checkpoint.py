@@ -79,7 +79,7 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
     """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
     optimizer.reset()
     reader = trainer_files.reader(folder, meta, OPTIMIZER)
-    check_moments(reader, optimizer.kind)
+    check_moments(reader.path, reader.names, optimizer.kind)
     if not reader.names:  # saved before the first step
         return
     if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:

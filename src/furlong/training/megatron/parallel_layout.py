@@ -40,7 +40,7 @@ class Layout:
             megatron.num_layers_per_virtual_pipeline_stage,
             megatron.num_virtual_stages_per_pipeline_rank or 1,
         )
-        if per_part is not None and num_layers is not None:
+        if per_part is not None and num_layers is not None and flags.pipeline_model_parallel_size > 1:
             virtual = max(num_layers // flags.pipeline_model_parallel_size // per_part, 1)
         return Layout(
             tensor=flags.tensor_model_parallel_size,
@@ -107,7 +107,7 @@ def layout_flag_problems(flags: TrainFlags, megatron: MegatronFlags, config: Map
     """Yield why flags do not fit a model, given by its config.json, where `Layout.of` the flags does not show it."""
     per_part, pipeline = megatron.num_layers_per_virtual_pipeline_stage, flags.pipeline_model_parallel_size
     layers = config.get("num_hidden_layers", 0)
-    if per_part is not None and layers % pipeline == 0 and (stage := layers // pipeline) % per_part:
+    if per_part is not None and pipeline > 1 and layers % pipeline == 0 and (stage := layers // pipeline) % per_part:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {per_part} does not divide the {layers} / {pipeline} = {stage} "
             "layers of a pipeline stage; use a divisor"

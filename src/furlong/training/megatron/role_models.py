@@ -21,7 +21,7 @@ from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
-from furlong.training.settings import FREEZE_FLAG, ONLY_TRAIN_FLAG, BackendSettings, matching_names
+from furlong.training.settings import FREEZE_FLAG, NOTHING_TRAINED, ONLY_TRAIN_FLAG, BackendSettings, matching_names
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> fro
     selected = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
     trained = selected - (_matching(every, freeze, FREEZE_FLAG) if freeze else set[int]())
     if not trained:
-        raise ConfigError(f"no parameter is trained; check {ONLY_TRAIN_FLAG}, {FREEZE_FLAG}")
+        raise ConfigError(NOTHING_TRAINED)
     for number, tensor in enumerate(local):
         if tensor is not None:
             tensor.requires_grad_(number in trained)
