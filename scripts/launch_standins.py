@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.checks.model_rules import layers_with_experts
+from furlong.errors import ConfigError
+from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
 from furlong.quickstart.quickstart import model_folder
-from furlong.tools.model_shapes import embedding_shapes, needed_shapes
 
 Flags = Mapping[str, Sequence[str]]  # flag -> its words
 
@@ -164,11 +165,12 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
         shutil.copyfile(Path(model_folder()) / name, folder / name)
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     text = config.get("text_config") or config
-    shapes: dict[str, Sequence[int]] = {}
-    for name, shape in (needed_shapes(text) or embedding_shapes(text)).items():
-        shapes[name] = [size or 1 for size in shape]
-    for layer in range(text["num_hidden_layers"]):
-        shapes.setdefault(f"model.layers.{layer}.input_layernorm.weight", [text["hidden_size"]])
+    try:
+        model = build_empty(folder)
+        shapes: dict[str, Sequence[int]] = dict(shapes_on_disk(model, dict(named_tensors(model))))
+    except ConfigError:  # the doctor reports it
+        layers = range(text["num_hidden_layers"])
+        shapes = {f"model.layers.{layer}.input_layernorm.weight": [text["hidden_size"]] for layer in layers}
     write_sparse_weights(folder / "model.safetensors", shapes, quantized="quantization_config" in config)
     return folder
 
