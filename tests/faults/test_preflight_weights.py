@@ -138,7 +138,7 @@ def test_tensors_of_every_family_are_compared_with_config_json(world, family):
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"num_attention_heads": "4"}, "num_attention_heads"),
         ({"vocab_size": -3}, "-3"),
-        ({"rope_parameters": {"rope_theta": "x", "rope_type": "default"}}, "str"),
+        ({"rope_parameters": {"rope_theta": "x", "rope_type": "default"}}, "'x'"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "x"}}, "x"),
     ],
 )
@@ -149,8 +149,6 @@ def test_a_config_json_that_describes_no_model_is_refused_by_doctor_and_loading_
     assert names(found[0].finding, "config.json", seen)
     with pytest.raises((ConfigError, CheckpointError)):
         load_model(own)
-    assert world.look(hf_checkpoint=own, engine="external", rollout_external_engine_addrs=["127.0.0.1:1"],
-                      debug_rollout_only=True)[0].id != "CKPT07"  # fmt: skip
 
 
 @fault("CKPT04")

@@ -55,7 +55,10 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
         if context.tokenizer is None:
             read_tokenizer(folder)  # raises its problem
     except ConfigError as error:
-        yield diagnosis("CKPT07", str(error), remedy=COMPLETE_MODEL, evidence={"folder": str(folder)})
+        finding, _, remedy = str(error).rpartition("; ")
+        if not finding:
+            finding, remedy = remedy, COMPLETE_MODEL
+        yield diagnosis("CKPT07", finding, cause="", remedy=remedy, evidence={"folder": str(folder)})
         return
     family = config.get("model_type")
     if not is_known_family(config):
