@@ -315,7 +315,9 @@ class EngineServer:
             tensor = await self.engine.execute(lambda: shown[:rows].clone())
         except SyncError as error:
             raise RequestError(str(error)) from error
-        return await json_reply(http.state.guard, [tensor], lambda each: each.float().tolist(), size=tensor.numel() * 8)
+        return await json_reply(
+            http.state.guard, [tensor], lambda each: each.float().tolist(), size=tensor.numel() * 8, as_list=False
+        )
 
     async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
         tags = _memory_tags(body)

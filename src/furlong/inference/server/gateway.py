@@ -128,7 +128,7 @@ class Gateway:
         replies = [_reply(*pair, with_log_probs) for pair in zip(requests, completions, strict=True)]
         if boolean(body, "stream"):
             return event_stream(guard, _events(replies, is_list=is_list or n > 1))
-        return await json_list(replies, lambda each: each, size=len(replies), as_list=is_list or n > 1)
+        return await json_list(guard, replies, lambda each: each, size=len(replies), as_list=is_list or n > 1)
 
 
 def _reply(request: GenerateRequest, completion: Completion, with_log_probs: bool) -> dict[str, Any]:
