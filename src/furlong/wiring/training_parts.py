@@ -214,7 +214,7 @@ def _round_hooks(context: RunContext, ranks: Ranks) -> RoundHooks:
         postprocess=None if postprocess is None else partial(postprocess, args),
         dump=_train_dump(context, ranks.rank),
         digests=_digests(context, ranks),
-        self_test=_self_test(context.config),
+        self_test=_self_test(context),
         keep_refused=partial(_save_refused, context.folder, ranks),
     )
 
@@ -242,8 +242,9 @@ def _digests(context: RunContext, ranks: Ranks) -> Digests | None:
     return Digests(file.append)
 
 
-def _self_test(config: Config) -> LogProbSelfTest | None:
+def _self_test(context: RunContext) -> LogProbSelfTest | None:
     """Compare log-probs of engine and trainer on the first batches, given the engine's sampling parameters."""
+    config = context.config
     if config.fault.skip_self_test:
         return None
     rollout = config.rollout
@@ -255,6 +256,7 @@ def _self_test(config: Config) -> LogProbSelfTest | None:
             min_p=rollout.rollout_min_p,
         ),
         replays_routing=config.moe.use_rollout_routing_replay,
+        is_bfloat16=context.dtype == torch.bfloat16 and config.cluster.embedded_dtype != "float32",
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from furlong.core.batch import RolloutBatch
-from furlong.diagnosis.self_test import CAUSES, LogProbSelfTest, attribute, transforms
+from furlong.diagnosis.self_test import CAUSES, ROUNDINGS, LogProbSelfTest, attribute, rounding_limit, transforms
 from furlong.interfaces import SamplingParams, TokenStats
 from models_zoo import random_batch
 
@@ -143,3 +143,37 @@ def test_the_report_has_the_gap_and_its_shares() -> None:
     calm = test.report(batch, batch.columns["rollout_log_probs"], look)
     assert not [name for name in calm if "share" in name]
     assert len(seen) == 1
+
+
+def test_bfloat16_explains_gaps_in_proportion_to_the_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_RV = torch.randn(64, 200, generator=generator, dtype=torch.float64)
+    tokens_R = torch.multinomial(logits_RV.softmax(-1), 1, generator=generator)[:, 0]
+    assert rounding_limit(logits_RV, tokens_R) == pytest.approx(
+        ROUNDINGS * 2**-8, rel=0.05
+    )  # spread 1, unlikely tokens
+    assert rounding_limit(3 * logits_RV, tokens_R) > 2 * rounding_limit(logits_RV, tokens_R)
+    certain_RV = torch.zeros(4, 10)
+    certain_RV[:, 2] = 200.0
+    assert rounding_limit(certain_RV, torch.full((4,), 2)) < 1e-6  # certain tokens do not change
+
+
+def test_one_large_gap_is_numerics_where_the_mean_gap_is_explained_by_rounding() -> None:
+    engine_R = -np.arange(100.0) / 50
+    trainer_R = engine_R.copy()
+    trainer_R[:3] -= 1.5  # 0.045 on average
+    assert attribute(engine_R, trainer_R).shares["unexplained"] == 1
+    assert attribute(engine_R, trainer_R, rounding_limit=0.05).shares["numerics"] == 1
+    assert attribute(engine_R, trainer_R, rounding_limit=0.04).shares["unexplained"] == 1
+
+
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+def test_the_report_has_the_limit_of_rounding_in_bfloat16(is_bfloat16: bool) -> None:
+    batch = batch_of(1, 1)
+    log_probs_R = batch.columns["rollout_log_probs"] + 0.02
+
+    def look(rows: np.ndarray) -> TokenStats:
+        return TokenStats(torch.zeros(18), None, 3 * torch.randn(18, 40))
+
+    metrics = LogProbSelfTest(SamplingParams(), is_bfloat16=is_bfloat16).report(batch, log_probs_R, look)
+    assert ("selftest/logp_rounding_limit" in metrics) == is_bfloat16

@@ -68,7 +68,7 @@ def test_every_monitor_has_a_row_of_the_catalogue_for_running_runs() -> None:
         ("NUM03", {"train/grad_norm": 101.0}, {"train/grad_norm": 99.0}, {}),
         ("NUM03", {"train/ppo_kl": 0.02}, {"train/ppo_kl": 1e-3}, {}),
         ("NUM05", {"train/routing_agreement": 0.89}, {"train/routing_agreement": 0.91}, {}),
-        ("TPL03", {"rollout/log_probs": -3.8}, {"rollout/log_probs": -3.7}, SMALL_MODEL),
+        ("TPL03", {"rollout/log_probs": -4.6}, {"rollout/log_probs": -4.5}, SMALL_MODEL),
         ("TPL03", {"rollout/log_probs": -0.81}, {"rollout/log_probs": -0.79}, LARGE_MODEL),
         ("REW03", {"rollout/reward_timed_out": 1.0}, {"rollout/reward_timed_out": 0.0}, {"rollout_batch_size": 64}),
         (
@@ -673,3 +673,50 @@ def test_sampling_that_keeps_responses_from_ending_is_named(flags: dict[str, Any
     assert word in found.cause
     [usual] = diagnose({"rollout/truncated_ratio": 1.0}, rollout_max_response_len=8, rollout_min_new_tokens=2)
     assert "--rollout-min-new-tokens" not in usual.cause
+
+
+def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None:
+    first = {GAP: 0.06, "selftest/share/numerics": 1.0, "selftest/logp_rounding_limit": 0.08}
+    assert read(first, *[{GAP: 0.07}] * 200) == []  # also when the self-test is no longer among the recent steps
+    assert read(first, {GAP: 0.09}) == ["NUM02"]
+    assert read(first | {"selftest/share/numerics": 0.4, "selftest/share/stale_version": 0.6}) == ["NUM02"]
+    [found] = diagnose(first | {GAP: 0.2})
+    assert "normal: below 0.08" in found.finding
+
+
+@pytest.mark.parametrize(
+    ("gap", "cause", "use_tis", "severity"),
+    [
+        (0.05, "numerics", True, "info"),
+        (0.05, "numerics", False, "warning"),
+        (0.2, "numerics", True, "error"),
+        (0.05, "stale_version", True, "warning"),
+    ],
+)
+def test_a_small_gap_of_numerics_that_is_corrected_is_an_info(gap: float, cause: str, use_tis: bool, severity: str):
+    [found] = diagnose({GAP: gap, f"selftest/share/{cause}": 1.0}, use_tis=use_tis)
+    assert found.severity == severity
+
+
+def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:
+    cut, flat = {"rollout/truncated_ratio": 1.0}, {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0}
+    few = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    assert read(*[cut] * 3, **few) == []
+    assert read(*[cut] * 4, **few) == ["STOP02"]  # 16 samples
+    assert read({"rollout/truncated_ratio": 0.5}, *[cut] * 3, **few) == []
+    assert read(*[cut] * 1, rollout_batch_size=4, n_samples_per_prompt=4) == ["STOP02"]
+    assert read({"rollout/truncated_ratio": 0.9375}, rollout_batch_size=4, n_samples_per_prompt=4) == []
+    assert read({"rollout/truncated_ratio": 0.92}, rollout_batch_size=16, n_samples_per_prompt=8) == ["STOP02"]
+    assert read(*[flat] * 15, **few) == []  # a hard task
+    assert read(*[flat] * 16, **few) == ["REW02"]
+
+
+def test_a_mean_of_few_rewards_may_vary() -> None:
+    def rows(*rewards: float) -> list[dict[str, float]]:
+        return [{"rollout/raw_reward": reward, "rollout/zero_std_frac": 0.5} for reward in rewards]
+
+    luck = rows(*[0.5, 0.25, 0.0] * 5, *[0.0, 0.25, 0.0, 0.0, 0.0], *[0.25, 0.0, 0.5] * 5, *[0.0] * 5)
+    assert read(*luck, rollout_batch_size=2, n_samples_per_prompt=2) == []
+    assert read(*luck, rollout_batch_size=64, n_samples_per_prompt=8) == ["REW02"]
+    fallen = rows(*[0.5, 0.25, 0.75] * 10, *[0.0] * 12)
+    assert read(*fallen, rollout_batch_size=2, n_samples_per_prompt=2) == ["REW02"]

@@ -222,12 +222,13 @@ def alert(
 
 @dataclass(frozen=True)
 class StepContext:
-    """One step: its merged metrics, and the earlier rows (oldest first)."""
+    """One step: its merged metrics, the earlier rows (oldest first), and the last value of each `selftest/` metric."""
 
     step: int
     row: Row
     history: Sequence[Row]
     facts: RunFacts
+    selftest: Row = dataclasses.field(default_factory=dict[str, float])
 
     @property
     def is_first(self) -> bool:
@@ -285,13 +286,15 @@ class MonitorSuite:
             if isinstance(monitor, EventMonitor):
                 self._event_monitors[monitor.event].append(monitor)
         self._rows: deque[Row] = deque(maxlen=HISTORY)
+        self._selftest: dict[str, float] = {}
         self._events: defaultdict[str, deque[Event]] = defaultdict(lambda: deque(maxlen=EVENTS))
         self._reported: dict[tuple[StepMonitor | EventMonitor, str], float] = {}
 
     def step(self, step: int, metrics: Row) -> list[Diagnosis]:
         """Check the merged metrics of one step; return what is new."""
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        context = StepContext(step, row, tuple(self._rows), self.facts)
+        self._selftest |= {name: value for name, value in row.items() if name.startswith("selftest/")}
+        context = StepContext(step, row, tuple(self._rows), self.facts, dict(self._selftest))
         diagnoses = [self._report(monitor, monitor.check(context)) for monitor in self._step_monitors]
         self._rows.append(row)
         return [diagnosis for diagnosis in diagnoses if diagnosis is not None]

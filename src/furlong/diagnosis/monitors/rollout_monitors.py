@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from furlong.diagnosis.monitors.monitor import Alert, Row, RunFacts, StepContext
+from furlong.diagnosis.monitors.monitor import HISTORY, Alert, Row, RunFacts, StepContext
 from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # share, in the first steps; tight limits of healthy recipes truncate 0.3 to 0.7
+TRUNCATED_LEAST, TRUNCATED_SAMPLES = 0.75, 16  # share that is certain, and samples that decide in longer first steps
+SIGMAS = 2.0  # of a share that is certain
 NO_SPREAD_STEPS = 3  # steps in a row; hard data can give one or two without a right answer
-NO_SPREAD_SAMPLES = 64  # without groups to compare; at 10 % right answers, this many are equal once in 700 times
+NO_SPREAD_SAMPLES = 64  # at 10 % right answers, this many are equal once in 700 times
 ENDED = 0.5  # truncated share of the first step below which stop tokens must be right
 COLLAPSED_CAUSE = "The policy left what earned the reward: the steps are too large, or nothing pulls it back."
 LARGE_ENTROPY, LARGE_KL = 0.02, 1.0  # coefficients from which on a bonus or the KL can outweigh the reward
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to this part of it
+COLLAPSE_SUM = 20.0  # rewards of 1 in a mean: 2 where 10 are usual happens once in 360 times
 FAILED_WARNING = 0.01  # of the samples; below it the severity is info: a verifier may time out once
 BLOCKED_SHARE, BLOCKED_LEAST_S = 0.5, 1.0  # of a rollout, and at least
 DATA_SHARE, DATA_ROWS, DATA_LEAST_S = 0.2, 3, 0.005  # of a step, in each of these steps, and at least
@@ -27,7 +31,7 @@ CONTEXT_FULL = 0.1  # of the samples
 def truncation(now: StepContext) -> Alert | None:
     """STOP02: the first responses are truncated."""
     ratio = now.row.get("rollout/truncated_ratio")
-    if ratio is None or ratio < TRUNCATED or now.step >= now.facts.first_step + TRUNCATED_STEPS:
+    if ratio is None or ratio < TRUNCATED or not _is_surely_truncated(now):
         return None
     limit = now.facts.config.rollout.rollout_max_response_len
     place = f"at --rollout-max-response-len {limit}" if limit else "by the context limit"
@@ -58,6 +62,31 @@ def truncation(now: StepContext) -> Alert | None:
             "max_response_len": limit,
         },
     )
+
+
+def _is_surely_truncated(now: StepContext) -> bool:
+    """Whether the last steps, all truncated, are among the first ones and have enough samples to be no coincidence."""
+    size = _num_samples(now.facts)
+    if now.step >= now.facts.first_step + max(TRUNCATED_STEPS, math.ceil(TRUNCATED_SAMPLES / size)):
+        return False
+    ratios: list[float] = []
+    for row in (now.row, *reversed(now.history)):
+        if row.get("rollout/truncated_ratio", 0.0) < TRUNCATED:
+            break
+        ratios.append(row["rollout/truncated_ratio"])
+    return _least_share(sum(ratios) / len(ratios), size * len(ratios)) > TRUNCATED_LEAST
+
+
+def _num_samples(facts: RunFacts) -> float:
+    """Return the samples of a step; infinite if the configuration, of another version, does not say."""
+    return facts.num_samples or math.inf
+
+
+def _least_share(share: float, count: float) -> float:
+    """Return the lower end of Wilson's interval of a share of `count` samples, `SIGMAS` wide to each side."""
+    square = SIGMAS**2 / count
+    spread = SIGMAS * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return (share + square / 2 - spread) / (1 + square)
 
 
 def _endless_setting(facts: RunFacts) -> tuple[str, str] | None:
@@ -120,17 +149,31 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
     if reward is None or now.facts.config.algo.loss_type == "sft_loss":
         return None
     rows = _rows_without_spread(now)
-    is_enough = _compares_in_groups(now.row, now.facts) or rows * now.facts.num_samples >= NO_SPREAD_SAMPLES
-    if rows >= NO_SPREAD_STEPS and is_enough:
+    if rows >= NO_SPREAD_STEPS and rows * _num_samples(now.facts) >= NO_SPREAD_SAMPLES:
         return _no_spread(now, reward, rows)
-    values = now.recent("rollout/raw_reward", 128)
-    if len(values) < 3 * COLLAPSE_ROWS:
+    if (fall := _fall(now)) is None:
         return None
-    means = [sum(values[i : i + COLLAPSE_ROWS]) / COLLAPSE_ROWS for i in range(len(values) - COLLAPSE_ROWS + 1)]
+    best, last, size = fall
+    return _collapse(now, best, last, f"averaged over {size} steps")
+
+
+def _fall(now: StepContext) -> tuple[float, float, int] | None:
+    """Return the best and the last mean reward, if it fell, and over how many steps they are averaged."""
+    values = now.recent("rollout/raw_reward", HISTORY)
+    best = max(_means(values, COLLAPSE_ROWS), default=0.0)
+    if best < COLLAPSE_OF:
+        return None
+    size = max(COLLAPSE_ROWS, math.ceil(COLLAPSE_SUM / (best * _num_samples(now.facts))))
+    if len(values) < 3 * size:
+        return None
+    means = _means(values, size)
     best, last = max(means), means[-1]
-    if best < COLLAPSE_OF or last > COLLAPSE_TO * best:
-        return None
-    return _collapse(now, best, last, f"averaged over {COLLAPSE_ROWS} steps")
+    return None if best < COLLAPSE_OF or last > COLLAPSE_TO * best else (best, last, size)
+
+
+def _means(values: Sequence[float], size: int) -> list[float]:
+    """Return the means of each `size` values in a row."""
+    return [sum(values[i : i + size]) / size for i in range(len(values) - size + 1)]
 
 
 def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
