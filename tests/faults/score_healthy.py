@@ -1,4 +1,7 @@
-"""Healthy settings for the score of diagnoses: families, algorithms and layouts, recipes, and metrics of good runs."""
+"""Healthy settings for the score of diagnoses: families with algorithms and layouts, recipes, metrics, and runs.
+
+`FURLONG_REAL_MODEL=DIR` adds settings and runs of a real instruct model; those of SmolLM2-135M-Instruct take 30 s each.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import functools
 import importlib.util
 import itertools
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from diagnosis_score import Case, doctor, happened, steps
+from diagnosis_score import Case, doctor, happened, ran, steps
 from faults.score_runs import COMPARED, GAP, GOOD, KL, RANKS
+from faults.test_healthy_runs import HEALTHY
 from faults.world import World
 from models_zoo import family_config
 
@@ -172,13 +177,14 @@ RECIPES = (
                "\n\n".join(json.dumps({"input": f"{i}+1=", "label": "1"}) for i in range(8)) + "\n") and None),
 )  # fmt: skip
 
+NEEDS_MORE = ("megatron", "saved-beside", "evaluated", "agent")  # flags or modules that test_healthy_runs provides
 STALE = {"rollout/staleness/max": 1.0, "rollout/staleness/mean": 1.0}
 RUNS = (
     steps("a third of the responses cut off", "", [{"rollout/truncated_ratio": 0.7}] * 4),
     steps("KL of kernels", "", [{"train/kl_loss": 5e-5}], KL),
     steps("KL after training", "", [{"train/kl_loss": 0.0}, {"train/kl_loss": 0.4}], KL),
     steps("a warm start and its reference", "", [{"train/kl_loss": 0.5}],
-          KL | {"hf_checkpoint": "base", "load": "sft", "finetune": True}, missed="NUM01 ignores --load"),
+          KL | {"hf_checkpoint": "base", "load": "sft", "finetune": True}),
     steps("a gap of bfloat16", "", [{GAP: 7e-3}] * 5),
     steps("a gap of stale samples", "", [{GAP: 0.08} | STALE] * 12, {"async_buffer_size": 1}),
     steps("a first gradient of 9", "", [{"train/grad_norm": 9.0}]),
@@ -206,4 +212,89 @@ RUNS = (
     happened("ranks in step", "", [RANKS | {"layers_s": [0.5] * 4, "per_cost_s": [0.5] * 4}] * 10),
 )  # fmt: skip
 
-CASES: tuple[Case, ...] = (*_families(), *RECIPES, *RUNS)
+FEW = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+INSTRUCT = {"has_template": True, "sizes": (49_152, 134_515_008)}
+ROUNDED = {"selftest/share/numerics": 1.0, "selftest/logp_rounding_limit": 0.08}
+FLAT = {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.0, "rollout/reward_range": 0.0}
+MEASURED = (
+    steps("SmolLM2: questions at temperature 0.7", "", [{"rollout/log_probs": -0.93}], {"rollout_temperature": 0.7},
+          **INSTRUCT),
+    steps("SmolLM2: chat, bfloat16", "", [{"rollout/log_probs": -2.56}], {"bf16": True}, **INSTRUCT),
+    steps("SmolLM2: chat, temperature 1.2", "", [{"rollout/log_probs": -3.75}], {"rollout_temperature": 1.2},
+          **INSTRUCT),
+    steps("SmolLM2: text to continue", "", [{"rollout/log_probs": -2.49}], **INSTRUCT),
+    steps("SmolLM2: questions without a chat format", "", [{"rollout/log_probs": -3.66}], **INSTRUCT),
+    steps("a base model at temperature 1.2", "", [{"rollout/log_probs": -3.77}], {"rollout_temperature": 1.2}),
+    steps("a model of characters", "", [{"rollout/log_probs": -1.4}], sizes=(64, 5_000_000)),
+    steps("SmolLM2: a gap of bfloat16", "", [{GAP: 0.038} | ROUNDED, *[{GAP: 0.041}] * 20], {"bf16": True}, **INSTRUCT),
+    steps("a gap of bfloat16 at temperature 0.5", "", [{GAP: 0.039} | ROUNDED, {GAP: 0.054}],
+          {"bf16": True, "rollout_temperature": 0.5}),
+    steps("a gap of bfloat16 in a model with large logits", "",
+          [{GAP: 0.041} | ROUNDED | {"selftest/logp_max_diff": 1.6}, {GAP: 0.068}], {"bf16": True}),
+    steps("an engine in bfloat16, with importance sampling", "", [{GAP: 0.05, "selftest/share/numerics": 1.0}],
+          {"embedded_dtype": "bfloat16", "use_tis": True}),
+    steps("four of four responses cut off", "", [{"rollout/truncated_ratio": 1.0}, {"rollout/truncated_ratio": 0.5}],
+          FEW),
+    steps("15 of 16 responses cut off once", "", [{"rollout/truncated_ratio": 0.9375},
+                                                 {"rollout/truncated_ratio": 0.625}],
+          {"rollout_batch_size": 4, "n_samples_per_prompt": 4}),
+    steps("a context that fills up later", "", [{"rollout/truncated_ratio": 0.4}] * 5
+          + [{"rollout/truncated_ratio": 0.95}] * 5, {"rollout_max_response_len": 64}),
+    steps("hard data in small batches", "", [FLAT] * 12 + [FLAT | {"rollout/zero_std_frac": 0.5,
+                                                                   "rollout/raw_reward": 0.25}], FEW),
+    steps("four samples a step that vary", "", [
+        {"rollout/zero_std_frac": 0.5, "rollout/raw_reward": reward, "rollout/reward_range": 1.0}
+        for reward in [0.5, 0.25, 0.0] * 5 + [0.0, 0.25, 0.0, 0.0, 0.0] + [0.25, 0.0, 0.5] * 5 + [0.0] * 5], FEW),
+    steps("rewards of -1 and 1", "", [{"rollout/zero_std_frac": 0.2, "rollout/raw_reward": (-1) ** i * 0.05,
+                                      "rollout/reward_range": 2.0} for i in range(40)]),
+    steps("rewards of 100 with their spread divided out", "", [{"train/grad_norm": 6.0, "rollout/reward_range": 100.0,
+                                                                "rollout/zero_std_frac": 0.1,
+                                                                "rollout/raw_reward": 40.0}] * 5),
+    steps("an entropy bonus while the reward rises", "", [
+        {"rollout/zero_std_frac": 0.3, "rollout/raw_reward": 0.3 + i / 100, "rollout/reward_range": 1.0}
+        for i in range(30)], {"entropy_coef": 0.05}),
+    steps("a KL loss with a large weight that holds the policy", "", [
+        {"rollout/zero_std_frac": 0.3, "rollout/raw_reward": 0.5, "rollout/reward_range": 1.0, "train/kl_loss": 0.0}
+    ] * 20, KL | {"kl_loss_coef": 10.0}),
+    steps("solved at last", "", [{"rollout/zero_std_frac": 0.9, "rollout/raw_reward": 0.98,
+                                  "rollout/reward_range": 1.0}] * 30),
+    steps("one sample per prompt, all wrong twice", "", [FLAT | {"rollout/zero_std_frac": 1.0}] * 2 + GOOD,
+          {"n_samples_per_prompt": 1, "rollout_batch_size": 16}),
+    steps("demonstrations with a constant reward", "", [FLAT] * 9, {"loss_type": "sft_loss"}),
+    steps("one reward call in a thousand times out", "", [{"rollout/reward_timed_out": 1.0}],
+          {"rollout_batch_size": 128, "n_samples_per_prompt": 8}),
+    steps("one generation in a thousand fails", "", [{"rollout/generate_failed": 1.0}],
+          {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "custom_generate_function_path": "own.py:generate"}),
+)  # fmt: skip
+TRAINED = tuple(ran(f"run: {name}", "", changes) for name, changes in HEALTHY.items() if name not in NEEDS_MORE)
+
+
+def _real() -> list[Case]:
+    """Settings and runs of a real model, if there is one."""
+    if not (folder := os.environ.get("FURLONG_REAL_MODEL")):
+        return []
+    model, short = functools.partial(Path, folder), {
+        "num_rollout": 2, "rollout_batch_size": 2, "n_samples_per_prompt": 4, "rollout_max_response_len": 24, "lr": 1e-6
+    }  # fmt: skip
+    chat = {"apply_chat_template": True}
+    settings = {
+        name: chat | flags for name, flags in LAYOUTS.items()
+    } | {
+        "no chat format": {}, "KL loss": chat | KL, "long": chat | {"rollout_max_response_len": 4096},
+        "temperature 0.7": chat | {"rollout_temperature": 0.7},
+        "stop words": chat | {"rollout_stop": ["\n\n"]},
+    }  # fmt: skip
+    runs: dict[str, dict[str, Any]] = {
+        "float32": {}, "bfloat16": {"bf16": True}, "temperature 0.7": {"rollout_temperature": 0.7},
+        "temperature 1.2": {"rollout_temperature": 1.2, "rollout_max_response_len": 96, "num_rollout": 1},
+        "bfloat16 at 0.5": {"bf16": True, "rollout_temperature": 0.5},
+        "KL loss": KL, "one ahead": {"async_buffer_size": 1}, "no chat format": {"apply_chat_template": None},
+        "top-p 0.9": {"rollout_top_p": 0.9}, "96 tokens": {"rollout_max_response_len": 96, "num_rollout": 1},
+    }  # fmt: skip
+    return [
+        *(doctor(f"a real model: {name}", "", flags, model=model) for name, flags in settings.items()),
+        *(ran(f"run of a real model: {name}", "", short | flags, model=model) for name, flags in runs.items()),
+    ]
+
+
+CASES: tuple[Case, ...] = (*_families(), *RECIPES, *TRAINED, *_real(), *RUNS, *MEASURED)

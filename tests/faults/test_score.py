@@ -9,7 +9,9 @@ from faults import score_doctor, score_healthy, score_runs
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
 COMMANDS = [each for each in score_doctor.CASES if not each.is_slow][::3]
-HEALTHY = [*score_healthy.CASES[: -len(score_healthy.RUNS) : 12], *score_healthy.RUNS]
+COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
+METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
+HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
 FAST = [*COMMANDS, *score_runs.CASES, *HEALTHY]
 
 
@@ -24,7 +26,7 @@ def test_the_case_gets_its_diagnosis(each, tmp_path):
 def test_there_are_enough_cases_with_names_of_their_own():
     faults = [*score_doctor.CASES, *score_runs.CASES]
     assert len(faults) >= 60
-    assert len(score_healthy.CASES) >= 60
+    assert len(score_healthy.CASES) >= 150
     everything = [*faults, *score_healthy.CASES]
     assert len({(each.rows, each.name) for each in everything}) == len(everything)
     assert {id for each in faults for id in (*each.rows, *each.also)} <= set(CATALOGUE)

@@ -6,6 +6,8 @@ of them, and tests/faults/test_score.py the fast ones.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from diagnosed_runs import run
 from faults.world import World
 from furlong.config.command_line import config_from_values
-from furlong.core.catalogue import Diagnosis
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
@@ -171,6 +174,30 @@ def happened(
         return [each for event in events for each in suite.event(event)]
 
     return case(name, rows, diagnose, **expected)
+
+
+def ran(
+    name: str,
+    rows: str,
+    flags: Flags | None = None,
+    *,
+    model: Callable[[], Path] = model_folder,
+    **expected: Unpack[Expected],
+) -> Case:
+    """Make a case of a short run of the quickstart's problems, as it is trained."""
+
+    def diagnose(folder: Path) -> list[Diagnosis]:
+        chat = {} if model is model_folder else {"apply_chat_template": True}
+        own = {
+            name: str(value).format(folder) if "{}" in str(value) else value for name, value in (flags or {}).items()
+        }
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+            code, found = run(folder / "run", **chat | own | {"hf_checkpoint": model()})
+        if code:
+            raise AssertionError(f"{name}: the run ended with exit code {code}")
+        return [diagnosis(id, event["finding"], severity=event["severity"]) for id, event in found.items()]
+
+    return case(name, rows, diagnose, **{"is_slow": True} | expected)
 
 
 def log(
