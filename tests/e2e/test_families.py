@@ -11,7 +11,10 @@ from furlong.models.tokenizer import build_tokenizer
 from models_zoo import family_config
 from runs import ALPHABET, flags, rows, train, write_prompts
 
-FAMILIES = ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4", "glm4_moe", "gpt_oss", "afmoe"]
+FAMILIES = [
+    *("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4", "glm4_moe", "gpt_oss", "afmoe"),
+    *("mimo", "kimi_k2", "glm4_moe_lite", "minimax_m2"),
+]
 
 
 def write(config, folder):

@@ -9,8 +9,10 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -21,6 +23,7 @@ from transformers import (
 
 from furlong.algo.logprob import token_stats
 from furlong.core.batch import MicroBatch, RolloutBatch
+from furlong.models.added_families import KimiK2Config, MiMoConfig
 from furlong.models.packed_model import PackedModel
 
 VOCAB = 40
@@ -37,6 +40,20 @@ _SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_LATENT = {name: value for name, value in _SHAPE.items() if name != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 def family_config(name: str) -> PretrainedConfig:
@@ -83,20 +100,17 @@ def family_config(name: str) -> PretrainedConfig:
         case "mistral":
             return MistralConfig(**_SHAPE, sliding_window=5)
         case "deepseek_v3":
-            return DeepseekV3Config(
-                **{name: value for name, value in _SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
-                n_routed_experts=8,
-                num_experts_per_tok=3,
-                moe_intermediate_size=24,
-                first_k_dense_replace=1,
-                n_group=4,
-                topk_group=2,
-                q_lora_rank=12,
-                kv_lora_rank=16,
-                qk_nope_head_dim=8,
-                qk_rope_head_dim=4,
-                v_head_dim=6,
+            return DeepseekV3Config(**_LATENT, first_k_dense_replace=1)
+        case "kimi_k2":
+            return KimiK2Config(**_LATENT | {"n_group": 1, "topk_group": 1}, first_k_dense_replace=1)
+        case "glm4_moe_lite":
+            return Glm4MoeLiteConfig(**_LATENT | {"n_group": 1, "topk_group": 1})
+        case "minimax_m2":
+            return MiniMaxM2Config(
+                **_SHAPE, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_HALF_ROTARY, rms_norm_eps=1e-5
             )
+        case "mimo":
+            return MiMoConfig(**_SHAPE, attention_bias=True, num_nextn_predict_layers=1)
         case _:
             raise KeyError(name)
 

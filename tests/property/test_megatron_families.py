@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from furlong.models import hf_model as hf
@@ -18,7 +19,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
 
+FORMAT = {"format": "pt"}  # metadata of weight files
 TEMPERATURE = 0.9  # as in the cases
+WHOLE = "whole/{}-tensor-pipeline/hf/model.safetensors"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 # name: family, changes to its tiny config
 MODELS = {
@@ -27,15 +30,29 @@ MODELS = {
     "llama-biases": ("llama", {}),
     "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "glm4": ("glm4", {}),
-    "glm": ("glm4_moe", {"attention_bias": True, "routed_scaling_factor": 1.8, "n_group": 2, "norm_topk_prob": False}),
+    "glm": (
+        "glm4_moe",
+        {
+            "num_nextn_predict_layers": 1,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.8,
+            "n_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm-no-norm": ("glm4_moe", {"use_qk_norm": False}),
     "gpt-oss": ("gpt_oss", {}),
+    "glm-lite": ("glm4_moe_lite", {"routed_scaling_factor": 1.8}),
+    "kimi": ("kimi_k2", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "mimo": ("mimo", {}),
+    "minimax": ("minimax_m2", {}),
     "deepseek": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
     "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
-DENSE = ("glm4",)
-LOADED = ("glm4", "glm", "gpt-oss", "deepseek")  # loaded from converted float32 checkpoints
+DENSE = ("glm4", "mimo")
+SPLITS = ("glm4", "glm", "gpt-oss", "deepseek", "glm-lite", "minimax", "mimo")  # models with every layout
+LOADED = ("glm4", "glm", "gpt-oss", "deepseek", "minimax", "mimo")  # loaded from converted float32 checkpoints
 # name: model, number of ranks, layout
 LAYOUTS = {
     "mistral": ("mistral", 1, {}),
@@ -45,7 +62,7 @@ LAYOUTS = {
     "qwen3-moe": ("qwen3-moe-mixed", 2, PP2),
     **{
         f"{model}-{name}": (model, world, sizes)
-        for model in ("glm4", "glm", "gpt-oss", "deepseek")
+        for model in SPLITS
         for name, world, sizes in (
             ("one", 1, {}),
             ("tensor", 2, TP2),
@@ -59,11 +76,17 @@ LAYOUTS = {
     },
     "glm-no-norm": ("glm-no-norm", 1, {}),
     "deepseek-plain": ("deepseek-plain", 1, {}),
+    "kimi": ("kimi", 4, TP2 | EP2),
+}
+# Tensors of layers for multi-token prediction, which stay in saved folders.
+MTP = {
+    "glm": ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"),
+    "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"),
 }
 
 
-def _write(config, folder):
-    """Write a model whose vectors (norms, biases, sinks) are random, so that none can be forgotten."""
+def _write(config, folder, mtp):
+    """Write a model with MTP tensors whose vectors (norms, biases, sinks) are random, so that none can be forgotten."""
     model = hf.build_model(config, seed=0)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -71,6 +94,9 @@ def _write(config, folder):
             if tensor.ndim == 1 and "inv_freq" not in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     hf.save_model(model, folder)
+    if mtp:
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {name: torch.randn(3, 2, dtype=torch.bfloat16) for name in mtp}, file, FORMAT)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +105,7 @@ def outcomes(tmp_path_factory):
     plain = {}
     drawn = batch()
     for name, (family, changes) in MODELS.items():
-        _write(changed_config(family, changes), folder / name)
+        _write(changed_config(family, changes), folder / name, MTP.get(name, ()))
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype="float32", attn_implementation="eager")
         model.lm_head.register_forward_hook(lambda *args: args[-1] / TEMPERATURE)
         with torch.no_grad():
@@ -118,7 +144,7 @@ def outcomes(tmp_path_factory):
     # Ranks wait for each other half of the time, so two cases run at once; the first that reads others' files waits.
     after = (next(iter(resumed)), f"loaded-{next(iter(LOADED))}")
     cases = [{**case, "at_once": 2, "is_after": case["name"] in after} for case in cases]
-    return plain, run_cases("megatron_cases", folder, cases, deadline_s=240)
+    return plain, run_cases("megatron_cases", folder, cases, deadline_s=240), folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -140,6 +166,15 @@ def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
 def test_weights_are_exported_under_their_names_bitwise(outcomes, name):
     assert_exports_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
     assert all(rank.get("is_restored", True) for rank in outcomes[1][name])
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_saved_folders_keep_the_layers_for_multi_token_prediction_bitwise(outcomes, name):
+    source, saved = (load_file(outcomes[2] / path) for path in (f"{name}/model.safetensors", WHOLE.format(name)))
+    assert source.keys() == saved.keys()
+    assert all(
+        saved[tensor].dtype == torch.bfloat16 and torch.equal(saved[tensor], source[tensor]) for tensor in MTP[name]
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
 from furlong.errors import CheckpointError, ConfigError
+from furlong.models.added_families import register_model
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
@@ -32,6 +33,7 @@ from furlong.models.hf_folder import (
     read_weight_map,
     stored_dtypes,
 )
+from furlong.models.mtp_layers import is_mtp
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.tokenizer import unreadable_errors
 
@@ -46,6 +48,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "tiktoken.model",
 )
 NOISE_FIELDS = (
     "attention_dropout",
@@ -75,13 +78,15 @@ def load_config(folder: Path | str) -> PretrainedConfig:
     path = check_folder(folder)
     read_json(path / "config.json")  # raises for values of the wrong type, many of which transformers accepts
     try:
-        return cast(
+        config = cast(
             "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         )
     except unreadable_errors() as error:
         raise ConfigError(
             f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
         ) from error
+    register_model(type(config))
+    return config
 
 
 def context_length(folder: Path | str) -> int:
@@ -149,7 +154,7 @@ def load_model(
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
         )
-    if unexpected := sorted(info.get("unexpected_keys") or ()):
+    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_mtp(name, config)):
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
     torch.nn.Module.to(model, device=device)
     return model
@@ -157,6 +162,7 @@ def load_model(
 
 def build_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build a model with random weights that depend only on `seed`; the global random state is unchanged."""
+    register_model(type(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -319,7 +325,8 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    for name in COMPANIONS:
+    code = [path.name for path in companions.glob("*.py")]  # for engines that run a family's own code
+    for name in (*COMPANIONS, *code):
         if (companions / name).is_file():
             shutil.copyfile(companions / name, folder / name)
 

@@ -98,6 +98,113 @@ DEEPSEEK_HF = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+# Kimi-K2, GLM-4.7-Flash, MiMo-7B and MiniMax-M2: the lists of scripts/models/*.sh, and the released config.json.
+KIMI = DEEPSEEK
+for _old, _new in (
+    ("--num-attention-heads 128 --kv-channels 128", "--num-attention-heads 64 --kv-channels 64"),
+    ("129280", "163840"),
+    ("--rotary-scaling-factor 40 --rotary-base 10000", "--rotary-scaling-factor 32.0 --rotary-base 50000"),
+    ("--num-experts 256", "--num-experts 384"),
+    ("[0]*3+[1]*58", "[0]*1+[1]*60"),
+    ("--moe-router-group-topk 4 --moe-router-num-groups 8", "--moe-router-group-topk 1 --moe-router-num-groups 1"),
+    ("--moe-router-topk-scaling-factor 2.5", "--moe-router-topk-scaling-factor 2.827"),
+):
+    KIMI = KIMI.replace(_old, _new)
+KIMI_HF = DEEPSEEK_HF | {
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "vocab_size": 163840,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+GLM_LITE = """--moe-layer-freq [0]*1+[1]*46 --num-experts 64 --moe-shared-expert-intermediate-size 1536
+    --moe-router-topk 4 --moe-ffn-hidden-size 1536 --moe-router-score-function sigmoid --moe-router-pre-softmax
+    --moe-router-topk-scaling-factor 1.8 --moe-router-dtype fp32 --make-vocab-size-divisible-by 64 --num-layers 47
+    --hidden-size 2048 --ffn-hidden-size 10240 --num-attention-heads 20 --disable-bias-linear --swiglu
+    --untie-embeddings-and-output-weights --position-embedding-type rope --no-position-embedding
+    --normalization RMSNorm --qk-layernorm --multi-latent-attention --q-lora-rank 768 --kv-lora-rank 512
+    --qk-head-dim 192 --v-head-dim 256 --kv-channels 192 --qk-pos-emb-head-dim 64 --vocab-size 154880
+    --rotary-base 1000000 --no-rope-fusion"""
+GLM_LITE_HF = {
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 47,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "vocab_size": 154880,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+MIMO = """--swiglu --num-layers 36 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias
+    --normalization RMSNorm --norm-epsilon 1e-05 --rotary-base 640000 --vocab-size 151680
+    --untie-embeddings-and-output-weights --max-position-embeddings 32768"""
+MIMO_HF = {
+    "model_type": "mimo",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 640000,
+    "vocab_size": 151680,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "max_position_embeddings": 32768,
+    "num_nextn_predict_layers": 1,
+}
+MINIMAX = """--disable-bias-linear --num-layers 62 --hidden-size 3072 --ffn-hidden-size 1536 --num-attention-heads 48
+    --kv-channels 128 --num-query-groups 8 --normalization RMSNorm --position-embedding-type rope --norm-epsilon 1e-6
+    --swiglu --untie-embeddings-and-output-weights --vocab-size 200064 --group-query-attention --rotary-percent 0.5
+    --rotary-base 5000000 --qk-layernorm --no-rope-fusion --attention-softmax-in-fp32 --num-experts 256
+    --moe-ffn-hidden-size 1536 --moe-router-topk 8 --moe-layer-freq [1]*62 --moe-router-pre-softmax
+    --moe-router-score-function sigmoid"""
+MINIMAX_HF = {
+    "model_type": "minimax_m2",
+    "num_hidden_layers": 62,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "vocab_size": 200064,
+    "tie_word_embeddings": False,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+}
 LLAMA_HF = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -126,7 +233,17 @@ def problems_of(tmp_path):
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 @pytest.mark.parametrize(
-    ("flags", "hf"), [(QWEN3, QWEN3_HF), (QWEN3_MOE, QWEN3_MOE_HF), (DEEPSEEK, DEEPSEEK_HF)], ids=["4B", "30B", "V3"]
+    ("flags", "hf"),
+    [
+        (QWEN3, QWEN3_HF),
+        (QWEN3_MOE, QWEN3_MOE_HF),
+        (DEEPSEEK, DEEPSEEK_HF),
+        (KIMI, KIMI_HF),
+        (GLM_LITE, GLM_LITE_HF),
+        (MIMO, MIMO_HF),
+        (MINIMAX, MINIMAX_HF),
+    ],
+    ids=["4B", "30B", "V3", "Kimi-K2", "GLM-4.7-Flash", "MiMo-7B", "MiniMax-M2"],
 )
 def test_the_flags_of_a_model_pass_with_its_config(problems_of, flags, hf, backend):
     assert problems_of(flags, hf, "--train-backend", backend) == []
@@ -264,6 +381,17 @@ def test_flags_of_slimes_model_plugins_pass_with_their_family(problems_of, flags
 def test_flags_of_a_plugin_for_another_family_are_refused(problems_of, flags):
     (problem,) = problems_of(flags, QWEN3_HF)
     assert problem.startswith(f"{flags} does not match the model: ")
+
+
+def test_kv_channels_mean_nothing_with_latent_attention(problems_of):
+    """slime's lists give the width of values, of queries without RoPE, or another number."""
+    assert problems_of("--kv-channels 64", DEEPSEEK_HF) == []
+
+
+def test_layers_with_experts_may_be_listed_by_kind(problems_of):
+    listed = GLM_LITE_HF | {"mlp_layer_types": ["sparse"] * 47}
+    (problem,) = problems_of("--moe-layer-freq [0]*1+[1]*46", listed | {"first_k_dense_replace": None})
+    assert "that is [1]*47" in problem
 
 
 def test_patterns_of_layers_are_read_and_not_evaluated(problems_of):

@@ -41,6 +41,22 @@ LISTS = {
     "--rotary-base 10000 --mscale 1.0 --mscale-all-dim 1.0 --attention-softmax-in-fp32 --no-rope-fusion "
     "--num-experts 8 --moe-router-topk 3 --moe-shared-expert-intermediate-size 24 --moe-router-group-topk 2 "
     "--moe-router-num-groups 4 --moe-router-topk-scaling-factor 2.5",
+    "kimi_k2": f"{COMMON} {UNTIED} {EXPERTS} {SIGMOID} --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --kv-channels 8 --qk-layernorm --rotary-base 10000 --num-experts 8 --moe-router-topk 3 "
+    "--moe-shared-expert-intermediate-size 24 --moe-router-topk-scaling-factor 2.5",
+    "glm4_moe_lite": f"{COMMON.replace('1e-6', '1e-5')} {UNTIED} {EXPERTS} {SIGMOID} --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --no-position-embedding --multi-latent-attention --q-lora-rank 12 "
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --kv-channels 8 --qk-layernorm "
+    "--num-experts 8 --moe-router-topk 3 --moe-shared-expert-intermediate-size 24 "
+    "--moe-router-topk-scaling-factor 1.8",
+    "minimax_m2": f"{COMMON.replace('1e-6', '1e-5')} {GROUPED} {UNTIED} {EXPERTS.replace('24', '48')} --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --kv-channels 8 --rotary-percent 0.5 --rotary-base 10000 "
+    "--qk-layernorm --no-rope-fusion --num-experts 4 --moe-router-topk 2 --moe-layer-freq [1]*2 "
+    "--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type none",
+    "mimo": f"{COMMON} {GROUPED} {UNTIED} --swiglu --use-rotary-position-embeddings --disable-bias-linear "
+    "--add-qkv-bias --rotary-base 10000",
     "gpt_oss": f"{COMMON.replace('1e-6', '1e-5')} {GROUPED} {UNTIED} {EXPERTS.replace('24', '48')} --kv-channels 8 "
     "--position-embedding-type rope --rotary-percent 1.0 --rotary-base 150000 --max-position-embeddings 128 "
     "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable "

@@ -193,7 +193,7 @@ def test_recurrent_layers_are_named():
         ("pegasus", "positions"),
         ("roberta", "own forward pass"),  # positions begin behind the padding id
         ("gpt_neox_japanese", "does not work with the embedded engine"),
-        ("doge", "Attention uses an attention mask"),
+        ("doge", "Attention builds its own attention mask"),
         ("llama4_text", "chunked_attention"),
         ("lfm2", "conv"),
     ],

@@ -8,7 +8,8 @@ from furlong.errors import ConfigError
 from furlong.training.megatron.family import architecture_of, family_of, known_families
 from models_zoo import family_config
 
-DENSE, MOE = ("llama", "mistral", "qwen2", "qwen3", "glm4"), ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "glm4", "mimo")
+MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "kimi_k2", "minimax_m2")
 
 
 def test_every_family_is_found_by_its_model_types():

@@ -26,7 +26,7 @@ LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa",
 # Attention with an output gate, norms stored as the difference from 1; the second also has gated shared experts.
 GATED_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GATED_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
-NORMALIZED_FAMILIES = ("qwen3", "qwen3_moe", *GATED_FAMILIES, *LATENT_FAMILIES)
+NORMALIZED_FAMILIES = ("minimax_m2", "qwen3", "qwen3_moe", *GATED_FAMILIES, *LATENT_FAMILIES)
 # Their routers also have a selection bias.
 SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "minimax_m2")
 WITH_PLAIN_OUTPUT = ("glm4", "glm4_moe", "mimo", "qwen2", "qwen2_moe")  # `attention_bias` is of q, k and v only
@@ -222,7 +222,7 @@ def _interleaves(hf: HF) -> Any:
 def _has_qkv_bias(hf: HF) -> Any:
     if _is_latent(hf):
         return ANYTHING  # Megatron-LM ignores it
-    if hf.get("model_type") in ("qwen2", "qwen2_moe"):
+    if hf.get("model_type") in ("mimo", "qwen2", "qwen2_moe"):
         return hf.get("qkv_bias") is not False
     return _known(hf, bool(hf.get("attention_bias", hf.get("model_type") == "gpt_oss")))
 
@@ -326,7 +326,7 @@ def _weighs_all(hf: HF) -> Any:
 def _expert_width(hf: HF) -> Any:
     if hf.get("moe_intermediate_size") is not None:
         return hf["moe_intermediate_size"]
-    return hf.get("intermediate_size") if hf.get("model_type") in ("gpt_oss", "mixtral") else None
+    return hf.get("intermediate_size") if hf.get("model_type") in ("gpt_oss", "minimax_m2", "mixtral") else None
 
 
 def _shared_width(hf: HF) -> Any:
@@ -343,6 +343,8 @@ def _expert_layers(hf: HF) -> Any:
     if hf.get("first_k_dense_replace") is not None:
         first, every = hf["first_k_dense_replace"], hf.get("moe_layer_freq") or 1
         return _pattern([layer >= first and layer % every == 0 for layer in range(num_layers)])
+    if (kinds := hf.get("mlp_layer_types")) is not None:
+        return _pattern([kind == "sparse" for kind in kinds])
     dense: set[int] = set(hf.get("mlp_only_layers") or ())
     every = hf.get("decoder_sparse_step") or 1
     return _known(hf, _pattern([layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]))
@@ -398,7 +400,7 @@ FACTS: dict[str, Fact] = {
     "num_attention_heads": _key("num_attention_heads"),
     "group_query_attention": Fact("num_attention_heads num_key_value_heads", _shares_heads),
     "num_query_groups": _key("num_key_value_heads num_attention_heads"),
-    "kv_channels": Fact("head_dim v_head_dim hidden_size num_attention_heads", _head_width),
+    "kv_channels": Fact("head_dim hidden_size num_attention_heads", _head_width),
     "qk_layernorm": Fact("model_type use_qk_norm", _normalizes_heads),
     "add_qkv_bias": Fact("model_type attention_bias qkv_bias", _has_qkv_bias),
     "spec": Fact(
@@ -444,7 +446,7 @@ FACTS: dict[str, Fact] = {
     ),
     "use_rotary_position_embeddings": Fact(f"{BASE} model_type", lambda hf: _positions(hf) is not None),
     "rotary_base": _near(_key(BASE)),
-    "rotary_percent": _near(Fact(f"{SHARE} model_type", _rotated)),
+    "rotary_percent": _near(Fact(f"{SHARE} rotary_dim head_dim model_type", _rotated)),
     "rotary_scaling_factor": _near(
         Fact(f"{FACTOR} kv_lora_rank", lambda hf: _factor(hf) if _is_latent(hf) or _stretching(hf) == "yarn" else None)
     ),
@@ -462,7 +464,7 @@ FACTS: dict[str, Fact] = {
     "v_head_dim": _key("v_head_dim"),
     "num_experts": _key(" ".join(NUM_EXPERTS)),
     "moe_layer_freq": Fact(
-        f"{_EXPERT_KEYS} num_hidden_layers first_k_dense_replace mlp_only_layers decoder_sparse_step",
+        f"{_EXPERT_KEYS} num_hidden_layers first_k_dense_replace mlp_layer_types mlp_only_layers decoder_sparse_step",
         _expert_layers,
         _same_layers,
     ),

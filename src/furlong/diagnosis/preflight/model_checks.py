@@ -16,7 +16,7 @@ from furlong.core.model_config import read_json
 from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import COMPLETE, check_folder
+from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
     Conversation,
@@ -77,6 +77,8 @@ def is_known_family(config: Mapping[str, Any]) -> bool:
     name = config.get("model_type")
     if not isinstance(name, str):
         return name is not None  # transformers refuses what is not text
+    if name in ADDED_FAMILIES:
+        return True
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return True

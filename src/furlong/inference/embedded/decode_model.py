@@ -175,7 +175,7 @@ class WeightLoad:
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32
-FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FUSED_FAMILIES = ("llama", "mistral", "mimo", "qwen2", "qwen3")
 
 
 def min_rows() -> int:
@@ -289,7 +289,7 @@ def _pair_order(num_rotated: int, num_others: int, head_dim: int) -> Tensor:
 
 
 class FusedDenseModel:
-    """Llama, Mistral, Qwen2 and Qwen3 with fused QKV and gate/up weights.
+    """Llama, Mistral, MiMo, Qwen2 and Qwen3 with fused QKV and gate/up weights.
 
     Weights are zero until `table.load`. `max_length` bounds positions.
     """
@@ -350,8 +350,9 @@ class FusedDenseModel:
     def _allocate(self, config: Any) -> None:
         E, D, inner = self.width, self.head_dim, config.intermediate_size
         family = config.model_type
-        qkv_bias = family == "qwen2" or getattr(config, "attention_bias", False)
-        out_bias = family != "qwen2" and getattr(config, "attention_bias", False)
+        is_qwen2 = family in ("mimo", "qwen2")
+        qkv_bias = is_qwen2 or getattr(config, "attention_bias", False)
+        out_bias = not is_qwen2 and getattr(config, "attention_bias", False)
         mlp_bias = family == "llama" and getattr(config, "mlp_bias", False)
         self.embedding = self._named("model.embed_tokens.weight", self.vocab_size, E)
         self.layers: list[_Layer] = []

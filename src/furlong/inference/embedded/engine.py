@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
@@ -26,6 +25,7 @@ from furlong.inference.embedded.model_loading import build_model, chosen_context
 from furlong.inference.embedded.request import Finished, Progress, Request, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
+from furlong.models.hf_model import load_config
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class EmbeddedEngine(Engine):
         if num_slots < 1 or prefill_tokens < 1:
             raise EngineError(f"num_slots is {num_slots}, prefill_tokens is {prefill_tokens}; both must be >= 1")
         if model_dir is not None:
-            config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+            config = load_config(model_dir)
         self.config: Any = config
         self.device, self.dtype, self.num_slots = torch.device(device), dtype, num_slots
         self.context_len = chosen_context_len(config, context_len)

@@ -25,28 +25,34 @@ from furlong.inference.embedded.decode_model import (
     WeightTable,
     unsupported_by_fused,
 )
+from furlong.models.added_families import register_model
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
+from furlong.models.mtp_layers import is_mtp
 
 logger = logging.getLogger(__name__)
 
 KV_MEMORY_FRAC = 0.3
 
 
-def source_from_folder(folder: Path) -> WeightSource:
-    """The tensors of the safetensors files in a folder. Raises EngineError if there are none."""
+def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
+    """The tensors of the safetensors files in a folder. Raises EngineError if there are none.
+
+    With the model's `config`, tensors of MTP layers are left out.
+    """
     files = _weight_files(folder)
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118  a safetensors handle does not iterate
-                    yield key, file.get_tensor(key)
+                    if config is None or not is_mtp(key, config):
+                        yield key, file.get_tensor(key)
 
     return WeightSource(read)
 
 
-def check_weight_files(folder: Path, table: WeightTable) -> None:
+def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
     """Raise EngineError or SyncError unless the files of a folder contain every tensor in its shape.
 
     Only headers are read, so that files which do not fit are refused before any weight is replaced.
@@ -59,7 +65,8 @@ def check_weight_files(folder: Path, table: WeightTable) -> None:
         except (SafetensorError, OSError) as error:
             raise EngineError(f"cannot read {folder / name}: {error}; write the folder again") from error
         for key, shape in shapes.items():
-            load.expect(key, shape)
+            if not is_mtp(key, config):
+                load.expect(key, shape)
     if missing := load.missing():
         raise SyncError(f"{folder} lacks {len(missing)} tensors: {abbreviate(missing)}; write the whole model")
 
@@ -96,6 +103,7 @@ def build_model(
 
         from furlong.inference.embedded.transformers_model import TransformersModel
 
+        register_model(type(config))
         if isinstance(weights, Path):
             network = AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype, local_files_only=True)
             model = TransformersModel(network, dtype=dtype, device=device)
@@ -106,7 +114,8 @@ def build_model(
         model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-        model.table.load(source_from_folder(weights) if isinstance(weights, Path) else WeightSource(weights.items))
+        source = source_from_folder(weights, config) if isinstance(weights, Path) else WeightSource(weights.items)
+        model.table.load(source)
     why = f" (the fused implementation does not support {reason})" if reason else ""
     logger.info("embedded engine: %s in %s on %s%s", model.description, model.dtype, model.device, why)
     return model

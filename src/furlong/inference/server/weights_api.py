@@ -96,10 +96,10 @@ class WeightEndpoints:
         async with self._lock:
             if load_format == "delta":
                 return await self._from_delta(folder, body, label)
-            await asyncio.to_thread(check_weight_files, folder, self.engine.model.table)
+            await asyncio.to_thread(check_weight_files, folder, self.engine.model.table, self.engine.config)
             await self._prepare(body)
             number = self._number(label)
-            checksums = await self.engine.load_weights(source_from_folder(folder), number)
+            checksums = await self.engine.load_weights(source_from_folder(folder, self.engine.config), number)
             self._record(number, label)
             return f"loaded {len(checksums)} tensors from {folder} as weight version {self.label}"
 

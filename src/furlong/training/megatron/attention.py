@@ -29,6 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from furlong.models.packed_attention import allowed_keys, explicit_attention, prefers_explicit_attention
@@ -191,6 +192,37 @@ def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, 
             cu_q.append(cu_q[-1] + size)
             cu_k.append(cu_k[-1] + (chunk + 1) * size)
     return torch.cat(rows), torch.tensor(cu_q, dtype=torch.int32), torch.tensor(cu_k, dtype=torch.int32)
+
+
+class JointNorm(torch.nn.Module):
+    """RMSNorm over all heads of a token together, of which this rank has a part.
+
+    num_heads: of all tensor-parallel ranks. hidden_size: width of a head, as Megatron-core names it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.width, self.tensor = eps, num_heads * hidden_size, config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width // self.tensor, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the place of the weight in a Megatron-core checkpoint: split by heads."""
+        del metadata
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+    def forward(self, x_THE: Tensor) -> Tensor:
+        """Normalize this rank's heads [..., H, E]."""
+        wide = x_THE.to(torch.promote_types(x_THE.dtype, torch.float32))
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        if self.tensor > 1:  # every rank's output depends on all ranks' sums: gradients are summed, too
+            group = parallel_state.get_tensor_model_parallel_group()
+            squares = all_reduce(squares, group=group)
+        wide = wide * torch.rsqrt(squares / self.width + self.eps)
+        return wide.to(x_THE.dtype) * self.weight.view(x_THE.shape[-2:])
 
 
 NORM_EPS = 1e-6  # of the compressed vectors' norms, in all DeepSeek models

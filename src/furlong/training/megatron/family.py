@@ -74,6 +74,10 @@ ATTENTION = (
 )
 QKV_BIAS = WeightRule("self_attention.linear_qkv.bias", tuple(f"{p}.bias" for p in QKV), "qkv", axis=0)
 PROJECTION_BIAS = WeightRule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",))
+JOINT_QK_NORM = (
+    WeightRule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), axis=0),
+    WeightRule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), axis=0),
+)
 QK_NORM = (
     WeightRule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
     WeightRule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
@@ -119,18 +123,18 @@ class Architecture:
     """Facts about one model, read from its config.json.
 
     qkv_bias, projection_bias: attention has biases in q, k, v, and in its output projection. qk_norm: queries and keys
-    are normalized per head. sinks: every head has an attention sink (gpt-oss). is_mla: multi-head latent attention
-    (DeepSeek-V3). post_norms: the outputs of attention and MLP are normalized before they are added (GLM-4).
-    pairs_neighbors: rotary embeddings rotate channels 2i and 2i + 1 together, not i and i + half. has_experts: per
-    layer. expert_width, shared_width: intermediate size of an expert, and of the shared expert; 0 without one.
-    moe_bias: linear layers of experts and router have biases. expert_bias: the router adds a bias, which is not
-    trained, to the scores that choose experts. mtp_layers: multi-token-prediction layers in the checkpoint, which are
-    not built.
+    are normalized per head; qk_norm_joint: over all heads together (MiniMax-M2). sinks: every head has an attention
+    sink (gpt-oss). is_mla: multi-head latent attention (DeepSeek-V3). post_norms: the outputs of attention and MLP are
+    normalized before they are added (GLM-4). pairs_neighbors: rotary embeddings rotate channels 2i and 2i + 1 together,
+    not i and i + half. has_experts: per layer. expert_width, shared_width: intermediate size of an expert, and of the
+    shared expert; 0 without one. moe_bias: linear layers of experts and router have biases. expert_bias: the router
+    adds a bias, which is not trained, to the scores that choose experts.
     """
 
     qkv_bias: bool = False
     projection_bias: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     sinks: bool = False
     is_mla: bool = False
     post_norms: bool = False
@@ -141,7 +145,6 @@ class Architecture:
     shared_width: int = 0
     moe_bias: bool = False
     expert_bias: bool = False
-    mtp_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ def attention_rules(_: Any, architecture: Architecture) -> tuple[WeightRule, ...
         *([QKV_BIAS] if architecture.qkv_bias else ()),
         *([PROJECTION_BIAS] if architecture.projection_bias else ()),
         *(QK_NORM if architecture.qk_norm else ()),
+        *(JOINT_QK_NORM if architecture.qk_norm_joint else ()),
         *([SINKS] if architecture.sinks else ()),
     )
 

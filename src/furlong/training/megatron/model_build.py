@@ -42,7 +42,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.model_facts import head_width, layer_windows
-from furlong.training.megatron.attention import MultiLatentAttention, PackedAttention
+from furlong.training.megatron.attention import JointNorm, MultiLatentAttention, PackedAttention
 from furlong.training.megatron.family import Architecture, Family, architecture_of, family_of
 from furlong.training.megatron.moe_layers import Experts, MoeRouter
 from furlong.training.megatron.packed_layer import PackedLayer
@@ -143,7 +143,7 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": width,
         "softmax_scale": scale,
-        "qk_layernorm": architecture.qk_norm,
+        "qk_layernorm": architecture.qk_norm,  # sums gradients over tensor-parallel ranks, not for joint norms
         "rotary_interleaved": architecture.pairs_neighbors,
         "add_qkv_bias": architecture.qkv_bias,
         "softmax_type": "learnable" if architecture.sinks else "vanilla",
@@ -308,7 +308,10 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
     if architecture.is_mla:
         _, factor = rotary_frequencies(hf)
         return ModuleSpec(module=MultiLatentAttention, params={"hf": hf, "factor": factor, "norm": RmsNorm})
-    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    head_norms: list[Any] = [RmsNorm if architecture.qk_norm else IdentityOp] * 2
+    if architecture.qk_norm_joint:
+        counts = config.num_attention_heads, config.num_query_groups
+        head_norms = [ModuleSpec(module=JointNorm, params={"num_heads": count}) for count in counts]
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -316,8 +319,8 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=BiasedRowParallelLinear if architecture.projection_bias else RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=head_norms[0],
+            k_layernorm=head_norms[1],
         ),
     )
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from furlong.core.batch import MicroBatch
 from furlong.models.compiled_layers import MlpRecompute, allow_variants
 from furlong.models.varlen_attention import varlen_attention
-from furlong.training.megatron.attention import attend_by_sequence, attend_unfused
+from furlong.training.megatron.attention import JointNorm, attend_by_sequence, attend_unfused
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,12 @@ class PackedLayer(TransformerLayer):
         if self.tp_size == 1 and not self.is_moe_layer:
             self._layer = torch.compile(self._layer, dynamic=True)
             return
-        names = ("_input_norm", "_attend", "_mlp_norm", "_mlp")
-        for name in names[:3] if self.is_moe_layer else names:
+        names = ["_input_norm", "_mlp_norm"]
+        if self.tp_size == 1 or not isinstance(self.self_attention.q_layernorm, JointNorm):  # which communicates
+            names.append("_attend")
+        if not self.is_moe_layer:
+            names.append("_mlp")
+        for name in names:
             setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
     def forward(
@@ -208,7 +212,9 @@ class PackedLayer(TransformerLayer):
         query, key, value = (
             F.linear(rows, *of).view(-1, len(of[0]) // self.head_width, self.head_width) for of in self._qkv()
         )
-        if self.config.qk_layernorm:
+        if isinstance(attention.q_layernorm, JointNorm):
+            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
+        elif self.config.qk_layernorm:
             query = _rms_norm(query, attention.q_layernorm.weight, self.eps)
             key = _rms_norm(key, attention.k_layernorm.weight, self.eps)
         pairs_neighbors = self.config.rotary_interleaved

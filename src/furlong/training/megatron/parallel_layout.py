@@ -164,8 +164,9 @@ def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout
         ("vocab_size", "tokens of the vocabulary"),
         ("intermediate_size", "channels of intermediate_size"),
     ):
-        if name == "intermediate_size" and num_experts(config) and not config.get("first_k_dense_replace"):
-            continue  # no dense layers
+        has_dense = config.get("first_k_dense_replace") or "dense" in (config.get("mlp_layer_types") or ())
+        if name == "intermediate_size" and num_experts(config) and not has_dense:
+            continue
         if config.get(name, tensor) % tensor:
             yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; use a divisor"
     if layers := config.get("num_hidden_layers"):
@@ -180,11 +181,12 @@ def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout
         yield f"--expert-model-parallel-size {expert} has no effect: the model has no experts; remove it"
     elif experts % expert:
         yield f"--expert-model-parallel-size {expert} does not divide the {experts} experts; use a divisor"
-    width = config.get("moe_intermediate_size") or 0
+    field = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    width = config.get(field) or 0
     if experts and width % layout.expert_tensor:
         yield (
             f"--expert-tensor-parallel-size {layout.expert_tensor} does not divide the {width} channels of an expert "
-            "(moe_intermediate_size); use a divisor, 1 keeps experts whole"
+            f"({field}); use a divisor, 1 keeps experts whole"
         )
     if experts and tensor > 1 and not layout.sequence_parallel:
         yield (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,9 +23,8 @@ from torch import Tensor
 from furlong.errors import CheckpointError
 from furlong.models.hf_model import TensorSource
 from furlong.models.model_facts import head_width
+from furlong.models.mtp_layers import is_mtp
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
-
-logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index
 
@@ -215,15 +213,7 @@ def check_names(hf: Any, config: Any, stored: TensorSource) -> None:
     """Raise CheckpointError if the checkpoint has tensors without a rule, which would be silently dropped."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     unknown = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
-    mtp_layers = range(hf.num_hidden_layers, hf.num_hidden_layers + architecture_of(hf).mtp_layers)
-    if mtp := {name for name in unknown if name.startswith(tuple(f"model.layers.{layer}." for layer in mtp_layers))}:
-        unknown -= mtp
-        logger.warning(
-            "%d tensors of multi-token-prediction layers (%s...) are not loaded: they are not trained, and saved "
-            "folders do not contain them",
-            len(mtp),
-            min(mtp),
-        )
+    unknown = {name for name in unknown if not is_mtp(name, hf)}
     if hf.tie_word_embeddings:
         unknown.discard("lm_head.weight")
     if unknown:

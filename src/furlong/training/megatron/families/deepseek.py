@@ -1,6 +1,7 @@
-"""DeepSeek-V3 and GLM-4-MoE: sigmoid routing in groups of experts, an expert bias, a shared expert, MTP layers.
+"""DeepSeek-V3 and GLM-4-MoE: sigmoid routing in groups of experts, an expert bias, a shared expert.
 
-GLM-4-MoE has grouped-query attention, DeepSeek-V3 multi-head latent attention (MLA).
+GLM-4-MoE (GLM-4.5) has grouped-query attention; DeepSeek-V3 and GLM-4-MoE-Lite (GLM-4.7-Flash) have multi-head latent
+attention (MLA). Moonlight and Kimi-K2 have DeepSeek-V3's architecture.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ def _glm(hf: Any) -> Architecture:
     return Architecture(
         qkv_bias=bool(getattr(hf, "attention_bias", False)),
         qk_norm=bool(getattr(hf, "use_qk_norm", False)),
-        has_experts=tuple(layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)),
+        has_experts=tuple(_has_experts(hf, layer) for layer in range(hf.num_hidden_layers)),
         num_experts=hf.n_routed_experts,
         expert_width=hf.moe_intermediate_size,
         shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
         expert_bias=True,
-        mtp_layers=getattr(hf, "num_nextn_predict_layers", None) or 0,  # absent from GLM's config in transformers 5.12
     )
+
+
+def _has_experts(hf: Any, layer: int) -> bool:
+    if (kinds := getattr(hf, "mlp_layer_types", None)) is not None:
+        return kinds[layer] == "sparse"
+    return layer >= hf.first_k_dense_replace
 
 
 def _deepseek(hf: Any) -> Architecture:
@@ -59,7 +65,7 @@ def _mla_rules(hf: Any, _: Architecture) -> tuple[WeightRule, ...]:
 FAMILIES = (
     Family(("glm4_moe",), _glm, _routing),
     Family(
-        ("deepseek_v3",),
+        ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
         _deepseek,
         _routing,
         attention_rules=_mla_rules,

@@ -1,4 +1,7 @@
-"""Dense families: Llama, Mistral, Qwen2, Qwen3. They differ in biases and in normalized queries and keys."""
+"""Dense families: Llama, Mistral, Qwen2, Qwen3, MiMo. They differ in biases and in normalized queries and keys.
+
+MiMo is Qwen2 with layers for multi-token prediction, which are not trained (see `models.mtp_layers`).
+"""
 
 from __future__ import annotations
 
@@ -21,4 +24,4 @@ def _qwen3(hf: Any) -> Architecture:
     return Architecture(qkv_bias=bias, projection_bias=bias, qk_norm=True, has_experts=(False,) * hf.num_hidden_layers)
 
 
-FAMILIES = (Family(("llama", "mistral"), _llama), Family(("qwen2",), _qwen2), Family(("qwen3",), _qwen3))
+FAMILIES = (Family(("llama", "mistral"), _llama), Family(("qwen2", "mimo"), _qwen2), Family(("qwen3",), _qwen3))
