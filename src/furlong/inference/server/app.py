@@ -27,7 +27,7 @@ from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server import openai_api
-from furlong.inference.server.bodies import error_response, json_reply, json_response, printable, read_object
+from furlong.inference.server.bodies import error_response, json_list, json_response, printable, read_object
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import boolean, integer, name_of, quote
 from furlong.inference.server.generate_api import ServerContext, generate
@@ -315,7 +315,7 @@ class EngineServer:
             tensor = await self.engine.execute(lambda: shown[:rows].clone())
         except SyncError as error:
             raise RequestError(str(error)) from error
-        return await json_reply(
+        return await json_list(
             http.state.guard, [tensor], lambda each: each.float().tolist(), size=tensor.numel() * 8, as_list=False
         )
 
