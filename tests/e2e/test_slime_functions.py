@@ -49,7 +49,7 @@ def go(model, data, tmp_path):
 
     def run(generate, reward=None, **changes):
         values = {
-            "custom_generate_function_path": f"{ZOO}:{generate}",
+            "custom_generate_function_path": generate and f"{ZOO}:{generate}",
             "custom_rm_path": reward and f"{ZOO}:{reward}",
             "rm_type": None if reward else "random",
             "save_debug_train_data": f"{tmp_path}/batches/{{rollout_id}}",
@@ -116,3 +116,26 @@ def test_requests_of_another_client_get_weight_versions(go):
     shown, batches, _ = go("generate_with_client")
     assert has_versions(batches)
     assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_a_whole_rollout_of_the_user(go, data):
+    shown, batches, _ = go(
+        None,
+        rollout_function_path=f"{ZOO}:generate_rollout",
+        custom_generate_function_path=None,
+        rm_type="random",
+        save_debug_rollout_data=None,
+        eval_interval=1,
+        eval_prompt_data=["held_out", data],
+    )
+    assert [row["rollout/mine"] for row in shown] == [1, 2]
+    assert shown[0]["eval/held_out"] == 0.5
+    assert has_versions(batches)
+    assert len(batches[0]) == 16
+
+
+def test_fully_async_generates_ahead(go):
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    shown, batches, _ = go(None, custom_generate_function_path=None, rollout_function_path=path, num_rollout=2)
+    assert shown[1]["rollout/staleness/max"] > 0
+    assert {int(batch.columns["token_versions"].max()) for batch in batches} == {0}

@@ -8,9 +8,12 @@ import os
 from dataclasses import dataclass, field
 
 import httpx
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.rm_hub import batched_async_rm
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -216,3 +219,22 @@ async def generate_with_client(args, sample: Sample, sampling_params) -> Sample:
     sample.response = state.tokenizer.decode(tokens[start:], skip_special_tokens=False)
     sample.status = Sample.Status.COMPLETED
     return sample
+
+
+async def roll(args, groups):
+    state = GenerateState(args)
+    return await asyncio.gather(
+        *(generate_and_rm_group(args, group, state.sampling_params.copy(), evaluation=False) for group in groups)
+    )
+
+
+def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
+    """A whole rollout: one group more than needed, of which the last is returned."""
+    if evaluation:
+        return {"held_out": {"rewards": [1.0, 0.0], "truncated": [False, False]}}
+    assert args.rollout_global_dataset
+    groups = data_buffer.get_samples(args.rollout_batch_size + 1)
+    data_buffer.add_samples([groups.pop()])
+    done = run(roll(args, groups))
+    kept = [group for group in done if call_dynamic_filter(None, args, group).keep]
+    return RolloutFnTrainOutput(samples=kept, metrics={"rollout/mine": rollout_id + 1})

@@ -18,6 +18,7 @@ from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
+from furlong.config.named_parts import select_parts
 from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
@@ -34,11 +35,13 @@ KEYWORDS = "keyword arguments"  # the origin that problems with them name
 class Resolved:
     """A complete configuration and the source of each value.
 
-    `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why".
+    `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why". `lines` are
+    for the log: parts of the run that values of flags have selected by slime's names.
     """
 
     config: Config
     sources: Mapping[str, str]
+    lines: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the text of `config.json` in the run directory, without secrets."""
@@ -174,12 +177,14 @@ def _read(
             values[name] = {**values[name], **value} if is_options else value
             sources[name] = source
 
+    selected = FlagValues()
+    lines, selected.problems = select_parts(values, sources)
     explicit = config_from_values(values)
     derived = derive(explicit, frozenset(values))
     sources.update({name: f"derived: {why}" for name, (_, why) in derived.items()})
     config = config_from_values({name: value for name, (value, _) in derived.items()}, explicit)
-    resolved = Resolved(config, {name: sources.get(name, "default") for name in specs})
-    return resolved, [flags, *(part for _, part in by_precedence if part is not flags)]
+    resolved = Resolved(config, {name: sources.get(name, "default") for name in specs}, tuple(lines))
+    return resolved, [flags, selected, *(part for _, part in by_precedence if part is not flags)]
 
 
 def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValues, dict[str, list[str]]]:

@@ -113,6 +113,8 @@ def run_in_folder(
             logger.info("%s %s; %s: %s", RUN_STARTS, folder, count, threads.reason)
             if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
                 logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
+            for line in resolved.lines:
+                logger.info("%s", line)
             for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Generator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from furlong.config.args_view import get_model_url as model_url
 from furlong.config.hooks import load_function
@@ -30,7 +31,7 @@ class GenerateState:
     args: Any
     tokenizer: Any
     processor: None
-    semaphore: asyncio.Semaphore
+    num_requests: int
     sampling_params: dict[str, Any]
     aborted: bool
 
@@ -47,7 +48,8 @@ class GenerateState:
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         if args.chat_template_path is not None:
             self.tokenizer.chat_template = read_template(args.chat_template_path)
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
+        self.num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
+        self._semaphores = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         self.sampling_params = {
             "temperature": args.rollout_temperature,
             "top_p": args.rollout_top_p,
@@ -58,6 +60,14 @@ class GenerateState:
             "skip_special_tokens": args.rollout_skip_special_tokens,
             "no_stop_trim": True,
         }
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """The limit of concurrent requests of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self.num_requests)
+        return self._semaphores[loop]
 
     @contextlib.contextmanager
     def dp_rank_context(self) -> Generator[int]:

@@ -91,6 +91,8 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 _MAP = "docs/guides/from-slime.md lists the names that exist"
+_VALUE = "it is only a value of"
+_SOURCE = "write a class with the methods in docs/reference/hooks.md, without a base class"
 _IMAGES = "images, audio and video are not supported; train on text"
 _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.agent": "write the agent as a generate function with furlong.rollout.agent.policy() (docs/guides/agents.md)",
@@ -103,16 +105,13 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.rollout.on_policy_distillation": "on-policy distillation is not supported; remove its functions and flags",
     "slime.rollout.rm_hub.ifbench": "score with --custom-rm-path and the package ifbench",
     "slime.rollout.sglang_streaming_rollout": "remove the flag: generation is furlong's own",
-    "slime.rollout.sglang_rollout:generate_rollout": "remove the flag: generation is furlong's own; in a function use "
-    "generate_and_rm_group",
-    "slime.rollout.sft_rollout": "remove the flag: --loss-type sft_loss does this",
-    "slime.rollout.fully_async_rollout": "remove the flag, and use --async-buffer-size ROLLOUTS or train_async.py",
-    "slime.rollout.data_source:RolloutDataSource": "remove the flag: it is furlong's default",
-    "slime.rollout.data_source:RolloutDataSourceWithBuffer": "remove the flag: it is furlong's default",
+    "slime.rollout.sglang_rollout:generate_rollout": f"{_VALUE} --rollout-function-path and --eval-function-path; in a "
+    "function use generate_and_rm_group",
+    "slime.rollout.sft_rollout": f"{_VALUE} --rollout-function-path",
+    "slime.rollout.fully_async_rollout": f"{_VALUE} --rollout-function-path; in a function use generate_and_rm_group",
+    "slime.rollout.data_source": f"its classes are only values of --data-source-path; {_SOURCE}",
     "slime.rollout.sleep_rollout": "run `furlong serve` to start an engine without training",
     "slime.rollout.forge_load": "remove the flag; benchmarks/ measures engines",
-    "slime.rollout.data_source:DataSource": "write a class with the methods in docs/reference/hooks.md; no base class "
-    "is needed",
     "slime.backends": "engines and trainers are furlong's own; remove the import",
     "slime.ray": "processes are furlong's own; remove the import",
 }

@@ -46,4 +46,4 @@ def build_gateway(
 
 def _may_post(hooks: Hooks) -> bool:
     functions = (hooks.custom_generate_function, hooks.rollout_function, hooks.eval_function, hooks.custom_rm)
-    return any(function is not None for function in functions)
+    return any(function is not None for function in (*functions, hooks.data_source))

@@ -1,0 +1,96 @@
+"""slime's own examples train unchanged; needs a checkout: FURLONG_SLIME_DIR=DIR. Their services are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from furlong.core.batch_file import load_batch
+from furlong.data.audit import audit
+from furlong.tracking.rollout_dump import load_samples
+from runs import argv_from_options, is_finite, rows, train, write_model
+
+SLIME = os.environ.get("FURLONG_SLIME_DIR")
+STAND_INS = Path(__file__).parents[1] / "helpers" / "slime_stand_ins"
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+pytestmark = pytest.mark.skipif(SLIME is None, reason="needs a checkout of slime: set FURLONG_SLIME_DIR")
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory):
+    """A model with room for the prompts of the examples, and a chat template."""
+    folder = write_model(tmp_path_factory.mktemp("long") / "model", max_position_embeddings=4096)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT}))
+    return folder
+
+
+EXAMPLES = {  # folder on the path, generate function, reward function, keys of the prompts
+    "search-r1": ("examples/search-r1", "generate_with_search.generate", "generate_with_search.reward_func"),
+    "retool": ("examples/retool", "generate_with_retool.generate", "generate_with_retool.reward_func"),
+    "tau-bench": ("examples/tau-bench", "generate_with_tau.generate", None),
+    "multi_agent": (".", "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents", None),
+    "strands": (
+        ".",
+        "examples.strands_sglang.generate_with_strands.generate",
+        "examples.strands_sglang.generate_with_strands.reward_func",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains(name, long_model, tmp_path, monkeypatch):
+    folder, generate, reward = EXAMPLES[name]
+    for path in (Path(str(SLIME)), Path(str(SLIME), folder), STAND_INS):
+        monkeypatch.syspath_prepend(str(path))
+    known = set(sys.modules)
+    data = tmp_path / "prompts.jsonl"
+    label = {"ground_truth": {"target": ["42"]}} if name == "search-r1" else "42"
+    data.write_text("".join(json.dumps({"input": str(i), "label": label}) + "\n" for i in range(8)))
+    values = {
+        "hf_checkpoint": long_model,
+        "prompt_data": data,
+        "label_key": "label",
+        "custom_generate_function_path": generate,
+        "custom_rm_path": reward,
+        "rm_type": None if reward else "random",
+        "reward_key": "score" if name == "retool" else None,
+        "num_rollout": 2,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 8,
+        "rollout_max_context_len": 3072,
+        "rollout_stop_token_ids": [*range(5, 40)],  # a turn ends before its limit
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 4096,
+        "lr": 1e-3,
+        "num_threads": 1,
+        "no_use_tensorboard": True,
+        "save_debug_train_data": f"{tmp_path}/batches/{{rollout_id}}",
+        "save_debug_rollout_data": f"{tmp_path}/samples/{{rollout_id}}.safetensors",
+        "output_dir": tmp_path / "run",
+    }
+    assert train(argv_from_options({k: v for k, v in values.items() if v is not None})) == 2
+    for module in set(sys.modules) - known:
+        if module.partition(".")[0] in ("examples", "tool_sandbox", "sglang", "tau_bench", "strands"):
+            del sys.modules[module]
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
+    assert all(is_finite(row) for row in rows(tmp_path / "run") if row["step"])
+    for version, path in enumerate(sorted((tmp_path / "batches").glob("*"))):
+        batch = load_batch(path)
+        is_trained = batch.loss_masks == 1
+        assert is_trained.any()
+        assert is_trained.all() == (name == "multi_agent")  # the others have turns of the environment
+        versions = set(batch.columns["token_versions"][is_trained].tolist())
+        assert versions <= ({version, -1} if name == "tau-bench" else {version})
+    samples = [s for g in load_samples(tmp_path / "samples" / "0.safetensors").groups for s in g.samples]
+    assert not [s for s in samples if s.status == "failed"], [s.outcome for s in samples]

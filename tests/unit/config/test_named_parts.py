@@ -1,0 +1,59 @@
+"""Paths of slime's own functions select furlong's parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from furlong.config.command_line import examine, load
+from furlong.config.named_parts import DEMONSTRATIONS, FULLY_ASYNC, GENERATION
+from furlong.errors import ConfigError
+
+
+@pytest.fixture
+def base(model, data):
+    return ["--hf-checkpoint", model, "--prompt-data", data, "--num-rollout", "2", "--rollout-batch-size", "4"]
+
+
+def argv(base, *more):
+    return [str(word) for word in (*base, "--n-samples-per-prompt", "2", "--rm-type", "math", *more)]
+
+
+def test_values_that_are_the_default_are_removed(base):
+    words = ["--rollout-function-path", GENERATION, "--data-source-path"]
+    words += ["slime.rollout.data_source.RolloutDataSourceWithBuffer"]
+    words += ["--buffer-filter-path", "slime.rollout.data_source:pop_first"]
+    resolved = load(argv(base, *words))
+    rollout, data = resolved.config.rollout, resolved.config.data
+    assert (rollout.rollout_function_path, data.data_source_path, data.buffer_filter_path) == (None, None, None)
+    assert len(resolved.lines) == 3
+    assert resolved.config == load(argv(base)).config
+
+
+@pytest.mark.parametrize(("preset", "more", "ahead"), [({}, [], 2), ({"async_buffer_size": 1}, [], 2), ({}, [3], 3)])
+def test_fully_async_is_never_synchronous(base, preset, more, ahead):
+    words = ["--rollout-function-path", FULLY_ASYNC, *(["--async-buffer-size", *more] if more else [])]
+    resolved = load(argv(base, *words), preset=preset)
+    assert resolved.config.rollout.async_buffer_size == ahead
+    assert resolved.config.rollout.rollout_function_path is None
+    assert f"--async-buffer-size {ahead}" in resolved.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", "0"], "would be synchronous"),
+        (["--rollout-function-path", DEMONSTRATIONS], "add --loss-type sft_loss"),
+        (["--rollout-function-path", "mine.py:roll", "--eval-function-path", GENERATION], "evaluation=True"),
+    ],
+)
+def test_contradictions_are_errors(base, words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load(argv(base, *words))
+
+
+def test_demonstrations_are_those_of_the_loss(model, data):
+    words = ["--hf-checkpoint", model, "--prompt-data", data, "--label-key", "label", "--num-rollout", "2"]
+    words += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "1", "--loss-type", "sft_loss"]
+    resolved, problems = examine([str(w) for w in [*words, "--rollout-function-path", DEMONSTRATIONS]])
+    assert problems == []
+    assert resolved.config == examine([str(word) for word in words])[0].config
