@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ ON_PURPOSE = {
     "sizes that Megatron refuses too": ("training processes of a pipeline stage",),
 }
 WAITING = {
-    "slime's imports": ("No module named 'slime", "no module slime", "slime."),
+    "slime's imports": ("no module slime", "the module slime"),
     "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
 }
 MODEL_FLAGS = ("--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load", "--critic-load")
@@ -158,9 +159,9 @@ def decide(script: str, findings: Sequence[dict[str, str]], notes: Sequence[str]
 
 def foreign_package(problem: str) -> str:
     """Return the package that a user function imports and that is not installed, other than slime; else ""."""
-    _, found, rest = problem.partition("No module named '")
-    name = rest.partition("'")[0].partition(".")[0]
-    return name if found and name not in ("slime", "furlong") else ""
+    found = re.search(r"needs the module ([\w.]+), which is not installed", problem)
+    name = found[1].partition(".")[0] if found else ""
+    return name if name not in ("slime", "furlong") else ""
 
 
 def category_of(problem: str) -> str:

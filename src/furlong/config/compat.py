@@ -44,15 +44,12 @@ SLIME: tuple[Refusal, ...] = (
          "use --overlap-grad-reduce"),
         ("--qwen-gdn-backend", "linear attention uses the kernels of transformers", _OMIT),
         ("--freeze-indexer", "sparse-attention indexers are not implemented", "use --freeze-params-name-list"),
-        ("--custom-model-provider-path --custom-megatron-init-path "
-         "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
-         "--megatron-config-path --megatron-* --no-megatron-*", _NO_MEGATRON, _OMIT),
+        ("--megatron-config-path --megatron-* --no-megatron-*", _NO_MEGATRON, _OMIT),
         ("--main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
          "master weights and optimizer moments are float32", _OMIT),
         ("--fp8-format --fp8-recipe", "training in FP8 is not implemented", "use --bf16"),
         ("--tp-comm-overlap", "tensor-parallel communication does not overlap with GEMMs", _OMIT),
         ("--moe-shared-expert-overlap", "shared experts do not overlap with the dispatch of tokens", _OMIT),
-        ("--custom-update-weight-post-write-path", "there is no hook between writing and loading weights", _OMIT),
         ("--num-critic-only-steps --value-clip --lambd --critic-*", "there is no critic",
          "use an estimator without one, such as --advantage-estimator grpo"),
         ("--use-opd --opd-type --opd-kl-coef --opd-teacher-load --opd-teacher-ckpt-step --teacher-port "

@@ -91,6 +91,11 @@ class Hooks:
     custom_rollout_log_function: Function | None = None
     custom_eval_rollout_log_function: Function | None = None
     data_source: Function | None = None
+    custom_megatron_init: Function | None = None
+    custom_model_provider: Function | None = None
+    custom_megatron_before_log_prob_hook: Function | None = None
+    custom_megatron_before_train_step_hook: Function | None = None
+    custom_update_weight_post_write: Function | None = None
 
 
 _ROLLOUT = ("args", "rollout_id", "data_source")
@@ -126,6 +131,20 @@ HOOKS: dict[str, Hook] = {
     "custom_rollout_log_function": Hook("--custom-rollout-log-function-path", _LOGGING),
     "custom_eval_rollout_log_function": Hook(
         "--custom-eval-rollout-log-function-path", ("rollout_id", "args", "data", "extra_metrics")
+    ),
+    "custom_megatron_init": Hook("--custom-megatron-init-path", ("args",)),
+    "custom_model_provider": Hook(
+        "--custom-model-provider-path", (), ("pre_process", "post_process", "vp_stage"), drops_keywords=True
+    ),
+    "custom_megatron_before_log_prob_hook": Hook(
+        "--custom-megatron-before-log-prob-hook-path", ("args", "model", "store_prefix")
+    ),
+    "custom_megatron_before_train_step_hook": Hook(
+        "--custom-megatron-before-train-step-hook-path",
+        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+    ),
+    "custom_update_weight_post_write": Hook(
+        "--custom-update-weight-post-write-path", ("args", "version_dir", "rollout_engines")
     ),
     "data_source": Hook(
         "--data-source-path", ("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")

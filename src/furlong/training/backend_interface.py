@@ -44,6 +44,10 @@ class Backend(ABC):
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
         """Compute the log-probabilities of the response tokens under one of the models, without gradient."""
 
+    def begin_step(self, rollout_id: int, step: int) -> None:
+        """Called before the first pass of optimizer step `step` of a rollout, on every rank."""
+        del rollout_id, step
+
     @abstractmethod
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch."""

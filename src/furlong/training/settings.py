@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,21 @@ Offload = Literal["nothing", "moments", "all"]
 Replay = Literal["none", "policy", "rollout"]
 
 REPLAYED: tuple[Role, ...] = ("actor", "old_actor")  # models that the engine serves or has served
+
+
+@dataclass(frozen=True)
+class MegatronHooks:
+    """User functions that the Megatron backend calls, with `args` bound.
+
+    initialized(): Megatron-core's groups exist. provider(pre_process=, post_process=, vp_stage=) returns a model chunk.
+    before_log_probs(chunks, store_prefix): before a log-prob pass; the prefix is "" for the policy, "ref_" for the
+    reference. before_step(rollout_id, step_id, chunks, optimizer, schedule): gradients are zero.
+    """
+
+    initialized: Callable[[], object] | None = None
+    provider: Callable[..., Any] | None = None
+    before_log_probs: Callable[[Sequence[Any], str], object] | None = None
+    before_step: Callable[[int, int, Sequence[Any], Any, Any], object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +67,7 @@ class BackendSettings:
     moe: MoeFlags = field(default_factory=MoeFlags)
     megatron: MegatronFlags = field(default_factory=MegatronFlags)
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
+    hooks: MegatronHooks = field(default_factory=MegatronHooks)
 
     def __post_init__(self) -> None:
         """Reject what no backend supports."""

@@ -384,6 +384,7 @@ class RoundWorker:
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
             loss = self.loss if recorder is None or index > 0 else recorder
             loss = loss if has_log_probs or index > 0 else WithLogProbs(loss)
+            self.backend.begin_step(batch.rollout_id, index)
             parts = self._forward_backward(batch, micro_rows, loss)
             step_metrics = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
             if self.hooks.digests is not None:

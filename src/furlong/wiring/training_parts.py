@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
+from furlong.config.hooks import accepted_keywords
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
@@ -36,7 +37,7 @@ from furlong.training.megatron.parallel_layout import layout_flag_problems
 from furlong.training.packing import Packing
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
-from furlong.training.settings import BackendSettings
+from furlong.training.settings import BackendSettings, MegatronHooks
 from furlong.training.worker import RoundHooks, RoundWorker
 from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.run_context import RunContext
@@ -125,6 +126,25 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         moe=config.moe,
         megatron=config.megatron,
         checkpoint=checkpoint,
+        hooks=_megatron_hooks(context),
+    )
+
+
+def _megatron_hooks(context: RunContext) -> MegatronHooks:
+    """Return the user functions of the Megatron backend with `args` bound."""
+    hooks, args = context.hooks, context.args
+    provider, before = hooks.custom_model_provider, hooks.custom_megatron_before_log_prob_hook
+    start, step = hooks.custom_megatron_init, hooks.custom_megatron_before_train_step_hook
+
+    def provide(**stages: Any) -> Any:
+        assert provider is not None
+        return provider(**{name: stages[name] for name in accepted_keywords(provider, tuple(stages))})
+
+    return MegatronHooks(
+        initialized=None if start is None else partial(start, args),
+        provider=None if provider is None else provide,
+        before_log_probs=None if before is None else partial(before, args),
+        before_step=None if step is None else partial(step, args),
     )
 
 
@@ -143,7 +163,7 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
 
 def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ranks) -> Transport:
     """Build one trainer rank's transport to engines on devices of these types. Called on all ranks at once."""
-    config = context.config
+    config, after_write = context.config, context.hooks.custom_update_weight_post_write
     on_gpu = context.device == "cuda" and all(kind == "cuda" for kind in device_types)
     spec = transport_spec(config.sync.update_weight_transport, mode=config.sync.update_weight_mode, on_gpu=on_gpu)
     module, _, name = spec.implementation.partition(":")
@@ -157,6 +177,7 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
             rank=ranks.rank,
             world_size=ranks.world_size,
             verbose=bool(config.debug.debug_weight_sync),
+            after_write=None if after_write is None else partial(after_write, context.args),
         )
     )
 

@@ -142,7 +142,9 @@ def test_verdicts_name_the_category(checker):
     opd = decide("--use-opd is not supported yet: on-policy distillation is not implemented; remove it")
     assert (opd.status, opd.category) == ("on purpose", "on-policy distillation")
     assert decide("unknown flag --x; remove it").category == "flags"
-    note = decide("--custom-rm-path a.b: importing a needs it (No module named 'tau_bench.envs')")
+    note = decide(
+        "--custom-rm-path a.b: importing a needs the module tau_bench.envs, which is not installed; install it"
+    )
     assert (note.status, note.notes) == ("pass", ("needs the package tau_bench",))
 
 

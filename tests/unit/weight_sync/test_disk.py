@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_version_is_a_whole_folder_and_the_one_before_is_removed(tmp_path):
 
 async def _twice(sync):
     return [await sync.update_weights(1), await sync.update_weights(2)]
+
+
+def test_a_user_function_runs_once_a_folder_is_complete_and_before_engines_read_it(tmp_path):
+    engine = ServedEngine(CONFIG, STATE)
+    calls: list[tuple[str, int, bool]] = []
+
+    def after_write(folder: str, urls: list[str]) -> None:
+        is_complete = (tmp_path / "w" / folder / "model.safetensors.index.json").is_file()
+        calls.append((folder.rpartition("/")[2], len(urls), is_complete))
+        if len(calls) == 2:  # what engines read is what the function left
+            (tmp_path / "w" / "version_000002" / "model-00001.safetensors").unlink()
+
+    (tmp_path / "config.json").write_text("{}")
+
+    async def servers():
+        return engine.servers
+
+    context = dataclasses.replace(transport_context(4096, folder=tmp_path / "w"), after_write=after_write)
+    sync = LocalSync(Untrained(OTHER), servers, DiskTransport(context))
+
+    async def body():
+        await sync.update_weights(1)
+        with pytest.raises(SyncError):
+            await sync.update_weights(2)
+
+    run(engine, body)
+    asyncio.run(sync.close())
+    assert calls == [("version_000001", 1, True), ("version_000002", 1, True)]
 
 
 def test_files_are_kept_on_request(tmp_path):

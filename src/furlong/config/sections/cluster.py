@@ -206,6 +206,11 @@ class SyncFlags:
         "directory.",
         needs="update_weight_transport=disk",
     )
+    custom_update_weight_post_write_path: str | None = flag(
+        None,
+        "User function called once the files of a weight update are written, before engines read them.",
+        needs="update_weight_transport=disk",
+    )
     update_weight_disk_keep_files: bool = flag(
         False, "Keep the directories of older versions.", needs="update_weight_transport=disk"
     )

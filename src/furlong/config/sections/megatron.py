@@ -94,6 +94,21 @@ class MegatronFlags:
         "Overlap the data-parallel gradient reduction with the last backward pass.",
         needs="train_backend=megatron",
     )
+    custom_megatron_init_path: str | None = flag(
+        None, "User function called on every rank once Megatron-core is initialized.", needs="train_backend=megatron"
+    )
+    custom_model_provider_path: str | None = flag(
+        None,
+        "User function that builds a rank's model, or changes the one of "
+        "`furlong.training.megatron.model_build.default_model`.",
+        needs="train_backend=megatron",
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None, "User function called before each log-prob pass of a model.", needs="train_backend=megatron"
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None, "User function called before the forward passes of each optimizer step.", needs="train_backend=megatron"
+    )
     no_gradient_accumulation_fusion: bool = _accepted(
         False, "PyTorch accumulates gradients, and Apex's fused kernel is never used"
     )

@@ -70,6 +70,8 @@ class MegatronBackend(PipelinedBackend):
         self.layout = Layout.of(settings.train, settings.megatron, self.hf.num_hidden_layers)
         self.balancing = LoadBalancing.of(settings.moe)
         initialize(self.layout, settings.train.seed)
+        if settings.hooks.initialized is not None:
+            settings.hooks.initialized()
         self.config = self._model_config()
         self._pipeline = Pipeline(self.layout, settings, ties_head=self.hf.tie_word_embeddings)
         self._models = RoleModels(self._load, settings)
@@ -107,7 +109,7 @@ class MegatronBackend(PipelinedBackend):
 
     def _load(self, folder: Path) -> list[GPTModel]:
         """Build this rank's model chunks and load them from a folder."""
-        chunks = build_chunks(self.config, self.hf)
+        chunks = build_chunks(self.config, self.hf, self.settings.hooks.provider)
         with self.ranks.agreed():
             fill(chunks, folder, self.hf)
         compiled = self.settings.compile_layers
@@ -162,6 +164,8 @@ class MegatronBackend(PipelinedBackend):
             return torch.zeros((), device=self.settings.device)
 
         chunks = self._models[model]
+        if self.settings.hooks.before_log_probs is not None:
+            self.settings.hooks.before_log_probs(chunks, "" if model in REPLAYED else f"{model}_")
         replay = self._router_replay(model, micros)
         with torch.no_grad():
             passes = self._pipeline.run(chunks, micros, keep, StatsRequest(entropy), forward_only=True, replay=replay)
@@ -192,6 +196,17 @@ class MegatronBackend(PipelinedBackend):
             )
         return self._router_replays[role]
 
+    def begin_step(self, rollout_id: int, step: int) -> None:
+        """Call the user's hook with this rank's chunks, the optimizer and its schedule; gradients are zero."""
+        if self.settings.hooks.before_step is not None:
+            self._zero_gradients()
+            self.settings.hooks.before_step(rollout_id, step, self._chunks, self.optimizer, self.schedule)
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
         """`forward_backward` of several micro-batches, which the pipeline overlaps."""
         metrics: list[Metrics] = []
@@ -209,9 +224,7 @@ class MegatronBackend(PipelinedBackend):
         if self.settings.megatron.overlap_grad_reduce and not self._is_fresh:
             raise TrainerError("--overlap-grad-reduce: gradients of this step are being reduced; remove the flag")
         if self._is_fresh:
-            for chunk in self._chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self._zero_gradients()
             self._is_fresh = False
         replay = self._router_replay("actor", micros)
         passes = self._pipeline.run(

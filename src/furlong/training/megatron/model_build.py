@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -181,27 +183,59 @@ def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
     return values
 
 
-def build_chunks(config: TransformerConfig, hf: Any) -> list[GPTModel]:
+ModelProvider = Callable[..., Any]
+_building: ContextVar[tuple[TransformerConfig, Any]] = ContextVar("furlong_model_being_built")
+
+
+def build_chunks(config: TransformerConfig, hf: Any, provider: ModelProvider | None = None) -> list[GPTModel]:
     """Build this rank's model chunks with uninitialized weights, on its device, or on "meta" if that is the default.
 
-    One chunk, or several with the interleaved pipeline schedule.
+    One chunk, or several with the interleaved pipeline schedule. `provider` is the user's, called with `pre_process`,
+    `post_process` and `vp_stage`. Raises ConfigError if it does not return a GPTModel.
     """
     virtual = config.virtual_pipeline_model_parallel_size
-    return [_build_chunk(config, hf, None if virtual is None else chunk) for chunk in range(virtual or 1)]
+    token = _building.set((config, hf))
+    try:
+        stages = [None if virtual is None else chunk for chunk in range(virtual or 1)]
+        return [_build_chunk(hf, stage, provider or default_model) for stage in stages]
+    finally:
+        _building.reset(token)
 
 
-def _build_chunk(config: TransformerConfig, hf: Any, vp_stage: int | None) -> GPTModel:
-    model = GPTModel(
+def default_model(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTModel:
+    """Build a chunk as furlong does, for a function of --custom-model-provider-path to change.
+
+    pre_process, post_process: whether it has the embedding, and the output layer. Raises ConfigError outside of such a
+    function.
+    """
+    if (building := _building.get(None)) is None:
+        raise ConfigError("default_model builds the model of a run; call it in --custom-model-provider-path only")
+    config, hf = building
+    return GPTModel(
         config,
         block_spec(config, hf, vp_stage),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        pre_process=pre_process,
+        post_process=post_process,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         vp_stage=vp_stage,
     )
+
+
+def _build_chunk(hf: Any, vp_stage: int | None, provider: ModelProvider) -> GPTModel:
+    model = provider(
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+    )
+    if not isinstance(model, GPTModel):
+        raise ConfigError(
+            f"--custom-model-provider-path returned {type(model).__name__}, not a Megatron-core GPTModel; return what "
+            "furlong.training.megatron.model_build.default_model(pre_process, post_process, vp_stage) builds, changed "
+            "as you need"
+        )
     model.rotary_pos_emb.inv_freq, _ = rotary_frequencies(hf)
     pad: int | None = getattr(hf, "pad_token_id", None)
     if model.pre_process and pad is not None:

@@ -136,6 +136,7 @@ class DiskTransport(Transport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._folders = VersionFolders(context)
+        self._after_write = context.after_write
         self._last: tuple[int, Path] | None = None
 
     async def send(
@@ -147,6 +148,7 @@ class DiskTransport(Transport):
         folder = await in_thread(lambda: self._folders.write(source, version))
         self._last = version, folder
         logger.info("weight_sync version %d: written to %s in %.3f s", version, folder, time.perf_counter() - started)
+        await self._publish(servers, folder)
         await self._load(servers, folder, version)
         await in_thread(lambda: self._folders.remove_others([folder]))
 
@@ -161,6 +163,11 @@ class DiskTransport(Transport):
         """Unlock the folder."""
         del connect
         self._folders.close()
+
+    async def _publish(self, servers: Sequence[WeightServer], folder: Path) -> None:
+        """Call the user's function for a folder that is complete, with the addresses of its readers."""
+        if (after_write := self._after_write) is not None:
+            await in_thread(lambda: after_write(str(folder), [server.url for server in servers]))
 
     async def _load(self, servers: Sequence[WeightServer], folder: Path, version: int) -> None:
         calls = {server.url: server.update_from_disk(str(folder), version) for server in servers}
@@ -193,8 +200,9 @@ class DeltaTransport(DiskTransport):
         base_version, self._version = self._version, None  # no base for another delta until this one is written
         if base_version is None:
             self._base = {}
-            self._whole = await in_thread(lambda: self._write_whole(source, version, seed=True))
-            self._version = version
+            written = await in_thread(lambda: self._write_whole(source, version, seed=True))
+            self._whole, self._version = written, version
+            await self._publish(servers, written)
             await self._load_whole(servers, version)
             return
         started = time.perf_counter()
@@ -205,6 +213,7 @@ class DeltaTransport(DiskTransport):
             "weight_sync version %d: %d of %d bytes changed, written to %s in %.3f s",
             version, size, sent.num_bytes, folder, time.perf_counter() - started,
         )  # fmt: skip
+        await self._publish(servers, folder)
         appliers, others = await self._split(servers, base_version)
         calls = {server.url: server.update_from_delta(str(folder), version) for server in appliers}
         await self.call_servers(version, f"apply {folder}", calls)
@@ -250,6 +259,7 @@ class DeltaTransport(DiskTransport):
             base = WeightSource(self._base.items)
             written = await in_thread(lambda: self._write_whole(base, version, seed=False))
             whole = self._whole = written
+            await self._publish(servers, whole)
         if self._local is not None and any(server.checksum_dtype is None for server in servers):
             local = self._local
             await in_thread(partial(local.seed, whole, version))

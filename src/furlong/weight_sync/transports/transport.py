@@ -156,7 +156,8 @@ class TransportContext:
     """Arguments from which a transport is built.
 
     model_dir: the Hugging Face folder; run_dir: the run's own folder; on_gpu: whether trainer and engines are all on
-    GPUs; rank, world_size: among the trainer ranks; verbose: whether to log each bucket.
+    GPUs; rank, world_size: among the trainer ranks; verbose: whether to log each bucket; after_write(folder, urls): the
+    user's function for files that are complete, called before these engines read them.
     """
 
     flags: SyncFlags
@@ -166,6 +167,7 @@ class TransportContext:
     rank: int = 0
     world_size: int = 1
     verbose: bool = False
+    after_write: Callable[[str, list[str]], object] | None = None
 
 
 class Transport(ABC):
