@@ -18,14 +18,12 @@ The policy is passed in a context variable, so the same function works with the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from numbers import Integral, Real
 from time import perf_counter
 from typing import Any, TypeVar
@@ -34,13 +32,13 @@ from furlong.config.args_view import Args
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
 from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
-from furlong.core.routing import Routes, extend_routes
+from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
-from furlong.core.tracing import heartbeat
 from furlong.core.user_code import is_raised_by_user
 from furlong.errors import ConfigError, RolloutError
-from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
+from furlong.rollout.policy import Policy, dict_from_params
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
 
 T = TypeVar("T")
@@ -49,97 +47,6 @@ IMPORT_TIMEOUT_S = 60.0  # of the module of a generate function that a sample na
 MAX_LOG_PROB = 1e-2  # above 0, for rounding in engines
 MAX_ID, MAX_VERSION = 2**63 - 1, 2**31 - 1  # of the integers that a batch stores
 MIN_BLOCK_S = 0.05  # between two awaits; shorter blocks are normal
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
-_PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
-
-
-def params_from_dict(values: dict[str, Any]) -> SamplingParams:
-    """Build sampling parameters from SGLang's names. Raises RolloutError for an unknown name."""
-    if unknown := sorted(set(values) - _PARAM_NAMES):
-        raise RolloutError(f"unknown sampling parameters {unknown}; known are {sorted(_PARAM_NAMES)}")
-    fixed = dict(values)
-    for name in ("stop", "stop_token_ids"):
-        if name in fixed:
-            value: Any = fixed[name]
-            fixed[name] = () if value is None else (value,) if isinstance(value, str | int) else tuple(value)
-    return SamplingParams(**fixed)
-
-
-def dict_from_params(params: SamplingParams) -> dict[str, Any]:
-    """Return sampling parameters as the dict that slime passes to custom generate functions.
-
-    It is valid as `sampling_params` of an SGLang request, so it leaves out `return_routed_experts`, which `Policy` has.
-    """
-    values = dataclasses.asdict(params)
-    del values["return_routed_experts"]
-    values["stop"] = list(params.stop)
-    values["stop_token_ids"] = list(params.stop_token_ids)
-    return values
-
-
-def seed_of_part(seed: int, part: int) -> int:
-    """Return the seed of the n-th engine call of a sample; part 0 has the sample's seed."""
-    return (seed + _SEED_STRIDE * part) % 2**63
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The engine that serves the current weights, and its tokenizer.
-
-    With `return_routed_experts` every call requests them; `routed` has prompt and completion tokens of each call with
-    their experts.
-    """
-
-    engine: Engine
-    tokenizer: Any
-    session: str
-    return_routed_experts: bool = False
-    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    reward: Reward | None = field(default=None, repr=False)  # of the run, for functions that score samples themselves
-    asked: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # input ids of each completion
-    sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
-    versions: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # of the tokens of each completion
-    routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
-
-    async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
-        """Complete a prompt given as text or token ids. Parameters have SGLang's names.
-
-        Each call of a sample has its own seed, derived from the number of the call, so that the turns of a conversation
-        do not share random numbers.
-        """
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if ids and isinstance(ids[0], Mapping):
-            raise RolloutError(
-                "policy().generate needs text or token ids, got chat messages; render them first: "
-                "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
-            )
-        return await self.complete(ids, params_from_dict(sampling_params))
-
-    async def complete(self, ids: list[int], params: SamplingParams) -> Completion:
-        """Complete token ids, with the seed of this call."""
-        if self.return_routed_experts:
-            params = dataclasses.replace(params, return_routed_experts=True)
-        call = next(self.calls)
-        if params.sampling_seed is not None:
-            params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
-        completion = await self.engine.generate(ids, params, session=self.session)
-        heartbeat.note("request")
-        self.asked.append(ids)
-        self.sampled.append(list(completion.tokens))
-        self.versions.append(list(completion.versions))
-        if completion.routed_experts is not None:
-            self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
-        return completion
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without adding special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, including special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
-
 
 _policy: ContextVar[Policy] = ContextVar("furlong_policy")
 _by_seed: dict[int, Policy] = {}  # policies of the generate functions that run now, by the seed of their sample
@@ -239,13 +146,18 @@ def check_produced(
 ) -> list[ContextDifference]:
     """Check a sample of a generate function, and set its identity, its routes, and the positions of unsampled tokens.
 
-    `group_index` is that of the prompt group, as `origin` may be the same object as `produced`. Returns the parts that
-    were sampled in another context than they are trained in, which it also sets.
+    `group_index` is that of the prompt group, as `origin` may be the same object as `produced`. Untrained tokens beyond
+    `max_tokens` are cut; such a sample, and one whose context was full, becomes TRUNCATED. Returns the parts that were
+    sampled in another context than they are trained in, which it also sets.
     Raises GenerateFunctionError for a sample of more than `max_tokens`, and RolloutError like `check_sample`.
     """
     copy_identity(produced, origin)
     check_sample(produced, "custom generate function", vocab_size)
     check_group(produced, group_index, "the custom generate function")
+    if max_tokens is not None:
+        _cut_untrained(produced, max_tokens)
+    if policy.full and produced.status is Status.COMPLETED and len(produced.tokens) >= min(policy.full):
+        produced.status = Status.TRUNCATED
     if max_tokens is not None and (count := len(produced.tokens)) > max_tokens:
         raise GenerateFunctionError(
             RolloutError(
@@ -286,6 +198,24 @@ def _record_versions(sample: Sample, policy: Policy) -> None:
     sample.token_versions = versions
     if not sample.weight_versions:
         sample.weight_versions = [str(max(versions))] if any(v != UNKNOWN_VERSION for v in versions) else []
+
+
+def _cut_untrained(sample: Sample, max_tokens: int) -> None:
+    """Cut the tokens of the environment beyond `max_tokens`; a sample with trained ones there stays unchanged.
+
+    The text `response` stays whole.
+    """
+    surplus = len(sample.tokens) - max_tokens
+    mask = sample.loss_mask
+    if surplus <= 0 or surplus >= sample.response_length or not mask or any(mask[-surplus:]):
+        return
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
+        if column := getattr(sample, name):
+            setattr(sample, name, list(column[:-surplus]))
+    sample.response_length -= surplus
+    if sample.rollout_routed_experts is not None:
+        sample.rollout_routed_experts = sample.rollout_routed_experts[: max_tokens - 1]
+    sample.status = Status.TRUNCATED
 
 
 def copy_identity(produced: Sample, origin: Sample) -> None:

@@ -345,7 +345,8 @@ class EngineRollout:
         }
         if any(map(self._generation.is_custom, groups)):
             metrics["perf/generate_held_time"] = total(self._generation.blocking.take())
-        exceeded = list(map(exceeds_context, samples))
+        longest = self._generation.max_tokens or math.inf
+        exceeded = [exceeds_context(sample) or len(sample.tokens) >= longest for sample in samples]
         if samples and (self._generation.max_context_len is not None or any(exceeded)):
             context = self._generation.max_context_len or math.inf
             full = [len(s.tokens) >= context or is_over for s, is_over in zip(samples, exceeded, strict=True)]

@@ -26,7 +26,6 @@ from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.agent import (
     BlockingTimer,
     GenerateFunctionError,
-    Policy,
     call_generate_function,
     check_fields,
     check_group,
@@ -34,9 +33,9 @@ from furlong.rollout.agent import (
     check_sample,
     copy_identity,
     load_generate_function,
-    seed_of_part,
 )
 from furlong.rollout.asked_context import ContextDifference
+from furlong.rollout.policy import Policy, seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, SampleReport, eval_metrics, evaluation_data
 
 T = TypeVar("T")
@@ -150,7 +149,7 @@ async def generate_turn(
             sample.status = Status.ABORTED
             return sample
         if cut_at is not None:
-            params = _shortened(params, cut_at - sample.response_length)
+            params = shortened(params, cut_at - sample.response_length)
         if params.max_new_tokens == 0:
             sample.status = Status.TRUNCATED
             return sample
@@ -163,12 +162,6 @@ async def generate_turn(
         if not continues():
             break
     return sample
-
-
-def _shortened(params: SamplingParams, limit: int) -> SamplingParams:
-    """Limit the number of new tokens to `limit`."""
-    new, least = min(params.max_new_tokens, limit), min(params.min_new_tokens, limit)
-    return dataclasses.replace(params, max_new_tokens=new, min_new_tokens=least)
 
 
 def session_of(sample: Sample) -> str:
@@ -186,8 +179,8 @@ async def generate_sample(
 ) -> list[Sample]:
     """Run generation and hooks for one sample; a custom function may fan it out into several.
 
-    A custom function that raises, and generation longer than `timeout_s`, make the sample FAILED with the reason;
-    engine errors propagate. A finished sample stays unchanged.
+    A custom function that raises, and generation longer than `timeout_s`, make the sample FAILED with the reason; a
+    TimeoutError of the function counts as timed out, too. Engine errors propagate. A finished sample stays unchanged.
     """
     if sample.status not in (Status.PENDING, Status.ABORTED):
         return [sample]
@@ -197,21 +190,30 @@ async def generate_sample(
             if (function := generation.function_of(sample)) is None:
                 produced = [await generate_turn(sample, generation, continues, cut_at)]
             else:
-                produced = await _generate_custom(function, sample, generation)
+                produced = await _generate_custom(function, sample, generation, continues)
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
     except GenerateFunctionError as error:
         reason = describe_exception(error.cause)
         generation.log_failure("custom generate function", sample, reason)
-        return [_failed(sample, prompt, Outcome.failed(f"generate raised {reason}", stage="generate"))]
+        kind = "timed_out" if isinstance(error.cause, TimeoutError) else "failed"
+        return [_failed(sample, prompt, Outcome(kind, reason=f"generate raised {reason}", stage="generate"))]
     return [await _run_hooks(each, generation, rollout_id) for each in produced]
 
 
-async def _generate_custom(function: Function, sample: Sample, generation: Generation) -> list[Sample]:
-    returns_routes, group_index = generation.params.return_routed_experts, sample.group_index
+async def _generate_custom(
+    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
+) -> list[Sample]:
+    group_index = sample.group_index
     policy = Policy(
-        generation.engine, generation.tokenizer, session_of(sample), returns_routes, reward=generation.reward
+        generation.engine,
+        generation.tokenizer,
+        session_of(sample),
+        generation.params.return_routed_experts,
+        reward=generation.reward,
+        context_len=generation.max_context_len or generation.max_tokens,
+        continues=continues,
     )
     produced = await call_generate_function(
         function,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -328,22 +327,97 @@ def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_rea
         produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
 
-def test_custom_samples_longer_than_the_context_fail_with_their_lengths_and_one_warning(caplog):
-    lengths = itertools.count()
-
-    async def longer_and_longer(args, sample, sampling_params):
+def test_custom_samples_with_trained_tokens_beyond_the_context_fail_with_their_lengths_and_one_warning(caplog):
+    async def longer(args, sample, sampling_params):
         await tool_user(args, sample, sampling_params)
-        more = [5] * next(lengths)
-        sample.append_response_tokens(tokens=more, trainable=False, text="")
+        sample.append_response_tokens(tokens=[5, 5], log_probs=[-1.0, -1.0])
         return sample
 
     how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=tool_user), max_tokens=5)
     assert len(produce(rollout(ScriptedEngine(), ListSource(2), how=how))) == 4
-    how = dataclasses.replace(how, hooks=Hooks(custom_generate_function=longer_and_longer), max_tokens=4)
-    with pytest.raises(RolloutError, match=r"(?s)sample of 5 tokens .*2.* 3\).* 4.*--rollout-max-context-len"):
+    how = dataclasses.replace(how, hooks=Hooks(custom_generate_function=longer), max_tokens=4)
+    with pytest.raises(RolloutError, match=r"(?s)sample of . tokens .*--rollout-max-context-len"):
         produce(rollout(ScriptedEngine(), ListSource(2), how=how))
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ["generate function failed" in record.message for record in warnings] == [True]
+
+
+@pytest.mark.parametrize("observed", [1, 2, 9])
+def test_a_conversation_that_fills_the_context_is_truncated_and_scored(observed):
+    """Prompt 2, one sampled token a turn, `observed` tokens of the environment: a context of 8 becomes full."""
+    ended = []
+
+    async def converse(args, sample, sampling_params):
+        for _ in range(5):
+            turn = await policy().generate(sample.tokens, **sampling_params)
+            sample.append_response_tokens(tokens=turn.tokens, log_probs=turn.log_probs, version=turn.versions)
+            ended.append(turn.finish_reason)
+            sample.append_response_tokens(tokens=[5] * observed, trainable=False)
+        return sample
+
+    hooks = Hooks(custom_generate_function=converse)
+    how = generation(SamplingParams(max_new_tokens=4), hooks=hooks, max_tokens=8)
+    batch = produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    assert batch.lengths.tolist() == [8] * 4
+    assert not np.isnan(batch.raw_rewards).any()
+    assert "length" in ended
+    assert values(batch.metrics)["rollout/truncated_ratio"] == 1.0
+    assert values(batch.metrics)["rollout/context_full_frac"] == 1.0
+
+
+def test_a_function_that_ignores_a_full_context_fails_instead_of_looping():
+    async def endless(args, sample, sampling_params):
+        while True:
+            turn = await policy().generate(sample.tokens, **sampling_params)
+            sample.append_response_tokens(tokens=turn.tokens, log_probs=turn.log_probs)
+
+    how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=endless), max_tokens=6)
+    with pytest.raises(RolloutError, match="17 times with a full context"):
+        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+
+
+def test_a_request_that_a_weight_update_aborts_is_continued_for_the_agent():
+    class Interrupted(ScriptedEngine):
+        """Ends the first request of each prompt after one token."""
+
+        async def generate(self, prompt, params, *, session=None):
+            self.version += 1
+            whole = await super().generate(prompt, params, session=session)
+            is_first = len(prompt) == 2
+            return dataclasses.replace(whole, finish_reason="abort") if is_first else whole
+
+    turns = []
+
+    async def one_turn(args, sample, sampling_params):
+        turn = await policy().generate(sample.tokens, **sampling_params)
+        turns.append(turn)
+        sample.append_response_tokens(
+            tokens=turn.tokens, log_probs=turn.log_probs, version=turn.versions, text=turn.text
+        )
+        return sample
+
+    engine = Interrupted()
+    how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=one_turn))
+    batch = produce(rollout(engine, ListSource(2), how=how))
+    assert {turn.finish_reason for turn in turns} == {"stop"}
+    assert [(len(turn.tokens), len(turn.log_probs), len(turn.versions), turn.text) for turn in turns] == [
+        (2, 2, 2, "xx")
+    ] * 4
+    assert all(first < second for first, second in (turn.versions for turn in turns))
+    assert batch.response_lengths.tolist() == [2] * 4
+    assert {params.max_new_tokens for prompt, params in engine.calls if len(prompt) == 3} == {3}
+
+
+def test_a_timeout_of_the_function_itself_counts_as_timed_out():
+    async def slow_tool(args, sample, sampling_params):
+        if sample.index % 2:
+            raise TimeoutError("the tool's server did not answer")
+        return await tool_user(args, sample, sampling_params)
+
+    how = generation(SamplingParams(max_new_tokens=4), hooks=Hooks(custom_generate_function=slow_tool))
+    metrics = values(produce(rollout(ScriptedEngine(), ListSource(2), how=how)).metrics)
+    assert metrics["rollout/generate_timed_out"] == 2
+    assert "rollout/generate_failed" not in metrics
 
 
 def test_sample_hooks_run_before_the_reward():

@@ -31,6 +31,8 @@ CONTEXT_FULL = 0.1  # of the samples
 def truncation(now: StepContext) -> Alert | None:
     """STOP02: the first responses are truncated."""
     ratio = now.row.get("rollout/truncated_ratio")
+    if ratio is not None and now.facts.has_custom_generation:
+        ratio -= now.row.get("rollout/context_full_frac", 0.0)  # of conversations: TOOL02
     if ratio is None or ratio < TRUNCATED or not _is_surely_truncated(now):
         return None
     limit = now.facts.config.rollout.rollout_max_response_len

@@ -1,0 +1,166 @@
+"""The policy that custom generate functions call: requests to the engine, with the sampling parameters of a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from furlong.core.routing import Routes, extend_routes
+from furlong.core.tracing import heartbeat
+from furlong.errors import RolloutError
+from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+
+MAX_FULL = 16  # calls with a full context
+SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
+_PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+
+
+def params_from_dict(values: dict[str, Any]) -> SamplingParams:
+    """Build sampling parameters from SGLang's names. Raises RolloutError for an unknown name."""
+    if unknown := sorted(set(values) - _PARAM_NAMES):
+        raise RolloutError(f"unknown sampling parameters {unknown}; known are {sorted(_PARAM_NAMES)}")
+    fixed = dict(values)
+    for name in ("stop", "stop_token_ids"):
+        if name in fixed:
+            value: Any = fixed[name]
+            fixed[name] = () if value is None else (value,) if isinstance(value, str | int) else tuple(value)
+    return SamplingParams(**fixed)
+
+
+def dict_from_params(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters as the dict that slime passes to custom generate functions.
+
+    It is valid as `sampling_params` of an SGLang request, so it leaves out `return_routed_experts`, which `Policy` has.
+    """
+    values = dataclasses.asdict(params)
+    del values["return_routed_experts"]
+    values["stop"] = list(params.stop)
+    values["stop_token_ids"] = list(params.stop_token_ids)
+    return values
+
+
+def seed_of_part(seed: int, part: int) -> int:
+    """Return the seed of the n-th engine call of a sample; part 0 has the sample's seed."""
+    return (seed + _SEED_STRIDE * part) % 2**63
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The engine that serves the current weights, and its tokenizer.
+
+    With `return_routed_experts` every call requests them; `routed` has prompt and completion tokens of each call with
+    their experts. `context_len` limits prompt + completion. Requests that a weight update aborts are continued from
+    their tokens while `continues()`.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    session: str
+    return_routed_experts: bool = False
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    reward: Reward | None = field(default=None, repr=False)  # of the run, for functions that score samples themselves
+    asked: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # input ids of each completion
+    sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
+    versions: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # of the tokens of each completion
+    routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
+    context_len: int | None = None
+    continues: Callable[[], bool] = lambda: False
+    full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
+
+    async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
+        """Complete a prompt given as text or token ids. Parameters have SGLang's names.
+
+        Each call of a sample has its own seed, derived from the number of the call, so that the turns of a conversation
+        do not share random numbers. If the context is full after at least one completion, the result is empty with the
+        finish reason "length": end the episode. Raises RolloutError if it is asked for more than `MAX_FULL` times.
+        """
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if ids and isinstance(ids[0], Mapping):
+            raise RolloutError(
+                "policy().generate needs text or token ids, got chat messages; render them first: "
+                "policy().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
+            )
+        return await self.complete(ids, params_from_dict(sampling_params))
+
+    async def complete(self, ids: list[int], params: SamplingParams) -> Completion:
+        """Complete token ids, with the seed of this call."""
+        if self.return_routed_experts:
+            params = dataclasses.replace(params, return_routed_experts=True)
+        if self.context_len is not None and self.sampled:
+            room = self.context_len - len(ids)
+            if room <= 0:
+                return await self._full_context(ids)
+            params = shortened(params, room)
+        call = next(self.calls)
+        if params.sampling_seed is not None:
+            params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
+        completion = await self._complete(ids, params)
+        heartbeat.note("request")
+        self.asked.append(ids)
+        self.sampled.append(list(completion.tokens))
+        self.versions.append(list(completion.versions))
+        if completion.routed_experts is not None:
+            self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
+        return completion
+
+    async def _full_context(self, ids: list[int]) -> Completion:
+        self.full.append(len(ids))
+        if len(self.full) > MAX_FULL:
+            raise RolloutError(
+                f"policy().generate was called {len(self.full)} times with a full context ({len(ids)} tokens of "
+                f"{self.context_len}); end the episode when finish_reason is 'length'"
+            )
+        await asyncio.sleep(0)  # a function that loops over calls must not stop the others
+        return Completion([], [], [], "length")
+
+    async def _complete(self, ids: list[int], params: SamplingParams) -> Completion:
+        """Complete a prompt; what an abort left of it is continued with the tokens that it has."""
+        whole = await self.engine.generate(ids, params, session=self.session)
+        while whole.finish_reason == "abort" and self.continues():
+            done = len(whole.tokens)
+            rest_params = shortened(
+                dataclasses.replace(params, min_new_tokens=max(params.min_new_tokens - done, 0)),
+                params.max_new_tokens - done,
+            )
+            if rest_params.max_new_tokens <= 0:
+                return dataclasses.replace(whole, finish_reason="length")
+            if params.sampling_seed is not None:
+                seed = seed_of_part(params.sampling_seed, SEED_OF_REST + done)
+                rest_params = dataclasses.replace(rest_params, sampling_seed=seed)
+            rest = await self.engine.generate([*ids, *whole.tokens], rest_params, session=self.session)
+            whole = _joined(whole, rest)
+        return whole
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without adding special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def shortened(params: SamplingParams, limit: int) -> SamplingParams:
+    """Limit the number of new tokens to `limit`."""
+    new, least = min(params.max_new_tokens, limit), min(params.min_new_tokens, limit)
+    return dataclasses.replace(params, max_new_tokens=new, min_new_tokens=least)
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    """Return one completion of two, the second being the continuation of the first."""
+    return dataclasses.replace(
+        rest,
+        tokens=[*first.tokens, *rest.tokens],
+        log_probs=[*first.log_probs, *rest.log_probs],
+        versions=[*first.versions, *rest.versions],
+        text=first.text + rest.text,
+        cached_tokens=first.cached_tokens,
+        latency_s=first.latency_s + rest.latency_s,
+        routed_experts=extend_routes(first.routed_experts, rest.routed_experts),
+    )
