@@ -97,7 +97,7 @@ def examine(
 
 def _without_moot(problems: list[Problem]) -> list[Problem]:
     """Leave out what is wrong with the value of a flag that has no effect."""
-    idle = {problem.split()[0] for problem in problems if problem.row == NO_EFFECT}
+    idle = {flag for problem in problems if problem.row == NO_EFFECT and (flag := problem.split()[0]).startswith("--")}
     return [each for each in problems if each.row == NO_EFFECT or each.split()[0] not in idle]
 
 

@@ -131,12 +131,12 @@ def test_description_includes_a_line_of_user_code():
     assert len(frames) == 3
 
 
-def test_attributes_that_are_not_fields_raise():
+def test_attributes_that_are_json_values_are_kept_and_others_raise():
     sample = Sample(prompt="a")
-    sample.plan = 5
-    assert sample.plan == 5
+    sample.plan, sample.tool = 5, object()
     there = Sample.from_dict(sample.to_dict())  # as in a reward's process
-    with pytest.raises(AttributeError, match=r"plan.*`metadata`"):
-        _ = there.plan
-    assert not hasattr(there, "plan")
+    assert there.plan == 5
+    with pytest.raises(AttributeError, match=r"tool.*`metadata`"):
+        _ = there.tool
+    assert not hasattr(there, "tool")
     assert copy.deepcopy(there) == pickle.loads(pickle.dumps(there)) == there

@@ -31,6 +31,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "engine_silent", "url": "u", "running": 1, "asked": "/", "seconds": 40.0, "health": "h"},
     {"event": "weight_update_timeout", "version": 1, "seconds": 3, "bucket": 0, "missing": ["u"], "transport": "ipc"},
     {"event": "hang", "seconds": 9.0, "doing": "d", "probable": "SYNC01", "report": "r", "last": {"step": 1.0}},
+    {"event": "blocked", "seconds": 6.0, "where": "a.py:3 generate"},
     {"event": "placement_waiting", "seconds": 40.0, "asked": "8 GPUs", "free": 0, "lacking": ""},
     {"event": "worker_died", "worker": "w", "error": "E", "message": "m"},
     {"event": "step", "step": 1, "seconds": 1.0},
