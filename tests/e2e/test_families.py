@@ -39,6 +39,18 @@ def test_family_trains_and_serves_what_it_trained(family, tmp_path):
         assert row["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_family_with_gated_delta_nets_trains_on_packed_sequences(family, tmp_path):
+    folder, data = write(family_config(family), tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl", 8)
+    taught = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "num_rollout": 1}
+    results = []
+    for name, packing in (("packed", {}), ("alone", {"micro_batch_size": 1})):
+        assert train(flags(folder, data, tmp_path / name, **taught, **packing)) == 1
+        (row,) = rows(tmp_path / name)
+        results.append([row["train/loss"], row["train/grad_norm"]])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
 def test_a_family_that_numbers_positions_itself_is_refused_before_anything_is_generated(tmp_path):
     shape = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48}
     config = AutoConfig.for_model("bart", max_position_embeddings=64, decoder_attention_heads=4, **shape)

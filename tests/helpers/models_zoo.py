@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import (
     AfmoeConfig,
+    AutoConfig,
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
@@ -52,6 +53,19 @@ _LATENT = {name: value for name, value in _SHAPE.items() if name != "head_dim"} 
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
 }
 _HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -111,6 +125,8 @@ def family_config(name: str) -> PretrainedConfig:
             )
         case "mimo":
             return MiMoConfig(**_SHAPE, attention_bias=True, num_nextn_predict_layers=1)
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
+            return AutoConfig.for_model(name, **_SHAPE, **_DELTA, **_DELTA_EXPERTS if name != "qwen3_5_text" else {})
         case _:
             raise KeyError(name)
 

@@ -1,7 +1,7 @@
 """Facts about a transformers model that need no torch: whether it can run packed sequences, its FLOPs, its memory.
 
-Packing several sequences in one row is correct if tokens mix only in attention, the attention is furlong's, and the
-model uses the caller's position ids. Otherwise some models can still run one sequence at a time.
+Packing several sequences in one row is correct if tokens mix only in attention and gated delta nets, the attention is
+furlong's, and the model uses the caller's position ids. Otherwise some models can still run one sequence at a time.
 
 Every matrix element costs one multiply-add per token, those of experts only for the tokens routed to them. Attention
 costs the GEMMs of queries with keys and of probabilities with values.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # they take seconds to import
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Recurrent kinds of layers.
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+DELTA_LAYERS = "linear_attention"  # the kind of gated delta nets, and of other layers
 # Families with a sliding window only in their masks, which packed attention does not get.
 WINDOW_IN_MASKS = frozenset({"phimoe"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
@@ -56,11 +57,24 @@ def check_family(model: PreTrainedModel) -> None:
 
 def single_sequence_reason(model: PreTrainedModel) -> str:
     """Return why sequences of this family cannot be packed; "" if they can."""
-    if kinds := recurrent_kinds(model.config):
+    kinds = recurrent_kinds(model.config)
+    if kinds and not has_only_delta_nets(model):
         return f"has recurrent layers ({', '.join(kinds)}), whose state would leak from one sequence into the next"
     if not takes_positions(model):
         return "ignores position_ids and does not number positions per sequence"
     return ""
+
+
+def delta_nets(model: Any) -> list[Any]:
+    """Return a model's gated delta nets, which `recurrent_layers` runs on packed sequences."""
+    return [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+
+
+def has_only_delta_nets(model: Any) -> bool:
+    """Whether all recurrent layers of a model are gated delta nets."""
+    layers: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    recurrent = [kind for kind in layers if kind in RECURRENT_LAYERS]
+    return recurrent == [DELTA_LAYERS] * len(delta_nets(model))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -133,7 +147,8 @@ def forward_flops(model: PreTrainedModel) -> FlopsModel:
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     coefficient = float(config.num_attention_heads * widths)
     windows = [window for window in layer_windows(config) if window is not None]
-    num_whole = config.num_hidden_layers - len(windows)
+    num_recurrent = sum(kind in RECURRENT_LAYERS for kind in getattr(config, "layer_types", None) or ())
+    num_whole = config.num_hidden_layers - len(windows) - num_recurrent
     sizes = sorted(set(windows))
     return FlopsModel(
         per_token=2.0 * matrices,

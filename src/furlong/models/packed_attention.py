@@ -91,6 +91,19 @@ class _UnpadRows(torch.autograd.Function):
         return grad_P.index_copy_(0, collect_U, grads[0]), None
 
 
+def pad_rows(rows_U: Tensor, packed: PackedLayout) -> Tensor:
+    """Copy rows [U, D] to the positions of their sequences [P, D]."""
+    if packed.spread_P is None:
+        return rows_U
+    moves = (packed.spread_P, packed.collect_U, packed.shared_D, packed.copies_C, packed.first_copy_D)
+    return cast("Tensor", _PadRows.apply(rows_U, *moves))
+
+
+def unpad_rows(rows_P: Tensor, packed: PackedLayout) -> Tensor:
+    """Return the row of each token [U, D] from the positions of the sequences [P, D]."""
+    return rows_P if packed.collect_U is None else cast("Tensor", _UnpadRows.apply(rows_P, packed.collect_U))
+
+
 def packed_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -146,10 +159,7 @@ def _attend_context_parallel(
 
 def _attend(rows_U: list[Tensor], packed: PackedLayout, options: ScoreOptions, sinks_H: Tensor | None) -> Tensor:
     """Attend for queries [U, H, E], keys and values [U, K, E] -> [U, H, E]."""
-    if packed.spread_P is not None:
-        moves = (packed.spread_P, packed.collect_U, packed.shared_D, packed.copies_C, packed.first_copy_D)
-        rows_U = [cast("Tensor", _PadRows.apply(row.flatten(1), *moves)).unflatten(1, row.shape[1:]) for row in rows_U]
-    q_PHE, k_PKE, v_PKE = rows_U
+    q_PHE, k_PKE, v_PKE = (pad_rows(row.flatten(1), packed).unflatten(1, row.shape[1:]) for row in rows_U)
     if not packed.buckets:
         out_PHE = varlen_attention.varlen_attention(
             q_PHE,
@@ -178,9 +188,7 @@ def _attend(rows_U: list[Tensor], packed: PackedLayout, options: ScoreOptions, s
             parts.append(out.transpose(1, 2).flatten(0, 1))
             start += count * width
         out_PHE = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if packed.collect_U is None:
-        return out_PHE
-    return cast("Tensor", _UnpadRows.apply(out_PHE.flatten(1), packed.collect_U)).unflatten(1, out_PHE.shape[1:])
+    return unpad_rows(out_PHE.flatten(1), packed).unflatten(1, out_PHE.shape[1:])
 
 
 def needs_padding(device: torch.device, dtype: torch.dtype, config: Any) -> bool:

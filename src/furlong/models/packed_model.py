@@ -23,6 +23,7 @@ from furlong.models.context_parallel import ContextParallel, TokenShard
 from furlong.models.model_facts import check_family, length_limit, single_sequence_reason
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_layout import PackedLayout, plan_layout
+from furlong.models.recurrent_layers import pack_delta_nets
 from furlong.models.router_hooks import RouterHooks, RouterRecord, check_routes, rerouted_fraction
 
 # Config fields of families that scale logits after the head, which is not supported.
@@ -115,6 +116,8 @@ class PackedModel(torch.nn.Module):
             )
         check_family(model)
         self.single_sequence_reason = single_sequence_reason(model)
+        if not self.single_sequence_reason:
+            pack_delta_nets(model)
         self.length_limit = length_limit(config)
         if context is not None:
             context.check(config)
