@@ -63,8 +63,7 @@ VARIANTS = {
     "frozen_parameters": {"freeze_params_name_list": ["embed_tokens"]},
     "schedule": {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 1, "global_batch_size": 4},
     "sampling": {
-        "rollout_temperature": 0.7, "rollout_top_p": 0.9, "rollout_top_k": 20, "rollout_min_p": 0.01,
-        "rollout_min_new_tokens": 2, "rollout_stop": ["7"], "rollout_stop_token_ids": [9],
+        "rollout_temperature": 0.7, "rollout_min_new_tokens": 2, "rollout_stop": ["7"], "rollout_stop_token_ids": [9],
     },
     "updated_every_other": {"async_buffer_size": 1, "update_weights_interval": 2},
     "held_in_flight": {"async_buffer_size": 2, "pause_mode": "hold"},

@@ -156,7 +156,7 @@ RECIPES = (
     doctor("chat", "", {"apply_chat_template": True}, _chat),
     doctor("questions as chat", "", {"apply_chat_template": True}),
     doctor("limits", "", {"rollout_max_prompt_len": 64, "rollout_max_context_len": 96}),
-    doctor("temperature 0.6", "", {"rollout_temperature": 0.6, "rollout_top_p": 0.95}),
+    doctor("temperature 0.6", "", {"rollout_temperature": 0.6}),
     doctor("evaluations", "", None, _evaluation),
     doctor("checkpoints", "", None, _of_world(save="{}/save", load="{}/save", save_interval=1, keep_checkpoints=2)),
     doctor("checkpoints in the background", "", None, _of_world(save="{}/save", save_interval=1, async_save=True)),
@@ -289,7 +289,7 @@ def _real() -> list[Case]:
         "temperature 1.2": {"rollout_temperature": 1.2, "rollout_max_response_len": 96, "num_rollout": 1},
         "bfloat16 at 0.5": {"bf16": True, "rollout_temperature": 0.5},
         "KL loss": KL, "one ahead": {"async_buffer_size": 1}, "no chat format": {"apply_chat_template": None},
-        "top-p 0.9": {"rollout_top_p": 0.9}, "96 tokens": {"rollout_max_response_len": 96, "num_rollout": 1},
+        "temperature 0.9": {"rollout_temperature": 0.9}, "96 tokens": {"rollout_max_response_len": 96, "num_rollout": 1},
     }  # fmt: skip
     return [
         *(doctor(f"a real model: {name}", "", flags, model=model) for name, flags in settings.items()),

@@ -28,7 +28,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "engine-log-probs": {"use_rollout_logprobs": True, "global_batch_size": 16},
     "bfloat16": {"bf16": True},
     "bfloat16-engine": {"embedded_dtype": "bfloat16", "use_tis": True},
-    "warm": {"rollout_temperature": 1.2, "rollout_top_p": 0.95},
+    "warm": {"rollout_temperature": 1.2},
     "partial": {"partial_rollout": True, "over_sampling_batch_size": 12, "rollout_max_response_len": 12},
     "old-actor": {"async_buffer_size": 1, "keep_old_actor": True, "global_batch_size": 16},
     "frozen": {"freeze_params_name_list": ["embed", "layers.0"], "num_rollout": 6},

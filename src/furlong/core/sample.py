@@ -137,7 +137,7 @@ class Sample:
         """Append tokens to the response and update every per-token list.
 
         Trainable tokens need their log-probs. Tokens from the environment (tool output) have `trainable=False` and no
-        log-probs: their mask and log-prob are 0. Tensors and arrays are accepted for both.
+        log-probs, or 0.0: their mask and log-prob are 0. Tensors and arrays are accepted for both.
         `version` is the weight version of all tokens, or one per token (`Completion.versions`). `routed_experts` covers
         all tokens so far except the last, prompt included (`Completion.routed_experts`). `meta_info` is that of an
         SGLang reply: its `routed_experts` are decoded, and with `update_terminal_info` its `finish_reason` sets the
@@ -182,10 +182,10 @@ class Sample:
                 f"{what} got {len(tokens)} trainable tokens without log-probs; pass log_probs (of the reply that has "
                 "the tokens), or trainable=False for tokens that the policy did not sample"
             )
-        if tokens and not trainable and log_probs is not None:
+        if not trainable and any(log_probs or ()):
             raise DataError(
-                f"{what} got log-probs of {len(tokens)} tokens that are not trainable; leave log_probs out: the policy "
-                "did not sample them"
+                f"{what} got log-probs of {len(tokens)} tokens that are not trainable; leave log_probs out, or pass "
+                "0.0: the policy did not sample them"
             )
         mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
         if tokens and trainable and any(mask) and not self.rollout_log_probs:

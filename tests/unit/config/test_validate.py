@@ -59,6 +59,8 @@ RULES = [
     ("--rollout-temperature 0", "--rollout-temperature 0.0 | (0, inf)"),
     ("--rollout-top-p 0", "--rollout-top-p 0.0 | (0, 1]"),
     ("--rollout-top-p 1.1", "--rollout-top-p 1.1 | (0, 1]"),
+    ("--rollout-top-p 0.95", "--rollout-top-p 0.95 | --rollout-temperature | --eval-top-p"),
+    ("--rollout-top-p 0.9 --rollout-top-k 20 --rollout-min-p 0.01", "--rollout-top-p 0.9 | top-k 20 | min-p 0.01"),
     ("--rollout-top-k 0", "--rollout-top-k 0"),
     ("--eval-pass-k 0", "--eval-pass-k 0 | [1, inf)"),
     ("--eval-pass-k 2", "--eval-pass-k 2 | --n-samples-per-eval-prompt | 1"),
@@ -306,3 +308,9 @@ def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) 
 def test_every_problem_is_returned_not_only_the_first(run: list[str]) -> None:
     added = "--rollout-temperature 0 --tis-clip 3 --bf16 --fp32 --gamma 0.5 --rm-type mth --ckpt-step 1"
     assert len(problems([*run, *added.split()])) == 6
+
+
+@pytest.mark.parametrize("flags", ["--debug-rollout-only", "--eval-top-p 0.9 --rollout-top-p 1"])
+def test_a_truncated_distribution_is_only_refused_where_it_is_trained_on(flags: str, run: list[str]) -> None:
+    words = [*run, "--rollout-top-p", "0.9", *flags.split()]
+    assert not [problem for problem in problems(words) if "part of the vocabulary" in problem]

@@ -29,7 +29,7 @@ def test_a_response_may_start_with_environment_tokens():
     sample = Sample(tokens=[1])
     sample.append_response_tokens(tokens=[5, 6], trainable=False)
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0])
-    sample.append_response_tokens(tokens=[8], trainable=False)
+    sample.append_response_tokens(tokens=[8], log_probs=[0.0], trainable=False)
     assert (sample.tokens, sample.loss_mask) == ([1, 5, 6, 7, 8], [0, 0, 1, 0])
     assert sample.rollout_log_probs == [0, 0, -1, 0]
 

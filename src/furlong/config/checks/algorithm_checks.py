@@ -12,11 +12,35 @@ STD_FILTER = "furlong.rollout.filters.check_reward_nonzero_std"
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield every problem of the algorithm section."""
+    yield from _sampling(config)
     yield from _estimator(config)
     yield from _kl(config)
     yield from _loss(config)
     yield from _correction(config)
     yield from _penalty(config)
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """Refuse training on samples of a truncated distribution: the loss assumes that of the whole vocabulary."""
+    rollout, debug = config.rollout, config.debug
+    generates = rollout.rollout_function_path is None and not debug.load_debug_rollout_data
+    if config.algo.loss_type == "sft_loss" or debug.debug_rollout_only or not generates:
+        return
+    given = [
+        f"--rollout-{name} {value:g}"
+        for name, value, is_off in (
+            ("top-p", rollout.rollout_top_p, rollout.rollout_top_p >= 1),
+            ("top-k", rollout.rollout_top_k, rollout.rollout_top_k <= 0),
+            ("min-p", rollout.rollout_min_p, rollout.rollout_min_p <= 0),
+        )
+        if not is_off and value > 0
+    ]
+    if given:
+        yield (
+            f"{', '.join(given)}: the engine would sample from a part of the vocabulary, but the log-probs and ratios "
+            "of training are those of all tokens, so gradients would be biased; remove it. A lower "
+            "--rollout-temperature is applied in training, too, and evaluations may use --eval-top-p and --eval-top-k"
+        )
 
 
 def _estimator(config: Config) -> Iterator[str]:

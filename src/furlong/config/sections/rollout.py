@@ -17,12 +17,17 @@ class RolloutFlags:
     )
     rollout_temperature: float = flag(1.0, "Sampling temperature.", within="(0, inf)")
     rollout_top_p: float = flag(
-        1.0, "Nucleus sampling: sample from the smallest set of tokens with this total probability.", within="(0, 1]"
+        1.0,
+        "Nucleus sampling: sample from the smallest set of tokens with this total probability. Training needs 1.",
+        within="(0, 1]",
     )
-    rollout_top_k: int = flag(-1, "Sample from this many most likely tokens; -1 for all.", within="[-1, inf)")
+    rollout_top_k: int = flag(
+        -1, "Sample from this many most likely tokens; -1 for all, which training needs.", within="[-1, inf)"
+    )
     rollout_min_p: float = flag(
         0.0,
-        "Exclude tokens that are less likely than this fraction of the most likely token's probability.",
+        "Exclude tokens that are less likely than this fraction of the most likely token's probability. Training needs "
+        "0.",
         within="[0, 1]",
     )
     rollout_min_new_tokens: int = flag(0, "Minimum response length, in tokens.", within="[0, inf)")
