@@ -102,7 +102,7 @@ async def _with_tool(sample, sampling_params, *, masked):
         if turn == 0:
             seen = policy().encode(OBSERVATION)
             sample.append_response_tokens(
-                tokens=seen, log_probs=[0.0] * len(seen), trainable=not masked, text=OBSERVATION
+                tokens=seen, log_probs=None if masked else [0.0] * len(seen), trainable=not masked, text=OBSERVATION
             )
     return sample
 
