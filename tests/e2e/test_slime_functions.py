@@ -139,3 +139,10 @@ def test_fully_async_generates_ahead(go):
     shown, batches, _ = go(None, custom_generate_function_path=None, rollout_function_path=path, num_rollout=2)
     assert shown[1]["rollout/staleness/max"] > 0
     assert {int(batch.columns["token_versions"].max()) for batch in batches} == {0}
+
+
+@pytest.mark.slow
+def test_engine_servers_without_a_router_answer_too(go):
+    shown, batches, _ = go("generate_with_code", "reward_of_code", rollout_num_gpus=1)
+    assert has_versions(batches)
+    assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
