@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.outcome import Outcome
 from furlong.core.routing import extend_routes, json_from_routes, routes_from_json, routes_from_meta
@@ -57,6 +57,12 @@ def _listed(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
+# Fields of slime for images and for the sampling mask of the engine, which functions for text read, too.
+_NEVER_SET = frozenset(
+    ("multimodal_inputs", "multimodal_train_inputs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+)
+
+
 @dataclass
 class Sample:
     """One prompt, its response and everything that training needs to know about it.
@@ -104,8 +110,10 @@ class Sample:
 
     if not TYPE_CHECKING:  # type checkers must still report wrong names
 
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError with the place for values of user code."""
+        def __getattr__(self, name: str) -> None:
+            """Return None for what slime's samples have and no run here sets; raise AttributeError for other names."""
+            if name in _NEVER_SET:
+                return
             raise AttributeError(
                 f"a Sample has no {name}; attributes that your functions set reach rewards, dumps and checkpoints if "
                 "they are JSON values: set it first, or store it in `metadata`"

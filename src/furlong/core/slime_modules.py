@@ -71,6 +71,8 @@ class SlimeModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Import a name. Raises NotInFurlongError with what to do if furlong does not have it."""
+        if name == "__all__":
+            return sorted(_table().NAMES[self.__name__])
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         table = _table()

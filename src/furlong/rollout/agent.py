@@ -124,13 +124,15 @@ async def call_generate_function(
         raise GenerateFunctionError(error) from error
     finally:
         _policy.reset(token)
-        if params.sampling_seed is not None:
-            _by_seed.pop(params.sampling_seed, None)
+        if params.sampling_seed is not None and _by_seed.get(params.sampling_seed) is policy:
+            del _by_seed[params.sampling_seed]
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
     if not produced or not all(isinstance(each, Sample) for each in produced):
+        wrong = next((type(each) for each in produced if not isinstance(each, Sample)), type(result))
+        name = type(result).__name__ if wrong.__name__ != "Sample" else f"a {wrong.__module__}.Sample"
         raise RolloutError(
-            f"--custom-generate-function-path returned {type(result).__name__} for sample {sample.index}; "
-            "it must return a Sample or a non-empty list of Sample"
+            f"--custom-generate-function-path returned {name} for sample {sample.index}; "
+            "it must return a Sample of furlong or a non-empty list of them"
         )
     return produced
 

@@ -14,7 +14,7 @@ from furlong.errors import RolloutError
 from furlong.rollout.sample_metrics import reward_label
 
 
-@dataclass(frozen=True)
+@dataclass
 class DynamicFilterOutput:
     """Decision whether to train on a group; `reason` becomes the metric `rollout/dynamic_filter/drop_<reason>`.
 

@@ -102,3 +102,27 @@ def test_only_an_installed_slime_takes_precedence(tmp_path, is_installed, who):
 def test_the_guide_lists_every_module():
     text = GUIDE.read_text()
     assert [module for module in NAMES if NAMES[module] and f"`{module}`" not in text] == []
+
+
+def test_all_names_of_a_module_can_be_imported():
+    scope = {}
+    exec("from slime.rollout.base_types import *", scope)
+    assert set(NAMES["slime.rollout.base_types"]) <= set(scope)
+
+
+def test_a_filter_may_change_its_result():
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
+    output = DynamicFilterOutput(keep=False, reason="mine")
+    output.keep_when_insufficient = True
+    assert output.keep_when_insufficient
+
+
+def test_fields_for_images_are_none_and_values_of_user_code_survive_a_round_trip():
+    sample = Sample(index=3)
+    assert sample.multimodal_inputs is None
+    sample.turns, sample.names, sample.client = 2, {"a": [1.5]}, object()
+    copy = Sample.from_dict(sample.to_dict())
+    assert (copy.turns, copy.names) == (2, {"a": [1.5]})
+    with pytest.raises(AttributeError, match="JSON values"):
+        _ = copy.client
