@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from furlong.core import slime_modules
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.tracking.rollout_dump import load_samples
@@ -44,6 +46,28 @@ EXAMPLES = {  # folder on the path, generate function, reward function, keys of 
         "examples.strands_sglang.generate_with_strands.reward_func",
     ),
 }
+
+
+IMPORT = re.compile(r"^\s*(?:>>> )?(from slime[\w.]* import [\w, ]+|import slime[\w.]*)(?: as \w+)?\s*$", re.MULTILINE)
+REFUSED = (
+    "slime.agent",
+    "slime.utils.external_utils",
+    "slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine",
+)
+
+
+def test_every_import_of_examples_and_documentation_has_a_verdict():
+    slime_modules.install()
+    files = [path for folder in ("examples", "scripts", "docs") for path in Path(str(SLIME), folder).rglob("*.*")]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".md", ".sh")]
+    statements = {match for text in texts for match in IMPORT.findall(text)}
+    assert len(statements) > 20
+    for statement in sorted(statements):
+        if any(name in statement for name in REFUSED):
+            with pytest.raises(slime_modules.NotInFurlongError, match=";"):
+                exec(statement)
+        else:
+            exec(statement)
 
 
 @pytest.mark.slow
