@@ -13,7 +13,7 @@ from runs import ALPHABET, flags, rows, train, write_prompts
 
 FAMILIES = [
     *("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "glm4", "glm4_moe", "gpt_oss", "afmoe"),
-    *("mimo", "kimi_k2", "glm4_moe_lite", "minimax_m2"),
+    *("mimo", "kimi_k2", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 ]
 
 

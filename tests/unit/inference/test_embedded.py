@@ -316,8 +316,9 @@ def test_a_folder_gives_the_same_engine_as_its_state_dict(qwen, tmp_path):
 def test_models_with_recurrent_layers_are_rejected():
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("qwen3_next", hidden_size=32, num_hidden_layers=2, vocab_size=50, num_experts=2)
-    with pytest.raises(EngineError, match="linear_attention"):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    config = AutoConfig.for_model("lfm2", layer_types=["conv", "full_attention"], num_hidden_layers=2, **shape)
+    with pytest.raises(EngineError, match="conv"):
         EmbeddedEngine(config=config, state_dict={}, dtype=torch.float32)
 
 

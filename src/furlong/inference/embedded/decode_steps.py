@@ -81,8 +81,18 @@ def has_bfloat16_matmul() -> bool:
     return torch.backends.mkldnn.is_available() and bool(_onednn._is_mkldnn_bf16_supported())
 
 
+@dataclass
+class SlotContent:
+    """A copy of one slot: keys and values of its first positions by layer, and its recurrent states."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    states: dict[str, Tensor]
+
+
 class SlotCache:
     """Keys and values of every slot. `layers` are pairs (keys, values), each [S, K, L, D].
+
+    `states` are those of recurrent layers by name, each [S, ...], after the last token of each slot.
 
     Unwritten positions are zero, so that masked positions are never NaN. `prepared` caches what a model derives from
     these tensors for decoding; it is dropped when they change.
@@ -90,6 +100,7 @@ class SlotCache:
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self.states: dict[str, Tensor] = {}
         self.prepared: object | None = None
         self._spare: torch.UntypedStorage | None = None  # of the tensor that was resized before
         self.num_slots = 0
@@ -100,6 +111,9 @@ class SlotCache:
         self.num_slots, self.length = num_slots, length
         self.prepared = None
         self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
+        for name, old in self.states.items():
+            self.states[name] = old.new_zeros(num_slots, *old.shape[1:])
+            self.states[name][: len(old)] = old[:num_slots]
 
     def _resized(self, old: Tensor) -> Tensor:
         new = self._allocate(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
@@ -131,6 +145,18 @@ class SlotCache:
             self.layers.append((keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])))
         return self.layers[index]
 
+    def state(self, name: str, like: Tensor) -> Tensor:
+        """The recurrent state `name` of all slots, created on first use with the shape of a row of `like`."""
+        if name not in self.states:
+            self.states[name] = like.new_zeros(self.num_slots, *like.shape[1:])
+        return self.states[name]
+
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(
+            each.nbytes for each in (*(tensor for pair in self.layers for tensor in pair), *self.states.values())
+        )
+
     def places(self, positions_N: Tensor, num_kv_heads: int) -> Tensor:
         """Row numbers [N * K] of each slot's `positions_N` in keys or values viewed as [S * K * L, D]."""
         end = len(positions_N) * num_kv_heads * self.length
@@ -138,20 +164,27 @@ class SlotCache:
         return (rows + positions_N[:, None]).view(-1)
 
     def copy(self, source: int, targets: slice, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to every slot of `targets`."""
+        """Copy slot `source`, of which `length` positions are in use, to every slot of `targets`."""
         for pair in self.layers:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[source, :, :length]
+        for state in self.states.values():
+            state[targets] = state[source].clone()
 
-    def export(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """A copy of the first `length` positions of `slot`."""
-        return [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self.layers]
+    def export(self, slot: int, length: int) -> SlotContent:
+        """A copy of `slot`, of which `length` positions are in use."""
+        return SlotContent(
+            [(keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self.layers],
+            {name: state[slot].clone() for name, state in self.states.items()},
+        )
 
-    def insert(self, exported: Sequence[tuple[Tensor, Tensor]], targets: slice) -> None:
+    def insert(self, content: SlotContent, targets: slice) -> None:
         """Write what `export` returned into every slot of `targets`."""
-        for pair, stored in zip(self.layers, exported, strict=True):
+        for pair, stored in zip(self.layers, content.layers, strict=True):
             for tensor, part in zip(pair, stored, strict=True):
                 tensor[targets, :, : part.shape[1]] = part
+        for name, state in content.states.items():
+            self.states[name][targets] = state
 
 
 FLOAT_ROWS = 2

@@ -22,13 +22,13 @@ from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
-from furlong.inference.embedded.decode_steps import SlotCache
+from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
 from furlong.inference.embedded.sampler import Sampler, SamplingRows
 from furlong.interfaces import TextTokenizer
 
 KvPolicy = Literal["recompute", "keep"]
-StoredPrefix = tuple[list[tuple[Tensor, Tensor]], Tensor, Routes | None]  # keys and values, logits
+StoredPrefix = tuple[SlotContent, Tensor, Routes | None]  # with the logits after it
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class SlotBatch:
     def drop_cache(self) -> int:
         """Release the memory of the cache while no request runs; returns the number of bytes."""
         assert not self.running
-        freed = sum(tensor.nbytes for pair in self._cache.layers for tensor in pair)
+        freed = self._cache.num_bytes()
         self._drop_unused_prefixes()
         self._cache = SlotCache()
         return freed

@@ -1,8 +1,8 @@
 """Any causal language model of transformers as a `DecodeModel`: its own forward pass over the slot KV cache.
 
 Attention is replaced by a function registered with transformers that reads the slot cache of the current call. Sliding
-windows, attention sinks, logit soft-capping and value heads of another width are supported. Layers with a recurrent
-state (linear attention, state spaces) are rejected.
+windows, attention sinks, logit soft-capping and value heads of another width are supported. Gated delta nets
+(Qwen3-Next, Qwen3.5) have their convolution and recurrent states in the slots. Other recurrent layers are rejected.
 
 A mixture of experts multiplies only the rows routed to an expert, so its results depend on the batch at rounding level;
 those of `FusedDenseModel` do not.
@@ -28,7 +28,15 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import WeightTable, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, attend_slots, decode_mask
 from furlong.models.hf_model import Rows, disk_rows
-from furlong.models.model_facts import ATTENTION_LAYERS, hidden_window, layer_kinds, takes_positions
+from furlong.models.model_facts import (
+    ATTENTION_LAYERS,
+    DELTA_LAYERS,
+    has_only_delta_nets,
+    hidden_window,
+    layer_kinds,
+    recurrent_kinds,
+    takes_positions,
+)
 from furlong.models.router_hooks import RouterHooks, RouterRecord
 
 ATTENTION_NAME = "furlong_slots"
@@ -62,14 +70,17 @@ _current = threading.local()
 
 
 class _CacheAdapter:
-    """The `past_key_values` that transformers' attention layers call."""
+    """The `past_key_values` that transformers' layers call. attention_layers: their numbers in the model."""
 
     is_compileable = False
     is_sliding: Sequence[bool] = ()
 
+    def __init__(self, attention_layers: Sequence[int]) -> None:
+        self._places = {layer: place for place, layer in enumerate(attention_layers)}
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
         call: _Call = _current.call
-        keys, values = call.cache.layer(layer_idx, key_states, value_states)
+        keys, values = call.cache.layer(self._places[layer_idx], key_states, value_states)
         if call.positions_N is None:
             assert call.slots is not None
             keys[call.slots, :, : call.length] = key_states[:, :, : call.length]
@@ -86,6 +97,41 @@ class _CacheAdapter:
 
     def has_previous_state(self, *_: Any) -> bool:
         return False
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        del state_idx  # a gated delta net has one
+        return self._state(f"conv {layer_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        del state_idx
+        return self._state(f"recurrent {layer_idx}")
+
+    def _state(self, name: str) -> Tensor | None:
+        """The state of the current slots, which the layer may change; None for a prompt, which starts without one."""
+        call: _Call = _current.call
+        return None if call.positions_N is None else call.cache.states[name][: len(call.positions_N)]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Tensor:
+        """Store the last inputs of the convolution; called for prompts only."""
+        last = functional.pad(conv_states, (conv_kernel_size - conv_states.shape[-1], 0))
+        self._store(f"conv {layer_idx}", last)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        self._store(f"recurrent {layer_idx}", recurrent_states)
+        return recurrent_states
+
+    def _store(self, name: str, rows: Tensor) -> None:
+        call: _Call = _current.call
+        state = call.cache.state(name, rows)
+        if call.positions_N is None:
+            assert call.slots is not None
+            state[call.slots] = rows
+        else:
+            state[: len(rows)] = rows
 
 
 def _slot_attention(
@@ -167,7 +213,9 @@ class TransformersModel:
                 f"model type {config.model_type} is not a text-only model (its config.json has no vocab_size), which "
                 "the embedded engine does not support: use SGLang for this model"
             )
-        if others := sorted(layer_kinds(config) - ATTENTION_LAYERS):
+        is_recurrent = bool(recurrent_kinds(config)) and has_only_delta_nets(model)
+        known = ATTENTION_LAYERS | {DELTA_LAYERS} if is_recurrent else ATTENTION_LAYERS
+        if others := sorted(layer_kinds(config) - known):
             raise EngineError(
                 f"model type {config.model_type} has layers of kind {others}; the embedded engine caches keys and "
                 "values of all tokens or a window only: use SGLang for this model"
@@ -183,10 +231,12 @@ class TransformersModel:
         self.model.to(device=device).eval().requires_grad_(requires_grad=False)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.dtype, self.device, self.vocab_size = dtype, device, config.vocab_size
-        self.num_layers: int = config.num_hidden_layers
+        kinds: Sequence[str] = config.layer_types if is_recurrent else ("",) * config.num_hidden_layers
+        self._attention_layers = [layer for layer, kind in enumerate(kinds) if kind != DELTA_LAYERS]
+        self._is_recurrent = is_recurrent
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)
-        self._adapter = _CacheAdapter()
+        self._adapter = _CacheAdapter(self._attention_layers)
         self._router_hooks = RouterHooks(model)
         self.routing = RoutingShape.of(config.to_dict()) if self._router_hooks else None
         self.records_routes = False
@@ -240,7 +290,8 @@ class TransformersModel:
         rows: list[Tensor] = []
         self.routes = []
         for prompt, slot in zip(prompts, slots, strict=True):
-            tokens = [*prompt, *[0] * (padded_rows(len(prompt)) - len(prompt))]
+            padding = 0 if self._is_recurrent else padded_rows(len(prompt)) - len(prompt)  # would change the state
+            tokens = [*prompt, *[0] * padding]
             call = _Call(cache, slots=torch.tensor([slot], device=self.device), length=len(prompt))
             ids = torch.tensor([tokens], device=self.device)
             positions = torch.arange(len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
@@ -271,9 +322,10 @@ class TransformersModel:
             )
         finally:
             del _current.call
-        if call.attended_layers != self.num_layers:
+        if call.attended_layers != len(self._attention_layers):
             raise EngineError(
-                f"{self.description}: {call.attended_layers} of {self.num_layers} layers used the slot cache; "
+                f"{self.description}: {call.attended_layers} of {len(self._attention_layers)} layers used the slot "
+                "cache; "
                 "the attention of this model cannot be replaced, use SGLang"
             )
         if self._router_hooks.current is not None:
