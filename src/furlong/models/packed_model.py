@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from furlong.core.batch import MicroBatch, sum_rows
+from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context_parallel import ContextParallel, TokenShard
@@ -277,6 +278,7 @@ class OneDnnLinear(nn.Linear):
 
 def use_onednn(model: nn.Module) -> None:
     """Switch the linear layers of `model` to oneDNN where it is faster: float32 on an x86 CPU."""
+    bound_onednn_caches()
     if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():

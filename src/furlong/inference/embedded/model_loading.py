@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from furlong.core.model_config import read_json
+from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
@@ -95,6 +96,7 @@ def build_model(
 
     `weights` is a Hugging Face folder, or a complete state dict under Hugging Face names.
     """
+    bound_onednn_caches()
     reason = unsupported_by_fused(config)
     model: DecodeModel
     if reason:
