@@ -30,6 +30,8 @@ FUNCTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rollout", ""): ("custom_generate_function_path", "rollout_function_path"),
     ("advantages", ""): ("custom_advantage_function_path",),
 }
+OF_REWARDS = ("reward", "zero_std", "zero_all", "advantages", "returns", "pass")  # in names of metrics of rewards
+OF_ANSWERS = ("response_len", "truncated", "repetition", "log_probs")  # in names of metrics of the answers themselves
 DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")
 
@@ -103,23 +105,36 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
     """
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
-    flags_a = read_flags(a)
+    flags_a, metrics = read_flags(a), _metric_differences(rows_a, rows_b, rtol=rtol)
     return Comparison(
         flags=different_flags(flags_a, read_flags(b)),
         difference=difference,
-        metrics=_metric_differences(rows_a, rows_b, rtol=rtol),
+        metrics=metrics,
         steps=(max(rows_a, default=0), max(rows_b, default=0)),
         num_stages=num_stages,
-        functions=_functions(difference, flags_a),
+        functions=_functions(_place(difference, metrics), flags_a),
     )
 
 
-def _functions(difference: Difference | None, flags: Mapping[str, Any]) -> dict[str, str]:
+def _place(difference: Difference | None, metrics: Sequence[MetricDifference]) -> tuple[str, str] | None:
+    """Return the stage and the value where runs part, as `FUNCTIONS` names them; None if the first metrics do not say.
+
+    Without hashes it follows from the metrics that differ in the first step: equal answers and other rewards, or other
+    answers. Log-probs of equal answers differ where the weights or the kernels do, so they say nothing alone.
+    """
+    if difference is not None:
+        return difference.stage, difference.name
+    names = [each.name for each in metrics if each.step == metrics[0].step and each.name.startswith("rollout/")]
+    if any(word in name for name in names for word in OF_ANSWERS):
+        return ("rollout", "tokens") if any("response_len" in name for name in names) else None
+    return ("rollout", "rewards") if any(word in name for name in names for word in OF_REWARDS) else None
+
+
+def _functions(place: tuple[str, str] | None, flags: Mapping[str, Any]) -> dict[str, str]:
     """Return the flags, with their values, of the functions that compute the value that differs."""
-    if difference is None:
+    if place is None:
         return {}
-    key = (difference.stage, difference.name)
-    names = FUNCTIONS.get(key) or FUNCTIONS.get((difference.stage, ""), ())
+    names = FUNCTIONS.get(place) or FUNCTIONS.get((place[0], ""), ())
     return {f"--{name.replace('_', '-')}": str(flags[name]) for name in names if flags.get(name)}
 
 
@@ -161,7 +176,8 @@ def findings(comparison: Comparison) -> list[Diagnosis]:
 def _cause(comparison: Comparison) -> str:
     if not comparison.flags and comparison.functions:
         shown = ", ".join(f"{flag} {value}" for flag, value in comparison.functions.items())
-        if comparison.difference is not None and comparison.difference.name in ("raw_rewards", "rewards"):
+        place = _place(comparison.difference, comparison.metrics)
+        if place in (("rollout", "raw_rewards"), ("rollout", "rewards")):
             return f"The responses are equal and their rewards are not: {shown} does not always return the same."
         return f"The flags are equal: {shown} does not always return the same, or the machine or its libraries differ."
     if not comparison.flags:

@@ -149,3 +149,26 @@ def test_tokens_of_a_custom_generate_function_name_it_and_the_machine(tmp_path):
     b = run_folder(tmp_path / "b", digests=stages(tokens=(1, 3)), **own)
     (finding,) = findings(compare_runs(a, b))
     assert all(word in finding.cause for word in ("mine.py:generate", "machine"))
+
+
+def test_metrics_name_the_function_where_hashes_were_not_recorded(tmp_path):
+    own = {"custom_rm_path": "mine.py:reward", "custom_generate_function_path": "mine.py:generate"}
+    same = {"rollout/raw_reward": 0.5, "rollout/response_len/mean": 9.0, "rollout/log_probs": -1.0, "train/loss": 0.1}
+
+    def cause(name, **changes):
+        folders = []
+        for part, row in (("a", same), ("b", same | changes)):
+            folders.append(run_folder(tmp_path / f"{name}-{part}", metrics=[{"step": 1} | row], **own))
+        (finding,) = findings(compare_runs(*folders))
+        return finding.cause
+
+    rewards = cause("rewards", **{"rollout/raw_reward": 0.6, "train/loss": 0.2})
+    assert "--custom-rm-path mine.py:reward" in rewards
+    assert "generate" not in rewards
+    answers = cause(
+        "answers", **{"rollout/raw_reward": 0.6, "rollout/response_len/mean": 8.0, "rollout/log_probs": -2.0}
+    )
+    assert "mine.py:generate" in answers
+    assert "mine.py:reward" not in answers
+    for name, change in (("training", {"train/loss": 0.2}), ("kernels", {"rollout/log_probs": -1.00001})):
+        assert "mine.py" not in cause(name, **change)
