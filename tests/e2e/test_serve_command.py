@@ -64,8 +64,10 @@ def _check_router(url: str, workers: list[str]) -> None:
     reply = httpx.post(f"{url}/generate", json=body, timeout=20)
     assert reply.status_code == 200
     assert len(reply.json()["meta_info"]["output_token_logprobs"]) == 4
-    chat = {"model": "model", "messages": [{"role": "user", "content": "1"}], "max_tokens": 3}
-    assert httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=20).status_code == 200
+    name = httpx.get(f"{workers[0]}/v1/models", timeout=20).json()["data"][0]["id"]
+    chat = {"model": name, "messages": [{"role": "user", "content": "1"}], "max_tokens": 3}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=20)
+    assert reply.status_code == 200, reply.text
     for _ in range(4):
         assert httpx.post(f"{url}/generate", json=body, timeout=20).status_code == 200
     for worker in workers:

@@ -289,7 +289,8 @@ def _real() -> list[Case]:
         "temperature 1.2": {"rollout_temperature": 1.2, "rollout_max_response_len": 96, "num_rollout": 1},
         "bfloat16 at 0.5": {"bf16": True, "rollout_temperature": 0.5},
         "KL loss": KL, "one ahead": {"async_buffer_size": 1}, "no chat format": {"apply_chat_template": None},
-        "temperature 0.9": {"rollout_temperature": 0.9}, "96 tokens": {"rollout_max_response_len": 96, "num_rollout": 1},
+        "temperature 0.9": {"rollout_temperature": 0.9},
+        "96 tokens": {"rollout_max_response_len": 96, "num_rollout": 1},
     }  # fmt: skip
     return [
         *(doctor(f"a real model: {name}", "", flags, model=model) for name, flags in settings.items()),

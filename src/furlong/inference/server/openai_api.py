@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, cast
 
 import orjson
@@ -48,8 +49,18 @@ UNSUPPORTED: dict[str, Any] = {
     "suffix": None,
     "echo": False,
     "best_of": 1,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "return_token_ids": False,
+    "modalities": ["text"],
 }
 SHARED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
+HONORED = {*SHARED, "model", "seed", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "logprobs"}
+OF_CHAT = {"messages", "tools", "chat_template", "chat_template_kwargs"}
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("separate_reasoning", "stream_reasoning"),  # sglang-router sends them; there is no reasoning parser
+}
 
 
 async def chat_completions(http: HttpRequest, model: ServerContext, body: Mapping[str, Any]) -> Response:
@@ -77,8 +88,13 @@ async def completions(http: HttpRequest, model: ServerContext, body: Mapping[str
 
 
 def _check_fields(body: Mapping[str, Any], model: ServerContext, *, num_prompts: int, is_chat: bool) -> None:
-    """Raise RequestError for invalid fields, before prompts are tokenized."""
-    reject_unsupported(body, UNSUPPORTED)
+    """Raise RequestError for invalid and unknown fields, before prompts are tokenized."""
+    known = HONORED | WITHOUT_EFFECT | UNSUPPORTED.keys() | (OF_CHAT if is_chat else {"prompt"})
+    if unknown := sorted(name for name in body.keys() - known if body[name] not in (None, False, "", [], {})):
+        raise RequestError(f"the request has unknown fields {quote(unknown)}; remove them")
+    is_default = body.get("tool_choice") == "none" and not body.get("tools")
+    reject_unsupported({**body, "tool_choice": None} if is_default else body, UNSUPPORTED)
+    _check_model(body.get("model"), model.name)
     check_samples(num_prompts, num_samples("n", body.get("n")), model.limits)
     _params(body, is_chat=is_chat)
     _usage_wanted(body)
@@ -86,6 +102,12 @@ def _check_fields(body: Mapping[str, Any], model: ServerContext, *, num_prompts:
     log_probs = body.get("logprobs")
     if log_probs is not None and type(log_probs) not in (bool, int):
         raise RequestError(f"logprobs is {quote(log_probs)}, must be a boolean or an integer")
+
+
+def _check_model(asked: Any, served: str) -> None:
+    """Raise RequestError for a model that is not served; the last part of its path will do."""
+    if asked not in (None, "", "default", served, PurePath(served).name):
+        raise RequestError(f"model is {quote(asked)}, but this server has {quote(served)} only; use that name, or none")
 
 
 def _usage_wanted(body: Mapping[str, Any]) -> bool:
