@@ -5,7 +5,7 @@ sglang` added. Files that the command names are replaced by small stand-ins, and
 Exit code 1 if a script is refused for another reason than those of `ON_PURPOSE`.
 
   --json        print JSON
-  --docs        print the table as Markdown
+  --docs        write docs/guides/slime-scripts.md
   --only TEXT   only scripts whose path contains TEXT
 """
 
@@ -40,12 +40,31 @@ ON_PURPOSE = {
     "on-policy distillation": ("on-policy distillation", "on_policy_distillation"),
     "critic": ("there is no critic",),
     "multimodal": ("models are text-only",),
-    "sizes that Megatron refuses too": ("training processes of a pipeline stage",),
+    "sizes that Megatron refuses too": ("training processes of a pipeline stage", "layers; use a divisor"),
+    "IFBench's verifier": ("--rm-type ifbench",),
 }
 WAITING = {
     "slime's imports": ("no module slime", "the module slime"),
     "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
 }
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "slime-scripts.md"
+REPOSITORY = "https://github.com/THUDM/slime/blob/624b824"
+PAGE = """\
+# slime's launch scripts
+
+<!-- Written by scripts/check_launch_scripts.py SLIME_DIR --docs. Run it again instead of editing the table. -->
+
+slime has {total} launch scripts at commit 624b824: `run-*.sh` and `low_precision/*.sh` in its folder of scripts, and
+those of its examples. With `--train-backend megatron --engine sglang` added and paths of your own, {passed} of them
+pass furlong's checks. The others are refused before anything starts: {reasons}.
+
+`python scripts/check_launch_scripts.py SLIME_DIR` prints the messages for any checkout of slime. It lets bash evaluate
+each script in a sandbox in which no command runs, replaces models and data by stand-ins with the script's architecture
+and columns, assumes GPUs, and runs the checks of `furlong doctor`. A pass means that flags, functions, model and data
+fit together, not that the script was trained at its size. Small versions of 15 scripts train in the test suite.
+
+A flag in the last column is accepted, and the log has a line that says what happens instead (`--strict-flags` makes it
+an error)."""
 MODEL_FLAGS = ("--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load", "--critic-load")
 PROMPT_FLAGS = ("--prompt-data", "--eval-prompt-data")
 FILE_FLAGS = ("--eval-config", "--custom-config-path", "--sglang-config", "--chat-template-path")
@@ -56,7 +75,8 @@ class Verdict:
     """What furlong says about a script.
 
     status: "pass", "on purpose" or "refused". category: why it is not a pass. problems: the errors of the checks.
-    notes: what the script's own environment lacks, or what is wrong in the script itself.
+    notes: what the script's own environment lacks, or what is wrong in the script itself. ignored: flags that are
+    accepted although something else happens than they ask for.
     """
 
     script: str
@@ -66,6 +86,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     model: str = ""
     warnings: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
     elif options.docs:
-        print("\n".join(page(verdicts)))
+        TARGET.write_text("\n".join(page(verdicts)) + "\n", encoding="utf-8")
+        print(f"wrote {TARGET}")
     else:
         print("\n".join(table(verdicts)))
     return int(any(verdict.status == "refused" for verdict in verdicts))
@@ -154,7 +176,9 @@ def decide(script: str, findings: Sequence[dict[str, str]], notes: Sequence[str]
     else:
         meant = [category for category in categories if category in ON_PURPOSE]
         status, category = ("on purpose", meant[0]) if meant else ("refused", ", ".join(categories))
-    return Verdict(script, status, category, tuple(problems), tuple(notes), model, warnings)
+    infos = [each["text"] for each in findings if each["severity"] == "info" and each["id"] == "CFG02"]
+    ignored = tuple(dict.fromkeys(text.split()[0] for text in infos if text.startswith("--")))
+    return Verdict(script, status, category, tuple(problems), tuple(notes), model, warnings, ignored)
 
 
 def foreign_package(problem: str) -> str:
@@ -251,8 +275,9 @@ def judge(request: dict[str, Any]) -> list[dict[str, str]]:
     resolved, problems = examine(request["words"], preset=preset)
     checks = [check for check in CHECKS if check.__module__ != machine.__name__]
     findings = preflight(resolved.config, problems, checks=checks)
-    said = [{"severity": each.severity, "text": f"{each.finding}; {each.remedy}"} for each in findings]
-    return said + [{"severity": "error", "text": text} for text in device_problems(resolved.config, "cuda")]
+    said = [{"id": one.id, "severity": one.severity, "text": f"{one.finding}; {one.remedy}"} for one in findings]
+    problems_of_gpus = device_problems(resolved.config, "cuda")
+    return said + [{"id": "CFG05", "severity": "error", "text": text} for text in problems_of_gpus]
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
@@ -276,12 +301,18 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def page(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the rows of the documentation's table."""
-    lines = ["| script | model | here |", "|---|---|---|"]
+    """Return the lines of the documentation's page."""
+    counts = Counter(verdict.status for verdict in verdicts)
+    refused = Counter(verdict.category for verdict in verdicts if verdict.status != "pass")
+    reasons = ", ".join(f"{name} ({count})" for name, count in refused.most_common())
+    lines = [*PAGE.format(total=len(verdicts), passed=counts["pass"], reasons=reasons).splitlines(), ""]
+    lines += ["| script | model | here | flags without effect |", "|---|---|---|---|"]
     for verdict in verdicts:
-        here = "runs" if verdict.status == "pass" else f"refused: {verdict.category}"
-        notes = f" ({'; '.join(verdict.notes)})" if verdict.notes else ""
-        lines.append(f"| `{verdict.script}` | {verdict.model} | {here}{notes} |")
+        here = "passes" if verdict.status == "pass" else f"refused: {verdict.category}"
+        notes = f"; {'; '.join(verdict.notes)}" if verdict.notes else ""
+        ignored = ", ".join(f"`{flag}`" for flag in verdict.ignored)
+        link = f"[{verdict.script.partition('/')[2]}]({REPOSITORY}/{verdict.script})"
+        lines.append(f"| {link} | {verdict.model} | {here}{notes} | {ignored} |")
     return lines
 
 

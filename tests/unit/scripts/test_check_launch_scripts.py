@@ -136,9 +136,18 @@ def test_a_stand_in_has_the_architecture_of_the_flags_and_takes_no_space(checker
 
 def test_verdicts_name_the_category(checker):
     def decide(*texts: str):
-        return checker.decide("run.sh", [{"severity": "error", "text": text} for text in texts], [], "model")
+        return checker.decide(
+            "run.sh", [{"id": "CFG05", "severity": "error", "text": text} for text in texts], [], "model"
+        )
 
     assert decide().status == "pass"
+    info = {"id": "CFG02", "severity": "info", "text": "--moe-enable-deepep has no effect: it is not used; no action"}
+    verdict = checker.decide("scripts/run.sh", [info], [], "model")
+    assert verdict.ignored == ("--moe-enable-deepep",)
+    assert (
+        checker.page([verdict])[-1]
+        == "| [run.sh](" + checker.REPOSITORY + "/scripts/run.sh) | model | passes | `--moe-enable-deepep` |"
+    )
     opd = decide("--use-opd is not supported yet: on-policy distillation is not implemented; remove it")
     assert (opd.status, opd.category) == ("on purpose", "on-policy distillation")
     assert decide("unknown flag --x; remove it").category == "flags"
