@@ -51,9 +51,9 @@ def test_misses_false_fixes_and_second_diagnoses_are_counted():
         ),
     ]
     assert score_table(outcomes, {"NUM03": 2, "REW02": 1})[2:] == [
-        "| NUM03 | 2 | 5 | 4 | 2 | 2 |",
-        "| REW02 | 1 | 0 | | | |",
-        "| all | 3 | 5 | 4 | 2 | 2 |",
+        "| NUM03 | 2 | 5 | 4 | 2 | 0 | 2 |",
+        "| REW02 | 1 | 0 | | | | |",
+        "| all | 3 | 5 | 4 | 2 | 0 | 2 |",
     ]
     assert healthy_line(outcomes) == "2 healthy settings: 1 with a false alarm"
     assert len(wrong_lines(outcomes)) == 5

@@ -12,6 +12,7 @@ from furlong.config.command_line import examine
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.preflight import preflight
 from furlong.inference.supervisor.server_launch import argv_from_options
+from furlong.run.checks import findings_before_run
 from runs import flags
 
 Row = dict[str, Any]
@@ -30,6 +31,11 @@ class World:
         typed("furlong doctor ...", *argv_from_options(changes))
         resolved, problems = examine(flags(self.model, self.data, self.folder / "run", **changes))
         return preflight(resolved.config, problems)
+
+    def doctor(self, **changes: Any) -> list[Diagnosis]:
+        """The diagnoses that `furlong doctor` prints for that command, and with which a run refuses it."""
+        resolved, problems = examine(flags(self.model, self.data, self.folder / "run", **changes))
+        return findings_before_run(resolved, problems)
 
     def write(self, *rows: Row | str) -> None:
         """Replace the prompts; strings are written as they are."""

@@ -11,9 +11,10 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
+from unittest import mock
 
 from diagnosed_runs import run
 from faults.world import World
@@ -35,7 +36,8 @@ class Case:
 
     rows: the ids that name the fault, the usual one first; none for a healthy setting. remedy: words of which each is
     in the fix. without: words that would be a false fix. also: ids that the same fault rightly has, too. missed: why
-    the diagnosis is known to be wrong today. is_slow: starts a process.
+    the diagnosis is known to be wrong today. is_slow: starts a process. follow: diagnose again with the fix applied,
+    which is right only if no error is left.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Case:
     also: tuple[str, ...] = ()
     missed: str = ""
     is_slow: bool = False
+    follow: Callable[[Path, Diagnosis], Iterable[Diagnosis]] | None = None
 
     def judge(self, folder: Path) -> Outcome:
         """Diagnose the case in an empty folder."""
@@ -56,18 +59,27 @@ class Case:
             return Outcome(self, others=others)
         missing = tuple(word for word in self.remedy if word not in right.remedy)
         false = tuple(word for word in self.without if word in right.cause + right.remedy)
-        return Outcome(self, found=right, missing=missing, false=false, others=others)
+        outcome = Outcome(self, found=right, missing=missing, false=false, others=others)
+        if self.follow is None:
+            return outcome
+        left = tuple(each.id for each in self.follow(folder / "fixed", right) if each.severity == "error")
+        return replace(outcome, left=left)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case got. missing, false: words of the fix; others: ids of second diagnoses, or of false alarms."""
+    """What a case got.
+
+    missing, false: words of the fix; others: ids of second diagnoses, or of false alarms; left: ids of errors that are
+    left with the fix applied.
+    """
 
     case: Case
     found: Diagnosis | None = None
     missing: tuple[str, ...] = ()
     false: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def is_hit(self) -> bool:
@@ -79,7 +91,7 @@ class Outcome:
         """Whether the fault was named with the right fix; of a healthy setting, whether nothing was."""
         if not self.case.rows:
             return not self.others
-        return self.is_hit and not (self.missing or self.false)
+        return self.is_hit and not (self.missing or self.false or self.left)
 
     def why(self) -> str:
         """Describe what is wrong in one line; "" if nothing is."""
@@ -90,6 +102,8 @@ class Outcome:
             parts.append(f"the fix lacks {', '.join(self.missing)}")
         if self.found is not None and self.false:
             parts.append(f"false: {', '.join(self.false)}")
+        if self.left:
+            parts.append(f"with the fix applied, {', '.join(self.left)} is left")
         if self.others:
             parts.append(f"{'also' if self.case.rows else 'false alarm'} {', '.join(self.others)}")
         return "; ".join(parts)
@@ -129,17 +143,35 @@ def doctor(
     prepare: Prepare | None = None,
     *,
     model: Callable[[], Path] = model_folder,
+    fixed: Flags | Prepare | None = None,
+    patches: Mapping[str, Any] | None = None,
     **expected: Unpack[Expected],
 ) -> Case:
-    """Make a case of a launch command, in a folder with a model and prompts that `prepare` may change."""
+    """Make a case of a launch command, in a folder with a model and prompts that `prepare` may change.
 
-    def diagnose(folder: Path) -> list[Diagnosis]:
+    fixed: the flags of the fix, each of which its text must name, or a function that makes the change. patches: values
+    of attributes of modules, where the program reads facts of the machine.
+    """
+
+    def look(folder: Path, fix: Flags | Prepare) -> list[Diagnosis]:
         shutil.copytree(model(), folder / "model")
         world = World(folder, folder / "model", write_prompts(folder / "prompts.jsonl", 24))
         more = dict(prepare(world) or {}) if prepare is not None else {}
-        return world.look(**{"rm_type": "math"} | dict(flags or {}) | more)
+        more |= dict(fix(world) or {}) if callable(fix) else fix
+        with contextlib.ExitStack() as stack:
+            for place, value in (patches or {}).items():
+                stack.enter_context(mock.patch(place, value))
+            return world.doctor(**{"rm_type": "math"} | dict(flags or {}) | more)
 
-    return case(name, rows, diagnose, **expected)
+    def follow(folder: Path, right: Diagnosis) -> list[Diagnosis]:
+        assert fixed is not None
+        if not callable(fixed):
+            unnamed = [flag for flag in fixed if f"--{flag.replace('_', '-')}" not in right.remedy]
+            assert not unnamed, f"{name}: the fix does not name {unnamed}: {right.remedy}"
+        return look(folder, fixed)
+
+    made = case(name, rows, lambda folder: look(folder, {}), **expected)
+    return made if fixed is None else replace(made, follow=follow)
 
 
 def steps(
@@ -227,8 +259,9 @@ def score_table(outcomes: Sequence[Outcome], tests: Mapping[str, int]) -> list[s
     faults = [outcome for outcome in outcomes if outcome.case.rows]
     by_row = Counter(outcome.case.rows[0] for outcome in faults)
     lines = [
-        "| row | tests that inject it | faults scored | named | with the right fix | false second diagnoses |",
-        "|---|---|---|---|---|---|",
+        "| row | tests that inject it | faults scored | named | with the right fix | of these tried | "
+        "false second diagnoses |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in sorted({*by_row, *tests}):
         lines.append(_line(row, tests.get(row, 0), [each for each in faults if each.case.rows[0] == row]))
@@ -238,8 +271,9 @@ def score_table(outcomes: Sequence[Outcome], tests: Mapping[str, int]) -> list[s
 def _line(row: str, tests: int, faults: Sequence[Outcome]) -> str:
     hits, right = sum(each.is_hit for each in faults), sum(each.is_right for each in faults)
     if not faults:
-        return f"| {row} | {tests} | 0 | | | |"
-    return f"| {row} | {tests} | {len(faults)} | {hits} | {right} | {sum(bool(each.others) for each in faults)} |"
+        return f"| {row} | {tests} | 0 | | | | |"
+    tried, others = (sum(map(bool, each)) for each in ((o.case.follow for o in faults), (o.others for o in faults)))
+    return f"| {row} | {tests} | {len(faults)} | {hits} | {right} | {tried} | {others} |"
 
 
 def healthy_line(outcomes: Sequence[Outcome]) -> str:

@@ -162,9 +162,10 @@ def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
     try:
         model = read_model(folder)
     except (CheckpointError, ConfigError) as error:
-        return [
-            diagnosis(id, str(error), remedy=_again(folder), evidence={"folder": str(folder), "unread": str(error)})
-        ]
+        finding, _, remedy = str(error).rpartition("; ")
+        if not finding:
+            finding, remedy = remedy, _again(folder)
+        return [diagnosis(id, finding, remedy=remedy, evidence={"folder": str(folder), "unread": str(error)})]
     return [*completeness(model, id=id), *quantization(model)]
 
 
