@@ -53,7 +53,11 @@ SMALLER_ENGINE = (
 )
 
 USER_ROWS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # caused by custom functions
-ENGINE_ROWS = frozenset({"ENG01", "ENG03", "ENG05"})  # whose signatures a user's server or process can also print
+# Rows whose signatures a user's server, process or message can contain, too.
+ENGINE_ROWS = frozenset({"ENG01", "ENG03", "ENG05", "GPU02", "GPU03", "GPU04", "MEM03", "SYNC01"})
+OUT_OF_MEMORY_TYPES = re.compile(r"\b(OutOfMemoryError|MemoryError)\b")
+RECORD = re.compile(r"\d\d:\d\d:\d\d\S* [DIWEC] (?P<logger>\w+)[\w.]*: ")  # a line of the log that a logger wrote
+LOGGERS = frozenset({"furlong", "sglang", "torch", "ray", "megatron", "transformers"})  # others are the user's
 RAISE_LIMITS = (
     "raise the limit if a part needs longer: --distributed-timeout-minutes between trainer ranks, "
     "--update-weight-timeout for an engine that loads weights"
@@ -109,8 +113,14 @@ class Signature:
             line = str(text.failure["message"]).partition("\n")[0]
             if (match := re.search(re.escape(line), text.content)) is not None:
                 return match
-        matches = self.pattern.finditer(text.content)
+        matches = (m for m in self.pattern.finditer(text.content) if not _is_of_user(text.content, m))
         return next((m for m in matches if self.also is None or self.also.search(_around(text.content, m))), None)
+
+
+def _is_of_user(content: str, match: re.Match[str]) -> bool:
+    """Whether a logger of the user's code wrote the line of a match."""
+    record = RECORD.search(content, content.rfind("\n", 0, match.start()) + 1, match.start())
+    return record is not None and record["logger"] not in LOGGERS
 
 
 def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
@@ -127,10 +137,15 @@ def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagno
 
 
 def user_error_exclusions(error: str, message: str) -> frozenset[str]:
-    """Return the engine ids that do not apply if a custom function raised the exception `error` with `message`."""
+    """Return the ids that do not apply if a custom function raised the exception `error` with `message`.
+
+    A function may run out of memory itself; then the type of its exception says so.
+    """
     stated = parse_diagnosis(message)
     is_user_error = error == HookError.__name__ or (stated is not None and stated.id in USER_ROWS)
-    return ENGINE_ROWS if is_user_error else frozenset()
+    if not is_user_error:
+        return frozenset()
+    return ENGINE_ROWS if OUT_OF_MEMORY_TYPES.search(message) else ENGINE_ROWS | {"MEM02"}
 
 
 def parse_diagnosis(message: str) -> Diagnosis | None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from furlong.config.sections import Config
-from furlong.core.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
+from furlong.core.catalogue import NO_EFFECT, Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.core.user_code import FRAMES, LIBRARIES
 from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
 from furlong.diagnosis.preflight import data_checks as data
@@ -133,12 +133,21 @@ def _refused(error: FurlongError) -> Iterator[Diagnosis]:
 
 
 def _distinct(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
-    """Leave out repetitions, in any row: several checks may read the same damaged file."""
+    """Leave out repetitions, in any row, as several checks may read the same damaged file.
+
+    What is wrong with the value of a flag that has no effect is left out, too.
+    """
+    found = list(diagnoses)
+    idle = {word for each in found if each.id == NO_EFFECT and (word := _first_word(each)).startswith("--")}
     seen = set[str]()
-    for each in diagnoses:
-        if each.finding not in seen:
+    for each in found:
+        if each.finding not in seen and not (each.id == "CFG05" and _first_word(each) in idle):
             seen.add(each.finding)
             yield each
+
+
+def _first_word(found: Diagnosis) -> str:
+    return found.finding.partition(" ")[0]
 
 
 def _name(check: Check) -> str:
