@@ -35,6 +35,11 @@ def _recorded() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def recorded_run() -> Path:
+    """The folder of that run."""
+    return Path(_recorded().name) / "run"
+
+
 def _resumed(change: Change | None = None, **more: Any) -> Change:
     def prepare(world: World) -> dict[str, Any]:
         shutil.copytree(Path(_recorded().name) / "save", world.folder / "save")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
-from faults import score_doctor, score_healthy, score_runs
+from faults import score_doctor, score_folders, score_healthy, score_refusals, score_runs, score_seams
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
-COMMANDS = [each for each in score_doctor.CASES if not each.is_slow][::3]
+OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_folders)
+FAULTS = [each for module in OF_FAULTS for each in module.CASES]
+COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
+REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
 HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
-FAST = [*COMMANDS, *score_runs.CASES, *HEALTHY]
+FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_folders.CASES, *HEALTHY]
 
 
 @pytest.mark.parametrize("each", FAST, ids=lambda each: f"{'/'.join(each.rows) or 'healthy'}: {each.name}")
@@ -24,12 +27,12 @@ def test_the_case_gets_its_diagnosis(each, tmp_path):
 
 
 def test_there_are_enough_cases_with_names_of_their_own():
-    faults = [*score_doctor.CASES, *score_runs.CASES]
-    assert len(faults) >= 60
+    assert len(FAULTS) >= 300
+    assert {id for each in FAULTS for id in each.rows} == set(CATALOGUE)
     assert len(score_healthy.CASES) >= 150
-    everything = [*faults, *score_healthy.CASES]
+    everything = [*FAULTS, *score_healthy.CASES]
     assert len({(each.rows, each.name) for each in everything}) == len(everything)
-    assert {id for each in faults for id in (*each.rows, *each.also)} <= set(CATALOGUE)
+    assert {id for each in FAULTS for id in (*each.rows, *each.also)} <= set(CATALOGUE)
 
 
 def test_misses_false_fixes_and_second_diagnoses_are_counted():

@@ -608,6 +608,8 @@ def test_a_gap_of_another_context_is_named_with_the_samples() -> None:
         assert found.evidence["rollout/other_context"] == 31.0
     [found] = diagnose(row | {GAP: 0.5, "selftest/share/numerics": 1.0})  # the self-test knows better
     assert "--embedded-dtype auto" in found.remedy
+    [found] = diagnose(row | {"selftest/share/numerics": 1.0})  # of an older version: 1.5 is not numerics
+    assert "31 samples" in found.cause
 
 
 def test_a_gap_beyond_numerics_has_its_possible_causes() -> None:

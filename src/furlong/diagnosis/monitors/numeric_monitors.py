@@ -207,7 +207,9 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
     rollout, samples = now.facts.config.rollout, now.row.get("rollout/other_context", 0.0)
     first = by_size[0] if by_size else "other_context" if samples else ""
     if first == "numerics" and now.row.get(GAP, 0.0) > NUMERIC:
-        first = "unexplained"  # runs of older versions attributed gaps of any size to numerics
+        first = (
+            "other_context" if samples else "unexplained"
+        )  # runs of older versions attributed gaps of any size to numerics
     if first == "other_context":
         return (
             f"In {samples:.0f} samples the engine was asked with another context than is trained on, for example with "

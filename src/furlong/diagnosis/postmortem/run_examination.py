@@ -192,14 +192,21 @@ def _failure_diagnoses(
             diagnoses.insert(0, stated)
     diagnoses = [each for each in diagnoses if each.id not in known]
     flags, facts, failure = run.flags, {"steps": run.last_step}, failure or {}
-    run_log = run.folder / RUN_LOG
-    texts = [LogText(RUN_LOG, _since_start(last_text(run_log)), flags, facts, failure)] if run_log.exists() else []
-    diagnoses += _match_all(
-        [*texts, *_log_texts(run.folder, flags, facts)], failure, known=[*known, *(d.id for d in diagnoses)]
-    )
+    texts = [*_run_texts(run, failure), *_log_texts(run.folder, flags, facts)]
+    diagnoses += _match_all(texts, failure, known=[*known, *(d.id for d in diagnoses)])
     if status == "killed":
         diagnoses.append(_killed(run))
     return diagnoses
+
+
+def _run_texts(run: RecordedRun, failure: Mapping[str, Any]) -> list[LogText]:
+    """Return the end of the run's log, and the failure as its event has it if the log lacks it."""
+    path, facts = run.folder / RUN_LOG, {"steps": run.last_step}
+    texts = [LogText(RUN_LOG, _since_start(last_text(path)), run.flags, facts, failure)] if path.exists() else []
+    first_line = str(failure.get("message", "")).partition("\n")[0]
+    if first_line and not any(first_line in text.content for text in texts):
+        texts.append(LogText(EVENTS, f"{failure.get('error')}: {failure['message']}", run.flags, facts, failure))
+    return texts
 
 
 def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:
