@@ -1,6 +1,7 @@
-"""What happens when one byte of a file of a checkpoint or run folder changes.
+"""What happens when a file of a checkpoint or run folder, or one that a run stands on, is damaged.
 
-`python tests/helpers/changed_bytes.py 2500` prints the table in docs/internals/evidence.md.
+`python tests/helpers/changed_bytes.py 2600` prints the table in docs/internals/evidence.md: one changed byte at a time.
+`python tests/helpers/changed_bytes.py 500 damage` does the same with the other forms of `DAMAGE`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from furlong.cli import main
 from furlong.config.command_line import load
 from furlong.errors import FurlongError
+from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
 from furlong.tracking.rollout_dump import load_samples
 from furlong.wiring.build import build
 from runs import flags, train, write_model, write_prompts
@@ -48,6 +51,7 @@ class SavedRun:
             model, data, folder / "run", num_rollout=4, save=folder / "save", save_interval=2, async_buffer_size=1
         )
         train([*self._argv, "--save-debug-rollout-data", str(dump)])
+        write_bundle(folder / "run", 2, folder / "bundle.zip")
         shutil.rmtree(folder / "save" / "iter_0000004")
         (folder / "save" / "latest_checkpointed_iteration.txt").write_text("2\n")
         self.checkpoint = folder / "save" / "iter_0000002"
@@ -59,21 +63,34 @@ class SavedRun:
         readers: dict[Path, Callable[[], str]] = {
             path: self.resume for path in self.checkpoint.rglob("*") if path.is_file()
         }
+        readers[self.checkpoint.parent / "latest_checkpointed_iteration.txt"] = self.resume
         readers[run / "ledger.jsonl"] = self.resume
+        readers |= dict.fromkeys(sorted((self.folder / "model").iterdir()), self.resume)
+        readers[self.folder / "prompts.jsonl"] = self.resume
         for path in sorted((self.folder / "dumps").iterdir()):
             readers[path] = lambda path=path: repr(load_samples(path))
-        for name in ("config.json", "metrics.jsonl", "events.jsonl"):
+        readers[self.folder / "bundle.zip"] = self.unpack
+        for name in ("config.json", "metrics.jsonl", "events.jsonl", "order.jsonl", "run.log"):
             readers[run / name] = self.report
         return readers
+
+    def unpack(self) -> str:
+        """Read the bundle as `furlong replay` does."""
+        path = self.folder / "bundle.zip"
+        with tempfile.TemporaryDirectory() as folder:
+            words = unpack(path, read_bundle(path), Path(folder))
+            written = [each.read_bytes() for each in sorted(Path(folder).rglob("*")) if each.is_file()]
+            return repr([word.replace(folder, "") for word in words]) + repr(written)
 
     def resume(self) -> str:
         """Restore everything as a resumed run does; return a digest of the restored state."""
         ledger = self.folder / "run" / "ledger.jsonl"
-        content = ledger.read_bytes()
+        content = ledger.read_bytes() if ledger.is_file() else None
         try:
             return asyncio.run(self._restored())
         finally:
-            ledger.write_bytes(content)
+            if content is not None:
+                ledger.write_bytes(content)
 
     async def _restored(self) -> str:
         built = build(self._resumed, self.folder / "run")
@@ -99,21 +116,94 @@ class SavedRun:
         return ""
 
 
-def outcomes(saved: SavedRun, changes: int, seed: int = 0) -> Iterator[tuple[Path, str, str]]:
-    """Change one byte at a time, spread evenly over all files; yield file, outcome and details."""
+Damage = Callable[[Path, list[Path], random.Random], None]
+
+
+def _change_byte(path: Path, _: list[Path], draw: random.Random) -> None:
+    changed = bytearray(path.read_bytes())
+    if changed:
+        changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
+    path.write_bytes(changed)
+
+
+def _exchange_bytes(path: Path, _: list[Path], draw: random.Random) -> None:
+    changed = bytearray(path.read_bytes())
+    if len(changed) > 1:
+        one, other = draw.sample(range(len(changed)), 2)
+        changed[one], changed[other] = changed[other], changed[one]
+    path.write_bytes(changed)
+
+
+def _exchange_with_file(path: Path, others: list[Path], draw: random.Random) -> None:
+    one, other = bytearray(path.read_bytes()), draw.choice([each for each in others if each != path])
+    content = other.read_bytes()
+    if one and content:
+        place = draw.randrange(min(len(one), len(content)))
+        one[place] = content[place]
+    path.write_bytes(one)
+
+
+def _noise(path: Path, _: list[Path], draw: random.Random) -> None:
+    changed = bytearray(path.read_bytes())
+    start = draw.randrange(max(1, len(changed) - 4096))
+    end = min(len(changed), start + 4096)
+    changed[start:end] = draw.randbytes(end - start)
+    path.write_bytes(changed)
+
+
+def _cut(path: Path, _: list[Path], draw: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(max(1, len(content)))])
+
+
+def _replace_by_folder(path: Path, _: list[Path], __: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _replace_by_loop(path: Path, _: list[Path], __: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+# Each damages the file; the second argument is the list of all files.
+DAMAGE: dict[str, Damage] = {
+    "two bytes exchanged": _exchange_bytes,
+    "a byte of another file": _exchange_with_file,
+    "4 KiB of noise": _noise,
+    "cut": _cut,
+    "extended": lambda path, _, draw: path.write_bytes(path.read_bytes() + draw.randbytes(9)) and None,
+    "empty": lambda path, _, __: path.write_bytes(b"") and None,
+    "zeros": lambda path, _, __: path.write_bytes(bytes(len(path.read_bytes()))) and None,
+    "another file": lambda path, others, draw: path.write_bytes(draw.choice(others).read_bytes()) and None,
+    "deleted": lambda path, _, __: path.unlink(),
+    "a folder": _replace_by_folder,
+    "a link to itself": _replace_by_loop,
+    "not readable": lambda path, _, __: path.chmod(0),  # no effect for root
+}
+
+
+def outcomes(
+    saved: SavedRun, changes: int, seed: int = 0, kinds: Mapping[str, Damage] = MappingProxyType({"": _change_byte})
+) -> Iterator[tuple[Path, str, str]]:
+    """Damage one file at a time, spread evenly over all files and kinds; yield file, outcome and details."""
     draw = random.Random(seed)
     readers = saved.files()
     expected = {read: read() for read in set(readers.values())}
+    cases = [(path, kind) for kind in kinds for path in readers]
     for number in range(changes):
-        path, read = list(readers.items())[number % len(readers)]
-        content = path.read_bytes()
-        changed = bytearray(content)
-        changed[draw.randrange(len(content))] ^= draw.randrange(1, 256)
-        path.write_bytes(changed)
+        path, kind = cases[number % len(cases)]
+        content, mode = path.read_bytes(), path.stat().st_mode
+        kinds[kind](path, list(readers), draw)
         try:
-            yield path, *_outcome(read, expected[read], path.name)
+            outcome, details = _outcome(readers[path], expected[readers[path]], path.name)
         finally:
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            path.unlink(missing_ok=True)
             path.write_bytes(content)
+            path.chmod(mode)
+        yield path, outcome, f"{kind} {details}".strip()
 
 
 def _outcome(read: Callable[[], str], expected: str, name: str) -> tuple[str, str]:
@@ -137,8 +227,9 @@ def table(results: list[tuple[Path, str, str]]) -> list[str]:
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
+    chosen = DAMAGE if sys.argv[2:] == ["damage"] else {"": _change_byte}
     with tempfile.TemporaryDirectory() as temporary:
-        measured = list(outcomes(SavedRun(Path(temporary)), int(sys.argv[1])))
+        measured = list(outcomes(SavedRun(Path(temporary)), int(sys.argv[1]), kinds=chosen))
     print("\n".join(table(measured)))  # noqa: T201
     for path, outcome, details in measured:
         if outcome in (SILENT, NO_NAME, TRACEBACK):

@@ -17,6 +17,7 @@ from furlong.core.files import PARTIAL, write_atomically
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+MAX_TRACKER_BYTES = 200  # a number or the name of a folder
 MANIFEST = "manifest.json"
 STATE = "state.json"  # position of the run: data, ledger, rollouts in flight
 DIST_INDEX = ".metadata"  # in folders written by torch.distributed.checkpoint, such as Megatron-LM's
@@ -57,7 +58,8 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
     if not (folder / MANIFEST).exists():
         complete = [step_from_folder(p) for p in find_complete_folders(load_dir)]
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint; complete steps: {complete}; select one with --ckpt-step"
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; complete steps: {complete}; "
+            "select one with --ckpt-step"
         )
     check_manifest(folder)
     return folder
@@ -88,7 +90,7 @@ def find_initial_weights(load: str | None, *, step: int | None, finetune: bool) 
 def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     """Return the folder of a Hugging Face model or a Megatron-LM checkpoint at `folder`, or None."""
     tracker = folder / TRACKER
-    newest = tracker.read_text().strip() if step is None and tracker.is_file() else ""
+    newest = _tracker_text(tracker) if step is None and tracker.is_file() else ""
     name = folder_name(step if step is not None else int(newest)) if step is not None or newest.isdecimal() else newest
     if (folder / "config.json").is_file() or (folder / DIST_INDEX).is_file():
         return folder
@@ -131,13 +133,26 @@ def newest_step(save_dir: Path) -> int | None:
     tracker = save_dir / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_bytes()
-    if not text.strip().isdigit():
-        named = save_dir / text.strip().decode("ascii", "replace")
+    text = _tracker_text(tracker)
+    if not (text.isascii() and text.isdigit()):
+        named = save_dir / text
         if named.parent == save_dir and (problem := torch_format_problem(named)) is not None:
             raise CheckpointError(problem)
         raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected a checkpoint number; use --ckpt-step")
     return int(text)
+
+
+def _tracker_text(tracker: Path) -> str:
+    """Return the content of a tracker file. Raises CheckpointError if it cannot be read or is not a short text."""
+    try:
+        text = tracker.read_bytes()[:MAX_TRACKER_BYTES].decode("ascii").strip()
+        if not text.isprintable():
+            raise ValueError(f"it contains {text[:40]!r}")
+        return text
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{tracker} is damaged: {error}; expected a checkpoint number, use --ckpt-step"
+        ) from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:

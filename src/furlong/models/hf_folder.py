@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -109,22 +108,6 @@ def _is_quantized(name: str, kind: str) -> bool:
     return (
         kind.startswith("F8_") or (kind in ("I8", "U8") and name.endswith(".weight")) or name.endswith(QUANTIZED_NAMES)
     )
-
-
-def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Return the dtype of each tensor in the safetensors files of a folder; damaged files are left out."""
-    dtypes: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                continue
-            try:
-                header = json.loads(file.read(length))
-                dtypes |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                continue  # loading reports it
-    return dtypes
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

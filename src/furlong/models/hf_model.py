@@ -31,10 +31,10 @@ from furlong.models.hf_folder import (
     check_folder,
     quantization_problem,
     read_weight_map,
-    stored_dtypes,
 )
 from furlong.models.mtp_layers import is_mtp
 from furlong.models.packed_attention import IMPLEMENTATION
+from furlong.models.safetensors_header import read_header
 from furlong.models.tokenizer import unreadable_errors
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,20 @@ def num_experts(folder: Path | str) -> int | None:
     return next((number for number in counts if isinstance(number, int)), None)
 
 
+def _stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtype of each stored tensor. Raises CheckpointError that names a damaged file."""
+    dtypes: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            shard = read_header(path)
+            if shard.needed_bytes != shard.file_bytes:
+                raise CheckpointError(f"{path.name} has {shard.file_bytes} bytes, its header {shard.needed_bytes}")
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot load the weights of {folder}: {error}; download the file again") from error
+        dtypes |= {name: tensor.dtype for name, tensor in shard.tensors.items()}
+    return dtypes
+
+
 def load_model(
     folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
@@ -125,7 +139,7 @@ def load_model(
     attention, CheckpointError if weights are missing or of other shapes.
     """
     path = check_folder(folder, weights=True)
-    if problem := quantization_problem(path, read_json(path / "config.json"), stored_dtypes(path)):
+    if problem := quantization_problem(path, read_json(path / "config.json"), _stored_dtypes(path)):
         raise ConfigError(problem)
     config = without_dropout(load_config(path))
     transformers.utils.logging.disable_progress_bar()

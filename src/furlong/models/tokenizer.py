@@ -55,7 +55,10 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises a plain Exception for any damage
-        raise ConfigError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
+        _template_of(path, read_json(path / "tokenizer_config.json"))  # raises, naming the file, if that is damaged
+        read_json(path / "special_tokens_map.json")
+        name = "tokenizer.json" if (path / "tokenizer.json").is_file() else "it has no file tokenizer.json"
+        raise ConfigError(f"cannot load the tokenizer of {path} ({name}): {type(error).__name__}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 

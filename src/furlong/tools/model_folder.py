@@ -1,54 +1,27 @@
-"""Checks a Hugging Face model folder by its index and the headers of its shards, without reading weights.
-
-A safetensors file has 8 bytes of header length (little-endian), a JSON header with each tensor's dtype, shape and
-offsets, and the data, so its header determines the size of the file.
-"""
+"""Checks a Hugging Face model folder by its index and the headers of its shards, without reading weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import orjson
-
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import LFS_POINTER, read_weight_map
+from furlong.models.hf_folder import read_weight_map
+from furlong.models.safetensors_header import Shard, StoredTensor, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SHOWN = 5
 COMPARED, COMPARED_BYTES = 256, 1 << 16  # parts of two tensors that are compared, and bytes of each
 _LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One entry of a header. `dtype` as in the file (F32, BF16, I32, ...); `offset` from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A safetensors file: the tensors and size of its header, and its actual size."""
-
-    path: Path
-    tensors: Mapping[str, StoredTensor]
-    needed_bytes: int
-    file_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,36 +52,6 @@ class StoredModel:
     def num_parameters(self) -> int:
         """Number of elements in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
-
-
-def read_header(path: Path) -> Shard:
-    """Read the header of a safetensors file. Raises CheckpointError if it is damaged or something else."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
-            raise CheckpointError(f"{path.name} is a Git LFS pointer of {size} bytes, not the file itself")
-        if len(start) < 8:
-            raise CheckpointError(f"{path.name} has {size} bytes, too few for a header")
-        (length,) = struct.unpack("<Q", start)
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path.name} is not a safetensors file: its header would have {length} bytes")
-        file.seek(8)
-        body = file.read(length)
-    if len(body) < length:
-        raise CheckpointError(f"{path.name} is cut off: {size} bytes, but its header alone has {8 + length}")
-    try:
-        entries: dict[str, Any] = orjson.loads(body)
-        entries.pop("__metadata__", None)
-        tensors: dict[str, StoredTensor] = {}
-        end = 0
-        for name, entry in entries.items():
-            first, last = entry["data_offsets"]
-            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), last - first, 8 + length + first)
-            end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path.name} has a damaged header ({type(error).__name__}: {error})") from error
-    return Shard(path, tensors, 8 + length + end, size)
 
 
 def read_model(folder: Path) -> StoredModel:

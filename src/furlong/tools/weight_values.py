@@ -14,7 +14,8 @@ from furlong.core.catalogue import Diagnosis, Severity, diagnosis
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, damaged_files, find_checkpoint
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.tools.model_folder import INDEX, SINGLE, Shard, StoredTensor, check_model, read_header, read_model
+from furlong.models.safetensors_header import Shard, StoredTensor, read_header
+from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 
 CHUNK_BYTES = 1 << 26
 SHOWN = 5

@@ -17,7 +17,7 @@ from furlong.data.byte_places import rows_at
 from furlong.data.prompt_path import PromptDataPath
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
-from furlong.tools.model_folder import read_header
+from furlong.models.safetensors_header import read_header
 from furlong.wiring.run_context import RunContext
 
 IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of the tool that wrote the file
@@ -47,7 +47,9 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
     yield RunInput("tokenizer", source, files, partial(_tokenizer_settings, folder))
     path = config.data.chat_template_path
     template = getattr(context.tokenizer, "chat_template", None)
-    template_source = source if path is None else f"--chat-template-path {path}"
+    template_source = (
+        f"{source} (chat_template.jinja or tokenizer_config.json)" if path is None else f"--chat-template-path {path}"
+    )
     yield RunInput("chat-template", template_source, settings=lambda: {"chat template": template})
     yield RunInput("config", source, settings=partial(_config_settings, folder))
     yield RunInput("weights", source, _weight_files(folder))

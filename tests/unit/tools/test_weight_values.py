@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from furlong.cli import main
 from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name, write_manifest
 from furlong.errors import CheckpointError, ConfigError
+from furlong.models.safetensors_header import read_header
 from furlong.tools import weight_values as weights
-from furlong.tools.model_folder import read_header
 from furlong.tools.weight_values import bad_values, check_weights
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]

@@ -17,7 +17,7 @@ from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
-from furlong.tools.model_folder import StoredTensor, read_header
+from furlong.models.safetensors_header import StoredTensor, read_header
 from furlong.tools.run_diff import replay_problem
 from furlong.tracking.rollout_dump import check_dump, load_samples
 
