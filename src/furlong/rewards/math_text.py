@@ -83,6 +83,8 @@ def tidy(text: str) -> str:
     >>> tidy(r"\left( \dfrac12,\, 3 \right).")
     '( \\frac{1}{2}, 3 )'
     """
+    if _NUMBER.fullmatch(text):  # most answers, at a tenth of the time
+        return text
     text = _REMOVED.sub(lambda match: match[1] or "", text).replace("{,}", ",").translate(_SIGNS)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s?(\d)\s?(\d)", r"\\frac{\1}{\2}", text)

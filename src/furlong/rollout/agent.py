@@ -278,14 +278,15 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
 
 def check_fields(sample: Sample, source: str) -> None:
     """Raise RolloutError for metadata that is not a dict, and for ids that are not integers."""
+    values = vars(sample)
     for name in ("metadata", "train_metadata"):
-        value: Any = getattr(sample, name)
+        value = values[name]
         if not isinstance(value, dict) and (name == "metadata" or value is not None):
             raise RolloutError(
                 f"{source}: sample {sample.index} has {name} of type {type(value).__name__}; set it to a dict"
             )
     for name in ("index", "group_index", "rollout_id"):
-        value = getattr(sample, name)
+        value = values[name]
         if value is not None and not (_is_integer(value) and abs(value) <= MAX_ID):
             raise RolloutError(
                 f"{source}: a sample has {name} {str(value)[:40]!r}; keep the number set by the data source"
@@ -320,7 +321,7 @@ def _status_from(value: Any, sample: Sample, source: str) -> Status:
 
 
 def _is_integer(value: Any) -> bool:
-    return issubclass(type(value), Integral) and type(value) is not bool
+    return type(value) is int or (issubclass(type(value), Integral) and type(value) is not bool)
 
 
 def check_group(sample: Sample, group_index: int | None, source: str) -> None:

@@ -328,7 +328,7 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
             generation.log_failure("the reward", sample, outcome.reason)
     if not unscored:
         return
-    before = [{name: getattr(sample, name) for name in (*_COLUMNS, *_IDENTITY)} for sample in unscored]
+    before = [vars(sample).copy() for sample in unscored]
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
         outcomes = await generation.reward(unscored)
     for sample, given, fields in zip(unscored, outcomes, before, strict=True):
@@ -348,7 +348,7 @@ _IDENTITY = ("group_index", "index", "rollout_id", "metadata", "train_metadata")
 def _checked_outcome(sample: Sample, before: Mapping[str, Any], outcome: Outcome, vocab_size: int | None) -> Outcome:
     """Return the outcome of a reward call: failed if the function made its sample unusable, which is then repaired.
 
-    before: the fields `_COLUMNS` and `_IDENTITY` before the call. Objects of unchanged fields are the same.
+    before: the fields before the call. Objects of unchanged fields are the same.
     """
     source = "the reward function"
     try:
@@ -359,7 +359,8 @@ def _checked_outcome(sample: Sample, before: Mapping[str, Any], outcome: Outcome
             )
         check_group(sample, before["group_index"], source)
         check_fields(sample, source)
-        if any(getattr(sample, name) is not before[name] for name in _COLUMNS):
+        after = vars(sample)
+        if any(after[name] is not before[name] for name in _COLUMNS):
             check_sample(sample, source, vocab_size)
     except RolloutError as error:
         num_prompt = len(before["tokens"]) - before["response_length"]
