@@ -98,6 +98,13 @@ def test_dumps_after_the_first_are_looked_at(world):
     last.write_bytes(b"{}")
     found = only([each for each in world.look(**asked) if each.severity == "error"], "DATA01")
     assert str(last) in found.finding
+    for name, other in ((last, 1), (world.folder / "dumps" / "0.pt", 2)):
+        last.write_bytes(content)
+        intact = name.read_bytes()
+        name.write_bytes(Path(str(template).format(rollout_id=other)).read_bytes())
+        found = only([each for each in world.look(**asked) if each.severity == "error"], "DATA01")
+        assert names(found.finding, str(name), f"the dump of rollout {other}", f"that of rollout {name.stem}")
+        name.write_bytes(intact)
     last.unlink()
     found = only([each for each in world.look(**asked) if each.severity == "error"], "CFG05")
     assert names(found.finding, "1 of 3", str(last))

@@ -68,7 +68,7 @@ class SavedRun:
         readers |= dict.fromkeys(sorted((self.folder / "model").iterdir()), self.resume)
         readers[self.folder / "prompts.jsonl"] = self.resume
         for path in sorted((self.folder / "dumps").iterdir()):
-            readers[path] = lambda path=path: repr(load_samples(path))
+            readers[path] = lambda path=path: repr(load_samples(path, int(path.stem)))
         readers[self.folder / "bundle.zip"] = self.unpack
         for name in ("config.json", "metrics.jsonl", "events.jsonl", "order.jsonl", "run.log"):
             readers[run / name] = self.report

@@ -200,7 +200,7 @@ def _groups(run: Path, step: int, flags: Mapping[str, Any]) -> list[Group]:
     path = Path(template.replace("{rollout_id}", str(step - 1)))
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; {run} saved the samples of step {step} there: restore the file")
-    return load_samples(path).groups
+    return load_samples(path, step - 1).groups
 
 
 def _checkpoint_files(flags: Mapping[str, Any], step: int) -> dict[str, Path]:

@@ -72,22 +72,34 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
         save_arrays(draft, tensors, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
 
 
-def load_samples(path: Path | str) -> SampleDump:
-    """Read a file written by `save_samples`. Raises DataError for damaged files, other files and other versions."""
+def load_samples(path: Path | str, rollout_id: int | None = None) -> SampleDump:
+    """Read a file written by `save_samples`; with `rollout_id`, one of that training rollout.
+
+    Raises DataError for damaged files, other files, other versions, and dumps of something else than `rollout_id`.
+    """
     path = Path(path)
-    check_dump(path)
+    check_dump(path, rollout_id)
     try:
         tensors, metadata = load_arrays(path, HEADER)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the rollout dump {path}: {error}; write it again") from error
     try:
-        return _dump_of(tensors, int(metadata["rollout_id"]))
+        dump = _dump_of(tensors, int(metadata["rollout_id"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again") from error
+    if rollout_id is not None and (sets := sorted({name for name in dump.names if name})):
+        raise DataError(
+            f"{path} contains the samples of the evaluation after rollout {dump.rollout_id} ({', '.join(sets)}), but "
+            f"its name is that of rollout {rollout_id}; restore the dump of rollout {rollout_id}"
+        )
+    return dump
 
 
-def check_dump(path: Path) -> None:
-    """Check that a dump exists and has the header of one, without reading samples. Raises DataError."""
+def check_dump(path: Path, rollout_id: int | None = None) -> None:
+    """Check that a dump exists and has the header of one, without reading samples. Raises DataError.
+
+    rollout_id: the rollout that the path names, which must be the recorded one; None accepts any.
+    """
     if not path.is_file():
         raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
     try:
@@ -106,6 +118,11 @@ def check_dump(path: Path) -> None:
         raise DataError(
             f"{path} has format {metadata.get('format')!r} version {metadata.get('version')!r}, expected {FORMAT!r} "
             f"version {VERSION!r}; use a file that --save-debug-rollout-data wrote"
+        )
+    if rollout_id is not None and metadata.get("rollout_id") != str(rollout_id):
+        raise DataError(
+            f"{path} contains the dump of rollout {metadata.get('rollout_id')}, but its name is that of rollout "
+            f"{rollout_id}; restore the dump of rollout {rollout_id}, or rename the file"
         )
 
 
@@ -152,7 +169,7 @@ class RolloutDumps:
     @staticmethod
     def load(template: str, rollout_id: int) -> list[Group]:
         """Read the groups of a training rollout."""
-        return load_samples(template.format(rollout_id=rollout_id)).groups
+        return load_samples(template.format(rollout_id=rollout_id), rollout_id).groups
 
 
 def _groups_of(samples: Sequence[Sample]) -> list[Group]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -125,6 +126,23 @@ def test_a_file_that_is_not_a_dump_is_an_error(tmp_path):
     save_file({"x": np.zeros(1)}, tmp_path / "weights.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="format 'pt'"):
         load_samples(tmp_path / "weights.safetensors")
+
+
+def test_a_dump_of_another_rollout_is_an_error_that_names_both_numbers(tmp_path):
+    dumps = RolloutDumps(str(tmp_path / "{rollout_id}.safetensors"))
+    for number in (3, 4):
+        dumps.save(number, [Group(number, [Sample()])])
+    assert [group.index for group in dumps.load(str(dumps.template), 4)] == [4]
+    path = tmp_path / "4.safetensors"
+    shutil.copy(tmp_path / "3.safetensors", path)
+    with pytest.raises(DataError, match=rf"{path} contains the dump of rollout 3, but .* of rollout 4"):
+        dumps.load(str(dumps.template), 4)
+    assert load_samples(path).rollout_id == 3  # a path of no rollout in particular
+
+    dumps.save_evaluation(4, "aime", [Sample(group_index=0)])
+    shutil.copy(tmp_path / "eval_4.safetensors", path)
+    with pytest.raises(DataError, match=rf"{path} contains .* evaluation after rollout 4 \(aime\)"):
+        dumps.load(str(dumps.template), 4)
 
 
 def test_a_failed_write_leaves_only_the_previous_dump(tmp_path, monkeypatch):

@@ -181,9 +181,9 @@ def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
         if number not in missing:
             try:
                 if number != first:
-                    check_dump(path)
+                    check_dump(path, number)
                     continue
-                yield from _unfilled_steps(context, load_samples(path).groups)
+                yield from _unfilled_steps(context, load_samples(path, number).groups)
             except (DataError, RolloutError) as error:
                 yield from_problem(f"--load-debug-rollout-data: {error}", {"rollout_id": number}, "DATA01")
                 return
