@@ -299,7 +299,7 @@ CHECKPOINTS = (
                save / folder_name(4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")),
            remedy="--ckpt-step 2"),
     doctor("no newest checkpoint named", "CKPT01", None,
-           _checkpoints(2, 4, change=lambda save: (save / TRACKER).unlink()), remedy="--ckpt-step 4"),
+           _checkpoints(2, 4, change=lambda save: (save / TRACKER).unlink()), remedy="--ckpt-step"),
     doctor("one checkpoint in place of the folder", "CKPT01", None,
            lambda world: _checkpoints(2)(world) | {"load": world.folder / "save" / folder_name(2)},
            remedy="--ckpt-step 2"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from faults.world import names, only
@@ -27,6 +29,26 @@ def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
     (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": step, "files": sizes}))
     (save / TRACKER).write_text(f"{step}\n")
     return folder
+
+
+def _loop(tracker: Path) -> None:
+    tracker.unlink(missing_ok=True)
+    tracker.symlink_to(tracker.name)
+
+
+def _noise(tracker: Path) -> None:
+    tracker.unlink(missing_ok=True)
+    tracker.write_bytes(bytes(range(128, 256)))
+
+
+# Each leaves a tracker that names no step; the last restores a file that can be written.
+TRACKER_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "deleted": lambda tracker: tracker.unlink(),
+    "a link to itself": _loop,
+    "noise": _noise,
+    "a word": lambda tracker: tracker.write_text("newest"),
+    "empty": lambda tracker: tracker.write_bytes(b""),
+}
 
 
 def test_a_first_start_with_load_equal_to_save_is_healthy(world):
@@ -109,7 +131,7 @@ def test_a_run_that_begins_anew_writes_over_no_checkpoints(world):
     begun = world.folder / "begun"
     write_checkpoint(begun, 2)
     (begun / TRACKER).unlink()  # as if it had been killed within its first commit
-    assert world.look(save=begun, load=begun, num_rollout=9) == []
+    assert [each.id for each in world.look(save=begun, load=begun, num_rollout=9)] == ["CKPT01", "CKPT06"]
 
     write_checkpoint(other, 3)
     found = of_row("CKPT08", world.look(save=save, load=other, num_rollout=9))[0]
@@ -250,15 +272,38 @@ def of_row(row, found):
 def test_checkpoints_whose_newest_is_not_named(world):
     save = world.folder / "save"
     own = {"save": save, "load": save, "num_rollout": 9}
-    write_checkpoint(save, 2)
-    (save / TRACKER).unlink()
-    assert world.look(**own) == []  # as after a kill in the first save
-    write_checkpoint(save, 4)
-    (save / TRACKER).unlink()
-    found = only(world.look(**own), "CKPT01")
-    assert names(found.finding, TRACKER, "2, 4")
-    assert "--ckpt-step 4" in found.remedy
+    for step in (2, 4):
+        newest = write_checkpoint(save, step)
+        for damage in TRACKER_DAMAGE.values():
+            damage(save / TRACKER)
+            found, start = world.look(**own)
+            assert (found.id, found.severity, start.id) == ("CKPT01", "warning", "CKPT06")
+            assert names(found.finding, f"--load {save}", str(save / TRACKER), f"{newest}, which is loaded")
+            assert f"rollout {step}" in start.finding
+    assert names(found.remedy, "2, 4", "--ckpt-step")
     only(world.look(**own, ckpt_step=4), "CKPT06", "info")
+    assert [each.id for each in world.look(load=save, num_rollout=9)] == ["CKPT01", "CKPT06"]
+
+
+@fault("CKPT01")
+@pytest.mark.parametrize("damage", [name for name in TRACKER_DAMAGE if name != "deleted"])
+def test_an_unusable_tracker_without_checkpoints_is_refused(world, damage):
+    save = world.folder / "save"
+    save.mkdir()
+    TRACKER_DAMAGE[damage](save / TRACKER)
+    found = only(of_row("CKPT01", world.look(save=save, load=save)), "CKPT01")
+    assert str(save / TRACKER) in found.finding
+
+
+@fault("CKPT01")
+def test_a_folder_with_incomplete_checkpoints_alone_is_not_a_first_start(world):
+    save = world.folder / "save"
+    (write_checkpoint(save, 2) / MANIFEST).unlink()
+    (save / TRACKER).unlink()
+    found = only(world.look(save=save, load=save), "CKPT01")
+    assert names(found.finding, TRACKER, "no complete checkpoint", folder_name(2))
+    (save / folder_name(2)).rename(save / f"{folder_name(2)}.partial")
+    assert world.look(save=save, load=save) == []
 
 
 @fault("CKPT01")

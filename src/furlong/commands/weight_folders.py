@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import TRACKER, find_checkpoint
+from furlong.core.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
 from furlong.core.files import atomic_folder, write_atomically
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.memory_plan import size_text
@@ -195,7 +195,7 @@ def _source(folder: Path, step: int | None) -> Path:
         return folder
     if (folder / "trainer").is_dir():
         return folder / "trainer"
-    newest = (folder / TRACKER).read_text().strip() if (folder / TRACKER).is_file() else ""
+    newest = tracker_text(folder) if step is None else ""
     name = f"iter_{step:07d}" if step is not None else newest if newest == "release" else f"iter_{newest:0>7}"
     if is_dist_folder(folder / name):
         return folder / name

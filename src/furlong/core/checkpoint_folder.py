@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,18 +40,19 @@ class FileRecord:
 def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, flag: str = "--load") -> Path | None:
     """Return the complete checkpoint of `step`, or the newest one; None if `load_dir` is `save_dir` and has none yet.
 
-    `flag` is the flag that set `load_dir`. Raises CheckpointError if the checkpoint is missing or incomplete, or if the
-    folder contains something else.
+    Without a usable tracker, the newest is that of the highest step; `recovery` describes that. `flag` is the flag that
+    set `load_dir`. Raises CheckpointError if the checkpoint is missing or incomplete, or if the folder contains
+    something else.
     """
     if step is None:
         step = newest_step(load_dir)
     if step is None:
-        if save_dir is not None and load_dir.resolve() == save_dir.resolve():
+        if is_first_start(load_dir, save_dir):
             return None
         content = sorted(p.name for p in load_dir.iterdir())[:8] if load_dir.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{flag} {load_dir}: no {TRACKER} in that folder ({content}). To start from a Hugging "
-            "Face model use --hf-checkpoint; to resume use the --save folder of the run"
+            f"{flag} {load_dir}: no {TRACKER} and no complete checkpoint in that folder ({content}). To start from "
+            "a Hugging Face model use --hf-checkpoint; to resume use the --save folder of the run"
         )
     folder = load_dir / folder_name(step)
     if (problem := torch_format_problem(folder)) is not None:
@@ -89,8 +91,7 @@ def find_initial_weights(load: str | None, *, step: int | None, finetune: bool) 
 
 def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     """Return the folder of a Hugging Face model or a Megatron-LM checkpoint at `folder`, or None."""
-    tracker = folder / TRACKER
-    newest = _tracker_text(tracker) if step is None and tracker.is_file() else ""
+    newest = tracker_text(folder) if step is None else ""
     name = folder_name(step if step is not None else int(newest)) if step is not None or newest.isdecimal() else newest
     if (folder / "config.json").is_file() or (folder / DIST_INDEX).is_file():
         return folder
@@ -129,30 +130,73 @@ def step_from_folder(folder: Path) -> int:
 
 
 def newest_step(save_dir: Path) -> int | None:
-    """Return the step in the tracker file; None without one. Raises CheckpointError if its content is not a step."""
-    tracker = save_dir / TRACKER
-    if not tracker.exists():
-        return None
-    text = _tracker_text(tracker)
-    if not (text.isascii() and text.isdigit()):
-        named = save_dir / text
-        if named.parent == save_dir and (problem := torch_format_problem(named)) is not None:
-            raise CheckpointError(problem)
-        raise CheckpointError(f"{tracker} contains {text[:40]!r}, expected a checkpoint number; use --ckpt-step")
-    return int(text)
+    """Return the step in the tracker file, without a usable one that of the newest complete checkpoint, else None.
+
+    Raises CheckpointError if the file is unusable and there is no complete checkpoint.
+    """
+    text = tracker_text(save_dir)
+    if text.isdigit():
+        return int(text)
+    named = save_dir / text
+    if named.parent == save_dir and (problem := torch_format_problem(named)) is not None:
+        raise CheckpointError(problem)
+    if complete := find_complete_folders(save_dir):
+        return step_from_folder(complete[-1])
+    if (problem := _tracker_problem(save_dir)) is not None:
+        raise CheckpointError(f"{problem}; use --ckpt-step")
+    return None
 
 
-def _tracker_text(tracker: Path) -> str:
-    """Return the content of a tracker file. Raises CheckpointError if it cannot be read or is not a short text."""
+def recovery(load_dir: Path) -> str | None:
+    """Return why the newest checkpoint in `load_dir` is not the one of the tracker; None if it is, or without any."""
+    complete = find_complete_folders(load_dir)
+    tracker = load_dir / TRACKER
+    problem = _tracker_problem(load_dir) if os.path.lexists(tracker) else f"{tracker} is missing"
+    return f"{problem}; the newest complete checkpoint is {complete[-1]}" if complete and problem else None
+
+
+def is_first_start(load_dir: Path, save_dir: Path | None) -> bool:
+    """Whether `load_dir` is `save_dir` and has no `iter_*` folder yet, except for unfinished saves."""
+    if save_dir is None or load_dir.resolve() != save_dir.resolve():
+        return False
+    return all(path.name.endswith(PARTIAL) for path in load_dir.glob("iter_*"))
+
+
+def tracker_text(folder: Path) -> str:
+    """Return the content of the tracker file in `folder`; "" without one.
+
+    An unusable one counts as missing if there is a complete checkpoint, otherwise raises CheckpointError.
+    """
+    try:
+        return _read_tracker(folder / TRACKER)
+    except CheckpointError as error:
+        if find_complete_folders(folder):
+            return ""
+        raise CheckpointError(f"{error}; use --ckpt-step") from error
+
+
+def _tracker_problem(folder: Path) -> str | None:
+    """Return why a tracker file does not contain a step; None if it does, or if it does not exist."""
+    tracker = folder / TRACKER
+    try:
+        text = _read_tracker(tracker)
+    except CheckpointError as error:
+        return str(error)
+    is_step = text.isdigit() or not os.path.lexists(tracker)
+    return None if is_step else f"{tracker} contains {text[:40]!r}, expected a checkpoint number"
+
+
+def _read_tracker(tracker: Path) -> str:
+    """Return the content of a tracker file, "" without one. Raises CheckpointError if it is not a short text."""
+    if not os.path.lexists(tracker):  # unlike `exists`, true for a link that leads nowhere
+        return ""
     try:
         text = tracker.read_bytes()[:MAX_TRACKER_BYTES].decode("ascii").strip()
         if not text.isprintable():
             raise ValueError(f"it contains {text[:40]!r}")
         return text
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{tracker} is damaged: {error}; expected a checkpoint number, use --ckpt-step"
-        ) from error
+        raise CheckpointError(f"{tracker} is damaged: {error}, expected a checkpoint number") from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -185,7 +229,9 @@ def saved_num_threads(load_dir: Path, *, step: int | None) -> int | None:
 
 def find_complete_folders(save_dir: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
-    return sorted(p.parent for p in save_dir.glob(f"iter_*/{MANIFEST}") if not p.parent.name.endswith(PARTIAL))
+    steps = (path.parent.name.removeprefix("iter_") for path in save_dir.glob(f"iter_*/{MANIFEST}"))
+    numbers = sorted(int(step) for step in steps if step.isdecimal() and folder_name(int(step)) == f"iter_{step}")
+    return [save_dir / folder_name(number) for number in numbers]
 
 
 def write_manifest(folder: Path, step: int) -> None:

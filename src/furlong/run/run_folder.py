@@ -15,7 +15,7 @@ from typing import TextIO
 from furlong.config.command_line import Resolved, flags_as_written
 from furlong.config.sections import CheckpointFlags
 from furlong.core.catalogue import Problem
-from furlong.core.checkpoint_folder import STATE, TRACKER, find_checkpoint, find_resume_folder
+from furlong.core.checkpoint_folder import STATE, find_checkpoint, find_resume_folder, newest_step
 from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark
 from furlong.errors import CheckpointError, ConfigError
@@ -186,17 +186,20 @@ def free_folder(folder: Path) -> Path:
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
     """Whether --load contains a checkpoint to resume from."""
-    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
-    return folder is not None and (flags.ckpt_step is not None or (folder / TRACKER).exists())
+    try:
+        folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+        return folder is not None and (flags.ckpt_step is not None or newest_step(folder) is not None)
+    except CheckpointError:  # an unusable one, reported by the preflight
+        return True
 
 
 def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
     """Return why a ledger does not match the checkpoint to resume from; None if it does, or without a checkpoint."""
     if not path.is_file() or not _has_checkpoint(flags):
         return None
-    folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
-    assert folder is not None
     try:
+        folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+        assert folder is not None
         checkpoint = find_checkpoint(folder, step=flags.ckpt_step, save_dir=None)
     except CheckpointError:  # reported by the preflight
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER
+from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER, tracker_text
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.tools.model_folder import missing_layers, uneven_layers
@@ -29,10 +29,8 @@ def dist_folder(folder: Path) -> Path | None:
     """Return the Megatron-LM checkpoint that `folder` is or whose tracker names it; None for other folders."""
     if (folder / DIST_INDEX).is_file() or list(folder.glob("__*_*.distcp")):
         return folder
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+    if not (text := tracker_text(folder)):
         return None
-    text = tracker.read_text().strip()
     named = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
     others = [path.parent for path in folder.glob(f"*/{DIST_INDEX}")]
     return named if named in others or (others and not named.exists()) else None

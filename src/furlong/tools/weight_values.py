@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, check_manifest, damaged_files, find_checkpoint
+from furlong.core.checkpoint_folder import (
+    MANIFEST,
+    TRACKER,
+    check_manifest,
+    damaged_files,
+    find_checkpoint,
+    find_complete_folders,
+    recovery,
+)
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.safetensors_header import Shard, StoredTensor, read_header
@@ -86,7 +95,8 @@ def check_weights(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
     """Check a model folder, a `--save` folder, or one `iter_*` in it. Raises ConfigError for other folders."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; use a model folder, or one that --save wrote")
-    if (folder / TRACKER).is_file() or (folder / MANIFEST).is_file() or folder.name.startswith("iter_"):
+    is_trainer = os.path.lexists(folder / TRACKER) or find_complete_folders(folder) or (folder / MANIFEST).is_file()
+    if is_trainer or folder.name.startswith("iter_"):
         return _check_trainer(folder, with_values=with_values)
     if not (folder / "config.json").is_file() and not list(folder.glob("*.safetensors*")):
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
@@ -122,11 +132,15 @@ def _missing_files(folder: Path) -> list[Diagnosis]:
 
 
 def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
-    """CKPT01: a checkpoint that --load refuses, with the same message, or with unreadable files."""
+    """CKPT01: a checkpoint that --load refuses, with the same message, or an unreadable file or tracker."""
+    diagnoses: list[Diagnosis] = []
     try:
-        if (folder / TRACKER).is_file():
+        if os.path.lexists(folder / TRACKER) or find_complete_folders(folder):
             step = find_checkpoint(folder, step=None, save_dir=None, flag="checkpoint")
-            assert step is not None  # there is a tracker
+            assert step is not None  # without save_dir a missing checkpoint raises
+            if (why := recovery(folder)) is not None:
+                remedy = f"no action needed to resume; the next save writes {TRACKER}"
+                diagnoses.append(diagnosis("CKPT01", f"{why}, which is checked", remedy=remedy, severity="warning"))
             folder = step
         elif (folder / MANIFEST).is_file():
             check_manifest(folder)
@@ -136,7 +150,6 @@ def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
             raise CheckpointError("; ".join(damaged))
     except CheckpointError as error:
         return [diagnosis("CKPT01", str(error), remedy="resume from another checkpoint with --ckpt-step")]
-    diagnoses: list[Diagnosis] = []
     shards: dict[str, Shard] = {}
     for path in sorted((folder / "trainer").rglob("*.safetensors")):
         try:

@@ -228,6 +228,40 @@ def test_ckpt_step_picks_a_checkpoint_even_without_tracker(tmp_path):
     assert found.name == "iter_0000002"
 
 
+def test_newest_complete_checkpoint_is_resumed_without_a_usable_tracker(tmp_path, caplog):
+    save(tmp_path, 2, 4)
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    (tmp_path / "iter_0000006").mkdir()  # without a manifest
+    for damage in (path.unlink, lambda: path.symlink_to(path.name), lambda: path.unlink() or path.mkdir()):
+        damage()
+        for save_dir in (tmp_path, None):
+            caplog.clear()
+            assert asyncio.run(Checkpoints(load_dir=tmp_path, save_dir=save_dir).restore(fake_parts(World())))[0] == 4
+            [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
+            assert str(path) in warning
+            assert f"{tmp_path / 'iter_0000004'}, from which" in warning
+    path.rmdir()
+    path.write_text("2\n")  # a kill before the tracker names 4
+    caplog.clear()
+    assert asyncio.run(Checkpoints(load_dir=tmp_path).restore(fake_parts(World())))[0] == 2
+    assert [each for each in caplog.records if each.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize("text", ["", "release", "\0", "é"])
+def test_unusable_tracker_without_a_checkpoint_is_named(text, tmp_path):
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{path}.*expected a checkpoint number.*--ckpt-step"):
+        Checkpoints(load_dir=tmp_path, save_dir=tmp_path).find()
+
+
+def test_complete_folders_are_in_the_order_of_their_steps(tmp_path):
+    for name in ("iter_9999999", "iter_10000000", "iter_0000002.partial", "iter_x", "iter_3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    assert [step_from_folder(folder) for folder in find_complete_folders(tmp_path)] == [9999999, 10000000]
+
+
 def test_missing_step_names_those_that_are_there(tmp_path):
     save(tmp_path, 2, 4)
     with pytest.raises(CheckpointError, match=r"iter_0000003 is not a complete checkpoint.*\[2, 4\].*--ckpt-step"):
@@ -249,7 +283,6 @@ def test_truncated_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("latest_checkpointed_iteration.txt", "release", "'release'"),
         ("iter_0000002/manifest.json", "{", r"manifest\.json"),
         ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 2"),
     ],

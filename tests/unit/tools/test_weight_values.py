@@ -14,6 +14,7 @@ from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, f
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.safetensors_header import read_header
 from furlong.tools import weight_values as weights
+from furlong.tools.dist_checkpoint import dist_folder
 from furlong.tools.weight_values import bad_values, check_weights
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
@@ -124,6 +125,21 @@ def test_trainer_checkpoint_is_refused_with_the_message_of_load(saved):
     (saved / folder_name(3) / MANIFEST).unlink()
     (unfinished,) = check_weights(saved / folder_name(3))
     assert (unfinished.id, MANIFEST in unfinished.finding) == ("CKPT01", True)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00"])
+def test_the_newest_checkpoint_is_checked_without_a_usable_tracker(saved, content):
+    (saved / TRACKER).unlink()
+    if content is not None:
+        (saved / TRACKER).write_bytes(content)
+    (finding,) = check_weights(saved)
+    assert (finding.id, finding.severity) == ("CKPT01", "warning")
+    assert all(str(path) in finding.finding for path in (saved / TRACKER, saved / folder_name(3)))
+    assert dist_folder(saved) is None
+    (saved / folder_name(3) / MANIFEST).unlink()
+    if content is not None:
+        with pytest.raises(CheckpointError, match=str(saved / TRACKER)):
+            find_checkpoint(saved, step=None, save_dir=saved)
 
 
 def test_a_changed_byte_of_a_trainer_checkpoint_is_found_with_its_file(saved):

@@ -12,7 +12,7 @@ ROWS = (
         "error",
         symptom="Text is garbled from the first rollout, or a log says that no checkpoint was loaded.",
         cause="A trainer checkpoint has latest_checkpointed_iteration.txt; a Hugging Face model does not.",
-        checked="--load and --ref-load contain latest_checkpointed_iteration.txt, and the iteration in it is complete.",
+        checked="--load and --ref-load contain a complete checkpoint, and latest_checkpointed_iteration.txt names it.",
         remedy="Use the folder that --save wrote, select a step with --ckpt-step, or start from a Hugging Face model "
         "with --hf-checkpoint.",
         guides=(MQ, MD, SQ, ST),

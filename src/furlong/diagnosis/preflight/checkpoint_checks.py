@@ -21,8 +21,10 @@ from furlong.core.checkpoint_folder import (
     find_foreign_weights,
     find_resume_folder,
     folder_name,
+    is_first_start,
     newest_step,
     read_state,
+    recovery,
     start_problem,
     step_from_folder,
 )
@@ -110,7 +112,7 @@ def _no_checkpoint(source: _Source) -> Diagnosis | None:
             step = newest_step(source.folder)
         if step is not None:
             find_checkpoint(source.folder, step=step, save_dir=source.save, flag=source.flag)
-            return None
+            return _recovered(source)
     except CheckpointError as error:
         if "in the format torch" in str(error):
             finding, _, remedy = str(error).removeprefix(f"{source.flag} ").rpartition("; ")
@@ -124,6 +126,21 @@ def _no_checkpoint(source: _Source) -> Diagnosis | None:
             evidence=source.evidence,
         )
     return _no_tracker(source)
+
+
+def _recovered(source: _Source) -> Diagnosis | None:
+    """Report a missing or unusable tracker, without which the newest complete checkpoint is loaded; None with one."""
+    if source.step is not None or (why := recovery(source.folder)) is None:
+        return None
+    return diagnosis(
+        "CKPT01",
+        f"{source.flag} {source.folder}: {why}, which is loaded",
+        cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing it.",
+        remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, source.steps))} "
+        f"(use {source.step_flag}); to start over, use another folder",
+        severity="warning",
+        evidence=source.evidence,
+    )
 
 
 def _no_such_step(source: _Source, step: int) -> Diagnosis:
@@ -142,18 +159,8 @@ def _no_such_step(source: _Source, step: int) -> Diagnosis:
 
 def _no_tracker(source: _Source) -> Diagnosis | None:
     """Report that no file names the newest checkpoint; None if this may be the first run that saves there."""
-    if source.save is not None and source.save.resolve() == source.folder.resolve():
-        if len(source.steps) < 2:
-            return None  # its first start, or the first save was killed before the tracker was written
-        return diagnosis(
-            "CKPT01",
-            f"{source.flag} {source.folder}: no {TRACKER} in that folder, but complete checkpoints of steps "
-            f"{', '.join(map(str, source.steps))}: the run would start from the beginning and overwrite them",
-            cause="The file was deleted, or not copied with the folders.",
-            remedy=f"use {source.step_flag} {source.steps[-1]} to resume from the newest, or another "
-            "folder to start over",
-            evidence=source.evidence,
-        )
+    if is_first_start(source.folder, source.save):
+        return None
     if source.folder.name in [folder.name for folder in find_complete_folders(source.folder.parent)]:
         return diagnosis(
             "CKPT01",
@@ -164,12 +171,11 @@ def _no_tracker(source: _Source) -> Diagnosis | None:
         )
     names = sorted(path.name for path in source.folder.iterdir())
     content = abbreviate(names, SHOWN) or "nothing"
-    remedies = [f"use {source.step_flag} {source.steps[-1]}, which is complete"] if source.steps else []
-    remedies.append(f"to resume, use the folder of --save; {source.step_flag} N selects a checkpoint")
     return diagnosis(
         "CKPT01",
-        f"{source.flag} {source.folder}: no {TRACKER} in that folder (it contains: {content}).",
-        remedy="; ".join(remedies),
+        f"{source.flag} {source.folder}: no {TRACKER} and no complete checkpoint in that folder (it contains: "
+        f"{content}).",
+        remedy=f"to resume, use the folder of --save; {source.step_flag} N selects a checkpoint",
         evidence=source.evidence | {"holds": names[:SHOWN]},
     )
 
