@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+
+import psutil
+import pytest
 
 from runs import finish, flags, rows, start, write_prompts
 
@@ -36,3 +40,36 @@ def test_module_reports_and_diagnoses(model, tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert head.stderr == ""
+
+
+STARTS_PROCESSES = """
+import asyncio, subprocess
+
+started = []
+
+async def generate(args, sample, sampling_params):
+    if not started:
+        started.append("once")
+        started.append(await asyncio.create_subprocess_exec("sleep", "{seconds}"))
+        started.append(subprocess.Popen(["sleep", "{seconds}"], start_new_session=True))
+    sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], text="ab")
+    return sample
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_generate_function_end_with_the_run(model, tmp_path):
+    data = write_prompts(tmp_path / "prompts.jsonl", 8)
+    seconds = str(10**7 + os.getpid())
+    module = tmp_path / "module.py"
+    module.write_text(STARTS_PROCESSES.format(seconds=seconds))
+    argv = flags(model, data, "run", num_rollout=1, custom_generate_function_path=f"{module}:generate")
+    code, _, err = finish(start(["train", *argv], tmp_path / "work"))
+    assert code == 0, err
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
+    for process in left:
+        process.kill()
+    assert not left
+    log = (tmp_path / "work" / "run" / "run.log").read_text()
+    (line,) = [line for line in log.splitlines() if f"sleep {seconds}" in line]
+    assert "killed 2 processes" in line

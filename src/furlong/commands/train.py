@@ -17,13 +17,9 @@ def train(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
         show(help_text(about, width=terminal_width(80, 110)))
         return 0
     from furlong.config.command_line import examine
-    from furlong.core.process_tree import kill_processes_of_user_code
     from furlong.core.user_code import exits_raise
     from furlong.run.launch import run
 
-    try:
-        with exits_raise():
-            run(*examine(words, preset=preset))
-    finally:
-        kill_processes_of_user_code()
+    with exits_raise():
+        run(*examine(words, preset=preset), owns_process=True)
     return 0

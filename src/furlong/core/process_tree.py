@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,10 +41,3 @@ def close_in_forked_children(*descriptors: int) -> None:
             os.close(descriptor)
 
     os.register_at_fork(after_in_child=close)
-
-
-def kill_processes_of_user_code() -> None:
-    """Kill processes that user code started here with `multiprocessing`; Python would wait for them at its exit."""
-    multiprocessing: Any = sys.modules.get("multiprocessing")
-    for process in [] if multiprocessing is None else multiprocessing.active_children():
-        process.kill()

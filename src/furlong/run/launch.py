@@ -18,6 +18,7 @@ from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import exits_fail_the_run
+from furlong.core.user_processes import ending_user_processes
 from furlong.errors import ConfigError, DiagnosisError, FurlongError, TerminatedError
 from furlong.machine import (
     Threads,
@@ -69,14 +70,15 @@ class Interrupt:
             self._end(reason)
 
 
-def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
+def run(resolved: Resolved, problems: Sequence[Problem] = (), *, owns_process: bool = False) -> int:
     """Check the configuration, create the run directory and train; returns the number of rollouts trained.
 
     `problems` are those of reading the flags. Raises ConfigError with all of them and with every error of the preflight
-    before anything is written; SystemExit with code 143 after SIGTERM has ended the run.
+    before anything is written; SystemExit with code 143 after SIGTERM has ended the run. `owns_process`: nothing but
+    the run starts processes in this process, so that those which are left are killed at its end.
     """
     findings = check_before_run(resolved, problems)
-    return run_in_folder(run_folder(resolved), resolved, findings)
+    return run_in_folder(run_folder(resolved), resolved, findings, owns_process=owns_process)
 
 
 def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
@@ -88,14 +90,20 @@ def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> li
 
 
 def run_in_folder(
-    folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], interrupt: Interrupt | None = None
+    folder: Path,
+    resolved: Resolved,
+    findings: Sequence[Diagnosis],
+    interrupt: Interrupt | None = None,
+    *,
+    owns_process: bool = False,
 ) -> int:
     """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
     config = resolved.config
     disable_nccl_cumem()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = lock_save_folder(config.checkpoint.save)
-    with log_run(config.track.log_level, folder / RUN_LOG), saving, fixed:
+    ending = ending_user_processes() if owns_process else contextlib.nullcontext()
+    with log_run(config.track.log_level, folder / RUN_LOG), ending, saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from furlong.core import user_processes
+from furlong.core.user_processes import MARK, ending_user_processes
+
+DAEMON = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(1000)"
+
+
+def orphans() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if DAEMON in _words(p) and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def run_until_orphaned() -> None:
+    subprocess.run([sys.executable, "-c", DAEMON], check=True)
+    deadline = time.monotonic() + 20
+    while not orphans() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert orphans()
+
+
+@pytest.mark.parametrize(
+    ("start", "command"),
+    [
+        (lambda: subprocess.Popen(["sleep", "1234"]), "sleep 1234"),
+        (
+            lambda: subprocess.Popen(["sleep", "1234"], start_new_session=True, env={"PATH": os.environ["PATH"]}),
+            "sleep",
+        ),
+        (lambda: subprocess.Popen("sleep 1234 & wait", shell=True), "sleep 1234 & wait"),
+        (run_until_orphaned, "os.setsid()"),
+    ],
+    ids=["subprocess", "session", "shell", "daemon"],
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_processes_started_in_the_body_are_killed_and_named_in_one_line(start, command, caplog):
+    before = set(psutil.Process().children(recursive=True))
+    with caplog.at_level(logging.WARNING), ending_user_processes():
+        start()
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == [] == orphans()
+    assert MARK not in os.environ
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("furlong")]
+    assert command in line
+
+
+def test_processes_of_asyncio_are_killed():
+    async def start() -> int:
+        with ending_user_processes():
+            process = await asyncio.create_subprocess_exec("sleep", "1234", start_new_session=True)
+        return await process.wait()
+
+    assert asyncio.run(start()) != 0
+
+
+def test_processes_of_the_host_program_are_left_alone(caplog):
+    tree = subprocess.Popen("sleep 1235 & wait", shell=True)
+    try:
+        with caplog.at_level(logging.WARNING), contextlib.suppress(KeyError), ending_user_processes():
+            raise KeyError
+        assert tree.poll() is None
+        assert psutil.Process(tree.pid).children()
+        assert caplog.records == []
+    finally:
+        for process in [*psutil.Process(tree.pid).children(), psutil.Process(tree.pid)]:
+            process.kill()
+        tree.wait()
+
+
+def test_helpers_of_installed_packages_end_by_themselves(caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr(user_processes, "_PACKAGES", (str(tmp_path),))
+    script = tmp_path / "helper.py"
+    script.write_text("input()")
+    with caplog.at_level(logging.WARNING), ending_user_processes():
+        helper = subprocess.Popen([sys.executable, "-u", script], stdin=subprocess.PIPE)
+    assert caplog.records == []
+    assert helper.poll() is None
+    helper.communicate(b"\n")
