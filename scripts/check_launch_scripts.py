@@ -280,6 +280,11 @@ def judge(request: dict[str, Any]) -> list[dict[str, str]]:
     return said + [{"id": "CFG05", "severity": "error", "text": text} for text in problems_of_gpus]
 
 
+def _by_number(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Return names with their numbers, the largest first; equal numbers in alphabetical order."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
 def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Return the lines of the table and the counts."""
     width = max((len(verdict.script) for verdict in verdicts), default=0)
@@ -296,7 +301,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
         *lines,
         "",
         f"{len(verdicts)} scripts: {summary}",
-        *(f"  {n:3} {name}" for name, n in categories.most_common()),
+        *(f"  {n:3} {name}" for name, n in _by_number(categories)),
     ]
 
 
@@ -304,7 +309,7 @@ def page(verdicts: Sequence[Verdict]) -> list[str]:
     """Return the lines of the documentation's page."""
     counts = Counter(verdict.status for verdict in verdicts)
     refused = Counter(verdict.category for verdict in verdicts if verdict.status != "pass")
-    reasons = ", ".join(f"{name} ({count})" for name, count in refused.most_common())
+    reasons = ", ".join(f"{name} ({count})" for name, count in _by_number(refused))
     lines = [*PAGE.format(total=len(verdicts), passed=counts["pass"], reasons=reasons).splitlines(), ""]
     lines += ["| script | model | here | flags without effect |", "|---|---|---|---|"]
     for verdict in verdicts:
