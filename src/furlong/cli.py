@@ -92,10 +92,14 @@ def check_encoding(words: Sequence[str]) -> None:
     wrong = [word for word in words if not word.isascii()]
     if encoding != "utf-8" and wrong:
         shown = wrong[0].encode(encoding, "surrogateescape").decode("utf-8", "replace")
-        raise ConfigError(
-            f"the locale decodes file names as {encoding}, but {shown!a} is not ASCII; set PYTHONUTF8=1, or a "
-            "UTF-8 locale such as LC_ALL=C.UTF-8"
-        )
+        raise ConfigError(_locale_problem(encoding, shown))
+
+
+def _locale_problem(encoding: str, path: str) -> str:
+    return (
+        f"the locale decodes file names as {encoding}, but {path!a} is not ASCII; set PYTHONUTF8=1, or a "
+        "UTF-8 locale such as LC_ALL=C.UTF-8"
+    )
 
 
 def _exit_code(name: str, command: Callable[[], int]) -> int:
@@ -104,6 +108,12 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
         return command()
     except ConfigError as error:
         print(redact_credentials(problems_text(error)), file=sys.stderr)
+        return 2
+    except UnicodeEncodeError as error:  # of a path that a YAML or data file names
+        encoding = sys.getfilesystemencoding()
+        if encoding == "utf-8" or error.object.isascii():
+            raise
+        print(redact_credentials(problems_text(ConfigError(_locale_problem(encoding, error.object)))), file=sys.stderr)
         return 2
     except FurlongError as error:
         notes: list[str] = getattr(error, "__notes__", [])

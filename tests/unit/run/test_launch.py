@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import furlong
-from furlong.cli import check_encoding, main
+from furlong.cli import _exit_code, check_encoding, main
 from furlong.config.command_line import Resolved, load
 from furlong.config.evaluation import EvalSpec
 from furlong.config.flag_spec import flag_specs
@@ -372,3 +372,15 @@ def test_words_beyond_ascii_need_a_utf8_locale(monkeypatch: pytest.MonkeyPatch) 
     check_encoding(["--load", "de"])
     with pytest.raises(ConfigError, match=r"as ascii, but 'd\\xe9' .*PYTHONUTF8=1"):
         check_encoding(["--load", "d\udcc3\udca9"])
+
+
+def test_paths_beyond_ascii_in_a_file_need_a_utf8_locale(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def command() -> int:
+        "run/dé".encode("ascii")
+        return 0
+
+    with pytest.raises(UnicodeEncodeError):
+        _exit_code("furlong train", command)
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert _exit_code("furlong train", command) == 2
+    assert r"as ascii, but 'run/d\xe9' is not ASCII; set PYTHONUTF8=1" in capsys.readouterr().err
