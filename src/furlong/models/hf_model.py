@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
+from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
 from furlong.models.hf_folder import (
@@ -163,8 +164,9 @@ def load_model(
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
+        files = abbreviate(sorted(file.name for file in path.glob("*.safetensors")), 3)
         raise CheckpointError(
-            f"the weights in {path} do not fit its config.json: "
+            f"the weights in {path} ({files}) do not fit its config.json: "
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
         )
