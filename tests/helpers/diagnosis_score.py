@@ -259,7 +259,7 @@ def score_table(outcomes: Sequence[Outcome], tests: Mapping[str, int]) -> list[s
     faults = [outcome for outcome in outcomes if outcome.case.rows]
     by_row = Counter(outcome.case.rows[0] for outcome in faults)
     lines = [
-        "| row | tests that inject it | faults scored | named | with the right fix | of these tried | "
+        "| row | tests that inject it | faults scored | named | with the right fix | fixes applied | "
         "false second diagnoses |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -71,8 +71,8 @@ def _evaluation_problems(values: dict[str, Any]) -> Iterator[str]:
     rollout, evaluation = _dotted(values.get("rollout_function_path")), _dotted(values.get("eval_function_path"))
     if evaluation == GENERATION and rollout not in (None, GENERATION, DEMONSTRATIONS, FULLY_ASYNC):
         yield (
-            f"--eval-function-path {evaluation} beside --rollout-function-path {rollout} is not supported; remove it "
-            "and let your function handle evaluation=True"
+            f"--eval-function-path {evaluation} together with --rollout-function-path {rollout} is not "
+            "supported; remove it and let your function handle evaluation=True"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run stands on: its data, tokenizer, chat template, model configuration and weights, identified by content.
+"""The inputs of a run: its data, tokenizer, chat template, model configuration and weights, identified by content.
 
 A checkpoint contains a record of all inputs: files by the xxh3-128 checksum of every block, settings by key and value.
 A run that resumes from it compares the record with its own, so that a change underneath is refused with its place.

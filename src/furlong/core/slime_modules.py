@@ -23,7 +23,7 @@ TABLE = "furlong.slime_api.table"  # above this layer: imported when the first m
 logger = logging.getLogger(__name__)
 
 
-class _Table(Protocol):
+class _NameTable(Protocol):
     """What `furlong.slime_api.table` contains: targets by module and name, and remedies for the rest."""
 
     NAMES: Mapping[str, Mapping[str, str]]
@@ -123,5 +123,5 @@ def _installed() -> str | None:
     return None
 
 
-def _table() -> _Table:
-    return cast("_Table", importlib.import_module(TABLE))
+def _table() -> _NameTable:
+    return cast("_NameTable", importlib.import_module(TABLE))

@@ -3,7 +3,7 @@
     SAVE/latest_checkpointed_iteration.txt     the number of rollouts trained, e.g. 10
     SAVE/iter_0000010/manifest.json            every file with size and checksum; written last, incomplete without it
     SAVE/iter_0000010/state.json               data source, ledger position
-    SAVE/iter_0000010/inputs.json              what the run stands on: data, tokenizer, weights, by content
+    SAVE/iter_0000010/inputs.json              the run's inputs: data, tokenizer, weights, by content
     SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts generated ahead
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
 

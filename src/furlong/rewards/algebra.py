@@ -13,7 +13,7 @@ from math_verify import parse, verify
 from sympy import Basic, Float, MatrixBase, Rational
 
 from furlong.errors import DataError
-from furlong.rewards.math_text import Parts, parts_of, quick_equal, tidy
+from furlong.rewards.math_text import AnswerParts, parts_of, quick_equal, tidy
 from furlong.rewards.verifiers import answer_text, final_part, labels_from, quick_deepscaler, quick_math
 
 # The library warns on every call whose time limit (an alarm signal) is disabled, as all of them are below.
@@ -66,7 +66,7 @@ def _equal(answer: str, parsed: list[Any], label: str, raw_label: str, depth: in
     return _equal_expressions(gold, parsed)
 
 
-def _equal_parts(a: Parts, b: Parts, depth: int) -> bool:
+def _equal_parts(a: AnswerParts, b: AnswerParts, depth: int) -> bool:
     def same(answer: str, label: str) -> bool:
         return _equal(answer, parse(f"${answer}$", parsing_timeout=0), label, label, depth + 1)
 

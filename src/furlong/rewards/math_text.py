@@ -175,7 +175,7 @@ Kind = Literal["matrix", "set", "ordered"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class AnswerParts:
     r"""An answer that consists of parts: rows of a matrix, elements of a set or tuple.
 
     `brackets` are those of a tuple, list or interval, which order their elements: "(]" for `(1,2]`.
@@ -199,7 +199,7 @@ _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 _DEFINED_BY = re.compile(r"\\mid|\||:|\\in(?![a-z])|\\ldots|\\dots|\\cdots")
 
 
-def parts_of(text: str) -> Parts | None:
+def parts_of(text: str) -> AnswerParts | None:
     r"""Take a tidy answer apart if all of it is one matrix, set, tuple, list or interval; else return None.
 
     >>> parts_of(r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}").rows
@@ -209,14 +209,14 @@ def parts_of(text: str) -> Parts | None:
         if bool(match["left"]) != bool(match["right"]):
             return None
         rows = [_split(row, "&") for row in _split(_RULES.sub("", match["body"]), "\\\\")]
-        return Parts("matrix", tuple(tuple(row) for row in rows if any(row)))
+        return AnswerParts("matrix", tuple(tuple(row) for row in rows if any(row)))
     if text.startswith(r"\{") and text.endswith(r"\}"):
         inner = text[2:-2]
         is_list = _is_group(text) and not _DEFINED_BY.search(inner)
-        return Parts("set", (tuple(_split(inner, ",")),) if inner.strip() else ()) if is_list else None
+        return AnswerParts("set", (tuple(_split(inner, ",")),) if inner.strip() else ()) if is_list else None
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_group(text):
         elements = _split(text[1:-1], ",")
-        return Parts("ordered", (tuple(elements),), text[0] + text[-1]) if len(elements) > 1 else None
+        return AnswerParts("ordered", (tuple(elements),), text[0] + text[-1]) if len(elements) > 1 else None
     return None
 
 

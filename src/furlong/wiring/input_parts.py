@@ -1,4 +1,4 @@
-"""Lists what a run stands on, so that a resume can compare it with the checkpoint."""
+"""Lists the inputs of a run, so that a resume can compare it with the checkpoint."""
 
 from __future__ import annotations
 
