@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Inherited by the processes that are started. Ray does not copy it to workers, unlike FURLONG_*.
 MARK = "_FURLONG_STARTED_BY"
 _KILLED_WITHIN_S = 5
-_PASSES = 3  # a process may start another one while it is looked for
+_PASSES = 6  # a process may start another one while it is looked for
 _MAX_CHARS = 120  # of a command that is logged
 _PACKAGES = (str(Path(__file__).parent.parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
@@ -42,9 +42,11 @@ def ending_user_processes() -> Generator[None]:
     finally:
         os.environ.pop(MARK, None)
         ended: dict[psutil.Process, str] = {}
+        num_empty = 0
         for _ in range(_PASSES):
             found = _started_since(before, mark)
-            if not found.keys() - ended.keys():
+            num_empty = 0 if found.keys() - ended.keys() else num_empty + 1
+            if num_empty == 2:  # a process that forks during one pass is seen by the next
                 break
             ended |= found
             for process in found:

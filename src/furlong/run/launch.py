@@ -196,6 +196,17 @@ def _resume_hint(config: Config) -> str:
     return f"resume from the last checkpoint with the same command and --load {save}"
 
 
+def _reason_of_cancel(built: Built, ended_by: list[Reason], lost: list[FurlongError]) -> BaseException | None:
+    """Return why the loop was cancelled: a signal, a lost trainer process, a diagnosis, or None for another reason."""
+    if ended_by:
+        return TerminatedError(ended_by[0])
+    if lost:
+        return lost[0]
+    if (diagnosis := built.watch.ended_by) is not None:
+        return DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}")
+    return None
+
+
 async def _drive(
     built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
 ) -> int:
@@ -242,12 +253,8 @@ async def _drive(
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{diagnosis.text()}")
         return step
     except asyncio.CancelledError:
-        if ended_by:
-            raise TerminatedError(ended_by[0]) from None
-        if lost:
-            raise lost[0] from None
-        if (diagnosis := built.watch.ended_by) is not None:
-            raise DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}") from None
+        if (error := _reason_of_cancel(built, ended_by, lost)) is not None:
+            raise error from None
         raise
     finally:
         closing.append(True)  # a signal from now on would replace the error that ended the run

@@ -14,7 +14,10 @@ import pytest
 from furlong.core import user_processes
 from furlong.core.user_processes import MARK, ending_user_processes
 
-DAEMON = f"{os.getpid()}; import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(1000)"
+DAEMON = (
+    f"{os.getpid()}; import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+    "time.sleep(1000)"
+)
 
 
 def orphans() -> list[psutil.Process]:
