@@ -87,10 +87,8 @@ async def train(
         logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, schedule.num_rollout)
     update_weights = WeightUpdater(parts.sync, parts.observer, parts.device_sharing)
     await update_weights(step)
-    if step < schedule.num_rollout:
-        if on_start is not None:
-            on_start()
-        checkpoints.record_changes(parts)
+    if on_start is not None and step < schedule.num_rollout:
+        on_start()
     recorder = StepRecorder(parts.trackers, defers_evaluations=schedule.ahead > 0)
     stream = RolloutStream(parts, first=step, end=schedule.num_rollout, ahead=schedule.ahead, pause=schedule.pause_mode)
     async with checkpoints.settled(), stream:

@@ -232,6 +232,7 @@ async def _drive(
     def begin() -> None:
         on_start()
         built.ledger.begin()
+        built.checkpoints.record_changes(built.parts)
 
     def end(reason: Reason) -> None:
         if closing:
