@@ -175,7 +175,8 @@ RULES = [
     ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only | --debug-train-only"),
     ('--apply-chat-template-kwargs {"a":1}', "--apply-chat-template-kwargs {'a': 1} | --apply-chat-template"),
     ("--num-rollout 0", "--num-rollout 0"),
-    ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a | 1"),
+    ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a | no file a"),
+    ("--eval-interval 1 --eval-prompt-data a b c", "--eval-prompt-data a b c | 3 words"),
     ("--eval-interval 1 --eval-config none.yaml", "--eval-config none.yaml"),
     ("--disable-rollout-global-dataset "
      "--rollout-function-path m.f",

@@ -54,6 +54,7 @@ def run_until_orphaned() -> None:
     ids=["subprocess", "session", "shell", "daemon"],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.slow
 def test_processes_started_in_the_body_are_killed_and_named_in_one_line(start, command, caplog):
     before = set(psutil.Process().children(recursive=True))
     with caplog.at_level(logging.WARNING), ending_user_processes():
