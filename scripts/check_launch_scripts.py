@@ -137,7 +137,7 @@ def shadow(slime_dir: Path, folder: Path) -> Path:
 
 
 def verdict_of(script: Path, scratch: Path, commands: Sequence[TrainingCommand], root: Path) -> Verdict:
-    """Check the command of one script in a process of its own."""
+    """Check the command of one script in a separate process."""
     if not commands:
         return Verdict(str(script), "refused", "no command", ("the script starts no training command",))
     command = commands[-1]

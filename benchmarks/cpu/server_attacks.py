@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/cpu/server_attacks.py [--connections 2000] [--only NAME ...]
 
-The server has a random model of 1M parameters. A process of its own asks `/health` every 20 ms, each time on a new
+The server has a random model of 1M parameters. A separate process asks `/health` every 20 ms, each time on a new
 connection, and reads the server's memory. After each attack a completion must be generated. The last attack opens many
 connections at once, three times: a third never read their streams, a third stall in headers or body, a third are reset.
 
@@ -63,7 +63,7 @@ class Server:
 
     @contextlib.contextmanager
     def observed(self) -> Generator[None]:
-        """Ask `/health` and read the memory all the time, in a process of its own."""
+        """Ask `/health` and read the memory all the time, in a separate process."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         observer = context.Process(target=observe, args=(self.url, self.process.pid, there))
