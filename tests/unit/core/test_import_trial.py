@@ -16,6 +16,8 @@ import pytest
 from furlong.core.import_trial import ImportTrial
 from furlong.core.process_state import ProcessState
 
+pytestmark = pytest.mark.slow  # starts processes
+
 Problems = Callable[..., list[str]]
 
 
@@ -122,7 +124,6 @@ def test_the_state_of_a_process_is_compared(tmp_path: Path, monkeypatch: pytest.
     state.close()
 
 
-@pytest.mark.slow
 def test_imports_of_large_libraries_change_nothing() -> None:
     text = (
         "from furlong.core.process_state import ProcessState; import asyncio, sys\n"

@@ -16,6 +16,8 @@ from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.host import LocalHost
 from furlong.inference.supervisor.router import SglangRouter
 
+pytestmark = pytest.mark.slow  # starts processes
+
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
 

@@ -18,6 +18,8 @@ from furlong.rewards.sandbox import Limits, Sandbox
 FUNCTIONS = """
 import asyncio, os, time, ctypes
 
+pytestmark = pytest.mark.slow  # starts processes
+
 def length(args, sample, **kw):
     return float(len(sample.response))
 
@@ -145,7 +147,6 @@ def test_rewards_come_back_in_order(sandbox):
     assert [o.reward for o in outcomes] == [float(i % 7) for i in range(40)]
 
 
-@pytest.mark.slow
 def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
     box = sandbox("naughty", timeout_s=0.3)
     run(box, "warm")
@@ -212,7 +213,6 @@ def test_an_async_timeout_does_not_affect_concurrent_calls(sandbox):
     assert [o.kind for o in outcomes] == ["timed_out", "scored", "scored"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stuck", ["hang", "block"])
 def test_an_async_call_that_blocks_its_worker_times_out_and_the_others_are_repeated(sandbox, stuck):
     box = sandbox("polite", timeout_s=0.4)
@@ -317,7 +317,6 @@ def test_another_worker_is_started_when_calls_wait_long(sandbox, tmp_path):
     assert len({o.reward for o in outcomes}) == 2  # a call ends only when two processes have arrived
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 def test_workers_end_when_the_driver_is_killed(functions):
     program = textwrap.dedent(f"""
