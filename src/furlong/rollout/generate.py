@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
+from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Function, Hooks, accepted_keywords
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
@@ -33,10 +34,13 @@ from furlong.rollout.agent import (
     check_sample,
     copy_identity,
     load_generate_function,
+    session_samples,
 )
 from furlong.rollout.asked_context import ContextDifference
 from furlong.rollout.policy import Policy, seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, SampleReport, eval_metrics, evaluation_data
+from furlong.sessions.samples import Leaves
+from furlong.sessions.session import Session, SessionSettings
 
 T = TypeVar("T")
 
@@ -52,6 +56,7 @@ class Generation:
     max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
     functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
     kinds of failures of user code already logged; blocking: time that custom functions blocked the event loop.
+    chat_format: renders messages for `policy().chat`.
     """
 
     engine: Engine
@@ -67,6 +72,9 @@ class Generation:
     max_tokens: int | None = None
     logged_failures: set[str] = field(default_factory=set[str])
     blocking: BlockingTimer = field(default_factory=BlockingTimer)
+    chat_format: ChatFormat | None = None
+    session_settings: SessionSettings = field(default_factory=SessionSettings)
+    session_leaves: Leaves = "all"
 
     def function_of(self, sample: Sample) -> Function | None:
         """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
@@ -205,25 +213,18 @@ async def generate_sample(
 async def _generate_custom(
     function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
 ) -> list[Sample]:
-    group_index = sample.group_index
-    policy = Policy(
-        generation.engine,
-        generation.tokenizer,
-        session_of(sample),
-        generation.params.return_routed_experts,
-        reward=generation.reward,
-        context_len=generation.max_context_len or generation.max_tokens,
-        continues=continues,
-    )
+    group_index, params = sample.group_index, continuation(sample, generation)
+    policy = _policy_of(sample, generation, params, continues)
     produced = await call_generate_function(
         function,
         sample,
-        continuation(sample, generation),
+        params,
         policy,
         args=generation.args,
         evaluation=generation.evaluation,
         timer=generation.blocking,
     )
+    produced = session_samples(produced, policy, generation.session_leaves)
     for each in produced:
         differences = check_produced(
             each,
@@ -236,6 +237,33 @@ async def _generate_custom(
         if differences:
             generation.log_other_context(each, differences)
     return produced
+
+
+def _policy_of(sample: Sample, generation: Generation, params: SamplingParams, continues: Callable[[], bool]) -> Policy:
+    """Return the policy that the generate function of a sample calls."""
+    session = session_of(sample)
+    context_len = generation.max_context_len or generation.max_tokens
+    conversation = None
+    if generation.chat_format is not None:
+        conversation = Session(
+            generation.chat_format,
+            lambda ids, params, part: policy.complete(ids, params, part),
+            name=session,
+            params=params,
+            settings=generation.session_settings,
+            context_len=context_len,
+        )
+    policy = Policy(
+        generation.engine,
+        generation.tokenizer,
+        session,
+        generation.params.return_routed_experts,
+        reward=generation.reward,
+        context_len=context_len,
+        continues=continues,
+        conversation=conversation,
+    )
+    return policy
 
 
 async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:

@@ -13,6 +13,7 @@ from furlong.core.routing import Routes, extend_routes
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.sessions.session import FullContextError, Reply, Session
 
 MAX_FULL = 16  # calls with a full context
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls
@@ -72,6 +73,43 @@ class Policy:
     context_len: int | None = None
     continues: Callable[[], bool] = lambda: False
     full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
+    conversation: Session | None = field(default=None, repr=False)  # of `chat`
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **sampling_params: Any,
+    ) -> Reply:
+        """Answer chat messages in OpenAI's form; append the reply's `message` to continue the conversation.
+
+        Earlier answers are not tokenized again: the engine continues the ids that it sampled. A generate function that
+        returns its sample without a response gets the samples of these conversations. Parameters have SGLang's names
+        and replace those of the run. If the context is full after at least one answer, the reply is empty with the
+        finish reason "length". Raises MessageError for messages that the chat template rejects.
+        """
+        session = self.session_tree
+        params = None
+        if sampling_params:
+            params = params_from_dict({**dict_from_params(session.params), **sampling_params})
+        try:
+            return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params)
+        except FullContextError:
+            if not session.tree.nodes:
+                raise
+            done = await self._full_context([0] * (self.context_len or 0))
+        return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
+
+    @property
+    def session_tree(self) -> Session:
+        """The conversations of this sample. Raises RolloutError for a policy without a chat format."""
+        if self.conversation is None:
+            raise RolloutError(
+                "policy().chat needs a tokenizer with a chat template; see --chat-template-path"
+            )
+        return self.conversation
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:
         """Complete a prompt given as text or token ids. Parameters have SGLang's names.
@@ -88,8 +126,8 @@ class Policy:
             )
         return await self.complete(ids, params_from_dict(sampling_params))
 
-    async def complete(self, ids: list[int], params: SamplingParams) -> Completion:
-        """Complete token ids, with the seed of this call."""
+    async def complete(self, ids: list[int], params: SamplingParams, part: int | None = None) -> Completion:
+        """Complete token ids, with the seed of this call, or that of `part`."""
         if self.return_routed_experts:
             params = dataclasses.replace(params, return_routed_experts=True)
         if self.context_len is not None and self.sampled:
@@ -97,7 +135,7 @@ class Policy:
             if room <= 0:
                 return await self._full_context(ids)
             params = shortened(params, room)
-        call = next(self.calls)
+        call = next(self.calls) if part is None else part
         if params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
         completion = await self._complete(ids, params)

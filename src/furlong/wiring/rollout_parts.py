@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from furlong.chat.template_boundary import ChatFormat
 from furlong.config.checks.engine_checks import is_started
 from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.engine_groups import engine_parts, trained_model
@@ -215,7 +216,13 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         args=context.args,
         vocab_size=vocabulary_size(context.model_dir),
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
+        chat_format=None if context.tokenizer is None else _chat_format(context),
     )
+
+
+def _chat_format(context: RunContext) -> ChatFormat:
+    """Return the chat format of `policy().chat`, which its conversations share."""
+    return ChatFormat(context.tokenizer, **context.config.data.apply_chat_template_kwargs)
 
 
 def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:

@@ -1,0 +1,135 @@
+"""Chat messages as clients send them: checks, text of content, and keys that tell whether two messages are the same.
+
+A client echoes the assistant's messages back in each request. Its libraries change ids, add fields, drop the reasoning
+and write the arguments of tool calls anew, so messages are compared by key and never by their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import xxhash
+
+from furlong.errors import RolloutError
+
+Message = dict[str, Any]
+Match = Literal["strict", "echo"]
+KeyFunction = Callable[[Message], str]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # of DeepSeek, SGLang and vLLM, and of newer vLLM
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_END_OF_THOUGHT = "</think>"
+
+
+class MessageError(RolloutError):
+    """A message of a request is invalid. Servers answer it with status 400."""
+
+
+def checked_messages(value: Any, name: str = "messages") -> list[Message]:
+    """Return messages whose content is text, with reasoning under one name. Raises MessageError naming the field.
+
+    >>> checked_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise MessageError(f"{name} must be a list with at least one message")
+    return [_checked(message, f"{name}[{i}]") for i, message in enumerate(cast("Sequence[Any]", value))]
+
+
+def _checked(value: Any, name: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise MessageError(f"{name} is {_shown(value)}, must be an object with role and content")
+    message: Message = {key: each for key, each in cast("Mapping[str, Any]", value).items() if each is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise MessageError(f"{name}.role is {_shown(role)}, must be one of {', '.join(ROLES)}")
+    message["content"] = text_of(message.get("content"), f"{name}.content")
+    for field in REASONING_FIELDS:
+        if (thought := message.pop(field, None)) is not None:
+            if not isinstance(thought, str):
+                raise MessageError(f"{name}.{field} is {_shown(thought)}, must be text")
+            message["reasoning_content"] = thought
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = _checked_calls(calls, f"{name}.tool_calls")
+    return message
+
+
+def _checked_calls(value: Any, name: str) -> list[dict[str, Any]]:
+    calls: list[Any] = value if isinstance(value, list) else [None]
+    for i, call in enumerate(calls):
+        function: Any = cast("dict[str, Any]", call).get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
+            raise MessageError(f"{name}[{i}] is {_shown(call)}, must be an object with function.name and arguments")
+    return calls
+
+
+def text_of(content: Any, name: str = "content") -> str:
+    """Return the text of a message's content: joined parts, "" for null. Raises MessageError for images and audio."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise MessageError(f"{name} is {_shown(content)}, must be text or a list of parts of type text")
+    texts: list[str] = []
+    for i, part in enumerate(cast("list[Any]", content)):
+        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        if fields.get("type") not in _TEXT_PARTS or not isinstance(fields.get("text"), str):
+            kind = fields.get("type", part)
+            raise MessageError(f"{name}[{i}] has type {_shown(kind)}; only parts of type text are supported")
+        texts.append(fields["text"])
+    return "".join(texts)
+
+
+def key_of(message: Message, match: Match = "echo") -> str:
+    """Return the key of a checked message: role, text, tool calls, and with "strict" the reasoning.
+
+    Not in the key: ids, `name` and unknown fields. With "echo", an assistant's text is compared without its reasoning
+    and without whitespace at its ends, because clients drop both.
+    """
+    text, role = message["content"], message["role"]
+    values: list[Any] = [role]
+    if role == "assistant" and match == "echo":
+        values.append(text.rpartition(_END_OF_THOUGHT)[2].strip())
+    else:
+        values.append(text)
+    if match == "strict":
+        values.append(message.get("reasoning_content"))
+    values += [[call["function"]["name"], _canonical(call["function"])] for call in message.get("tool_calls", ())]
+    return json.dumps(values, ensure_ascii=False)
+
+
+def _canonical(function: Mapping[str, Any]) -> Any:
+    """Return the arguments as JSON with sorted keys; the text itself if it is not JSON."""
+    arguments: Any = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            return arguments
+    return json.dumps(arguments or {}, sort_keys=True)
+
+
+def same_reasoning(stored: Message, sent: Message) -> bool:
+    """Return whether a client sent an assistant's reasoning back unchanged, or left it out."""
+    thought = sent.get("reasoning_content")
+    return thought is None or thought.strip() == str(stored.get("reasoning_content") or "").strip()
+
+
+def chain(start: str, keys: Sequence[str]) -> list[str]:
+    """Return the hash of each prefix of `keys`, the empty one first; equal prefixes have equal hashes."""
+    hashes = [link("", start)]
+    for key in keys:
+        hashes.append(link(hashes[-1], key))
+    return hashes
+
+
+def link(before: str, key: str) -> str:
+    """Return the next hash of a chain."""
+    return xxhash.xxh3_128_hexdigest(f"{before}\n{key}".encode("utf-8", "surrogatepass"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

@@ -1,0 +1,321 @@
+"""Token ids of a conversation that grows: the ids known so far stay, and only the new messages are rendered.
+
+Between the last sampled token and the next message a template writes text that the model did not: a line break after
+Qwen's `<|im_end|>`. Rendering the whole conversation again would change the ids of earlier answers. Here the new
+messages are rendered after a short conversation that ends with a marked answer, and the text after the mark is encoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from furlong.chat.messages import Message, MessageError
+from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
+
+MARK = "ZqMARKqZ"  # stands for the text of an answer; no template trims or splits it
+NUM_TRIALS = 200  # random conversations of the proof
+
+# Reasoning that templates drop from earlier answers; stored ids keep it (`--session-history keep`).
+_REASONING = re.compile(
+    r"<think>.*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|><\|start\|>assistant", re.DOTALL
+)
+_QUESTION: list[Message] = [{"role": "user", "content": "x"}]
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What the template writes after an answer. closing: to its end; rest: the new messages and what opens an answer.
+
+    With `replaces_end`, the template ends answers in the middle of a conversation with another token than the last one;
+    the sampled token takes its place.
+    """
+
+    closing: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """For which requests the template only appends: with or without tools, by the role of the new messages.
+
+    reasons: why not, by (has tools, role).
+    """
+
+    reasons: Mapping[tuple[bool, str], str] = field(default_factory=dict[tuple[bool, str], str])
+
+    def problem(self, new: Sequence[Message], *, has_tools: bool) -> str | None:
+        """Return why these messages cannot be appended without rendering the others again; None if they can."""
+        return next((self.reasons[has_tools, m["role"]] for m in new if (has_tools, m["role"]) in self.reasons), None)
+
+
+class ChatFormat:
+    """Renders and encodes the messages of one tokenizer with its chat template, or with `chat_template`.
+
+    kwargs: keyword arguments of the template for all conversations. Thread-safe.
+    """
+
+    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, **kwargs: Any) -> None:
+        self.tokenizer = tokenizer
+        self.source: str = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+        self._kwargs = kwargs | ({"chat_template": chat_template} if chat_template else {})
+        self._proof: Proof | None = None
+        self._lock = threading.Lock()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        opens_answer: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of messages. Raises MessageError if the template rejects them, or if there is none."""
+        if not self.source:
+            raise MessageError(
+                "the tokenizer has no chat template; add one with --chat-template-path, or send token ids to "
+                "/inference/v1/generate"
+            )
+        options = {**self._kwargs, **(kwargs or {})}
+        try:
+            return str(
+                apply_template(
+                    self.tokenizer,
+                    messages,
+                    tools=tools or None,
+                    add_generation_prompt=opens_answer,
+                    tokenize=False,
+                    **options,
+                )
+            )
+        except TEMPLATE_ERRORS as error:
+            raise MessageError(
+                f"the chat template rejects these messages ({type(error).__name__}): {str(error)[:300]}"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without added special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
+
+    def appended(
+        self,
+        answer: Message,
+        last_token: str,
+        new: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text from the end of a sampled answer to the beginning of the next one.
+
+        last_token: text of the last sampled token. If the template ends answers with it, the text begins after it;
+        otherwise (an answer that was cut) the end of the turn is part of the text. Raises MessageError.
+        """
+        extension = self.extension(_QUESTION, answer, new, tools=tools, kwargs=kwargs)
+        closing, rest = extension.closing, extension.rest
+        if last_token and last_token in closing:
+            return closing.rpartition(last_token)[2] + rest
+        if last_token and rest.startswith(last_token):  # delimiters that end a turn and begin the next one (GLM)
+            return rest[len(last_token) :]
+        plain = self._tail(_QUESTION, {"role": "assistant", "content": MARK}, (), tools, kwargs)
+        return plain + rest
+
+    def extension(
+        self,
+        before: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Extension:
+        """Return what the template writes after `answer` in the conversation `before` + answer + `new`."""
+        marked = _marked(answer)
+        closing = self._tail(before, marked, (), tools, kwargs)
+        whole = self._tail(before, marked, new, tools, kwargs, opens_answer=True)
+        if whole.startswith(closing):
+            return Extension(closing, whole[len(closing) :])
+        ends = self.encode(closing), self.encode(whole)  # gpt-oss: <|return|> at the very end, <|end|> elsewhere
+        other = self.decode(ends[1][:1])
+        if len(ends[0]) == 1 and ends[1] and other in self._special and whole.startswith(other):
+            return Extension(closing, whole[len(other) :])
+        raise MessageError(
+            f"the chat template ends an answer with {closing[:60]!r}, but with {whole[:60]!r} if messages follow"
+        )
+
+    @functools.cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that may end an answer: the special and added tokens."""
+        added: Any = getattr(self.tokenizer, "added_tokens_decoder", {})
+        eos: Any = getattr(self.tokenizer, "eos_token_id", None)
+        ids = {*getattr(self.tokenizer, "all_special_ids", ()), *added, *([] if eos is None else [eos])}
+        return frozenset(map(int, ids))
+
+    @property
+    def _special(self) -> set[str]:
+        return set(map(str, getattr(self.tokenizer, "all_special_tokens", ())))
+
+    def _tail(
+        self,
+        before: Sequence[Message],
+        marked: Message,
+        new: Sequence[Message],
+        tools: list[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        *,
+        opens_answer: bool = False,
+    ) -> str:
+        """Return the rendered text after the mark."""
+        text = self.render([*before, marked, *new], tools=tools, opens_answer=opens_answer, kwargs=kwargs)
+        _, found, tail = text.partition(MARK)
+        if not found:
+            raise MessageError("the chat template does not write the text of the last answer")
+        return tail
+
+    # -- proof -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether `proof` has its result."""
+        return self._proof is not None
+
+    def proof(self) -> Proof:
+        """Test on random conversations whether the template only appends; the first call takes about 0.2 s."""
+        with self._lock:
+            if self._proof is None:
+                self._proof = self._prove()
+            return self._proof
+
+    def _prove(self) -> Proof:
+        reasons: dict[tuple[bool, str], str] = {}
+        rendered: set[tuple[bool, str]] = set()
+        for conversation in _conversations(NUM_TRIALS):
+            case = (conversation.tools is not None, conversation.role)
+            if case in reasons:
+                continue
+            try:
+                problem = self._problem(conversation)
+            except MessageError as error:
+                problem = None if case in rendered else str(error)  # some templates reject some orders of roles
+                if problem and case not in rendered:
+                    continue
+            else:
+                rendered.add(case)
+            if problem:
+                reasons[case] = problem
+        return Proof(reasons)
+
+    def _problem(self, conversation: _Conversation) -> str | None:
+        """Return how the template rewrites earlier text of this conversation; None if it appends."""
+        before, answer, new = conversation.before, conversation.answer, conversation.new
+        tools, kwargs = conversation.tools, conversation.kwargs
+        short = self.extension(_QUESTION, answer, new, tools=tools, kwargs=kwargs)
+        whole = self.extension(before, answer, new, tools=tools, kwargs=kwargs)
+        if short != whole:
+            return f"what it writes after an answer depends on earlier messages: {whole.rest[:60]!r}"
+        marked = _marked(answer)
+        alone = self.render([*before, marked], tools=tools, opens_answer=False, kwargs=kwargs)
+        extended = self.render([*before, marked, *new], tools=tools, kwargs=kwargs)
+        texts = [_REASONING.sub("", text.partition(MARK)[0]) for text in (alone, extended)]
+        if texts[0] != texts[1]:
+            at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+            return f"new messages change earlier text from {texts[0][at : at + 40]!r} to {texts[1][at : at + 40]!r}"
+        return None
+
+
+def _marked(answer: Message) -> Message:
+    """Return the answer with the mark where its text, or the arguments of its last tool call, would be."""
+    calls = [dict(call) for call in answer.get("tool_calls", ())]
+    if not calls:
+        return {"role": "assistant", "content": MARK}
+    calls[-1]["function"] = {**calls[-1]["function"], "arguments": json.dumps({"word": MARK})}
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A trial: `new` messages of one role after `answer`."""
+
+    before: list[Message]
+    answer: Message
+    new: list[Message]
+    role: str
+    tools: list[Any] | None
+    kwargs: dict[str, Any]
+
+
+def _conversations(count: int) -> Iterator[_Conversation]:
+    """Yield random conversations: roles of the new messages x tools x thinking, in turn."""
+    draw = random.Random(0)
+    for i in range(count):
+        tools = [_TOOL] if i % 2 else None
+        role = (
+            ("user", "tool", "user", "system", "developer", "assistant")[(i // 2) % 6]
+            if i % 2
+            else (("user", "user", "user", "system", "developer", "assistant")[(i // 2) % 6])
+        )
+        kwargs: dict[str, Any] = ({}, {"enable_thinking": True}, {"enable_thinking": False})[(i // 12) % 3]
+        before: list[Message] = [{"role": "system", "content": _text(draw)}] if draw.random() < 0.5 else []
+        before.append({"role": "user", "content": _text(draw)})
+        for _ in range(draw.randrange(4)):
+            before += _turn(draw, calls=tools is not None and draw.random() < 0.5)
+        calls = role == "tool"
+        answer: Message = {"role": "assistant", "content": _text(draw)} | (
+            {"tool_calls": [_call(draw)]} if calls else {}
+        )
+        new: list[Message] = [_new_message(draw, role, answer)]
+        if role == "assistant":
+            new = [{"role": "user", "content": _text(draw)}, new[0], {"role": "user", "content": _text(draw)}]
+        yield _Conversation(before, answer, new, role, tools, kwargs)
+
+
+def _new_message(draw: random.Random, role: str, answer: Message) -> Message:
+    message: Message = {"role": role, "content": _text(draw)}
+    if role == "tool":
+        call = answer["tool_calls"][0]
+        message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+    return message
+
+
+def _turn(draw: random.Random, *, calls: bool) -> list[Message]:
+    """Return an answer and what follows it: a result of its tool call, or the next question."""
+    answer: Message = {"role": "assistant", "content": _text(draw)}
+    if draw.random() < 0.5:
+        answer["reasoning_content"] = _text(draw)
+    if not calls:
+        return [answer, {"role": "user", "content": _text(draw)}]
+    answer["tool_calls"] = [_call(draw)]
+    return [answer, _new_message(draw, "tool", answer), {"role": "assistant", "content": _text(draw)},
+            {"role": "user", "content": _text(draw)}]  # fmt: skip
+
+
+def _call(draw: random.Random) -> dict[str, Any]:
+    name = "".join(draw.choice("abcdefghijk0123456789") for _ in range(9))  # Mistral's templates require 9 characters
+    return {
+        "id": name,
+        "type": "function",
+        "function": {"name": "look_up", "arguments": json.dumps({"word": _text(draw)})},
+    }
+
+
+def _text(draw: random.Random) -> str:
+    words = ("blue", " river", "\n", "42", "...", " ", "élan", "{x}", "<b>", "no", "\n\n")
+    return "a" + "".join(draw.choice(words) for _ in range(draw.randrange(1, 6))) + "z"

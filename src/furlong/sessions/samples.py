@@ -1,0 +1,121 @@
+"""Samples of a session: one for each leaf of its tree, with every sampled token trained exactly once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from furlong.core.routing import extend_routes
+from furlong.core.sample import STATUS_BY_FINISH_REASON, UNKNOWN_VERSION, Sample, Status
+from furlong.errors import RolloutError
+from furlong.interfaces import Completion
+from furlong.sessions.session import Session
+from furlong.sessions.tree import Node, hash_of
+
+MESSAGES = "messages"  # sample metadata: the conversation of the leaf
+TURNS = "session_turns"  # sample metadata: answers on the leaf's path
+
+Leaves = Literal["all", "last", "longest"] | Callable[[Sequence[Node]], Sequence[Node]]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Sampled tokens of one answer in a leaf. start: position in the leaf; is_new: no earlier leaf trains them."""
+
+    node: Node
+    start: int
+    is_new: bool
+
+
+def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "all") -> list[Sample]:
+    """Return the samples of an episode, one for each kept leaf, in the order in which leaves were completed.
+
+    They are copies of `origin` and share its `rollout_id`, so that they count as one completion. A token that several
+    leaves contain is trained in the first; in the others it is part of the prompt, or has the loss mask 0.
+    Raises RolloutError if the session has no answers, or if what would be trained is not what the engine sampled.
+    """
+    kept = _kept(session.tree.leaves(), leaves)
+    if not kept:
+        raise RolloutError(
+            f"the agent of sample {origin.index} ended without an answer of the policy; let it call "
+            "policy().chat(messages), or the URL of its session"
+        )
+    trained: set[Node] = set()
+    samples: list[Sample] = []
+    for leaf in kept:
+        sample = _sample(session, origin, leaf, trained)
+        trained.update(leaf.path)
+        samples.append(sample)
+    last = samples[-1]
+    if session.counts["full_contexts"] and last.status is Status.COMPLETED:
+        last.status = Status.TRUNCATED
+    return samples
+
+
+def _kept(leaves: Sequence[Node], choice: Leaves) -> list[Node]:
+    if choice == "all" or not leaves:
+        return list(leaves)
+    if choice == "last":
+        return [leaves[-1]]
+    if choice == "longest":
+        return [max(leaves, key=lambda leaf: leaf.num_ids)]
+    chosen: Any = cast("Callable[[Sequence[Node]], Any]", choice)(leaves)
+    if not isinstance(chosen, list | tuple) or not all(leaf in leaves for leaf in cast("list[Any]", chosen)):
+        raise RolloutError(
+            f"--session-leaves: the function returned {type(chosen).__name__}; it must return a list of some of the "
+            f"{len(leaves)} leaves that it got"
+        )
+    return [leaf for leaf in leaves if leaf in chosen]
+
+
+def _sample(session: Session, origin: Sample, leaf: Node, trained: set[Node]) -> Sample:
+    """Build the sample of one leaf. Its prompt ends where the first token to train on begins."""
+    ids, stretches = leaf.ids(), _stretches(leaf, trained)
+    first = next((s.start for s in stretches if s.is_new), len(ids) - len(leaf.sampled))
+    response = ids[first:]
+    mask, log_probs, versions = [0] * len(response), [0.0] * len(response), [UNKNOWN_VERSION] * len(response)
+    for stretch in stretches:
+        at, done = stretch.start - first, stretch.node.completion
+        if at >= 0 and stretch.is_new:
+            _check(session, stretch, ids, done)
+            end = at + len(done.tokens)
+            mask[at:end] = [1] * len(done.tokens)
+            log_probs[at:end] = done.log_probs
+            versions[at:end] = done.versions
+    sample = copy.copy(origin)
+    sample.tokens, sample.response_length, sample.loss_mask = ids, len(response), mask
+    sample.rollout_log_probs, sample.token_versions = log_probs, versions
+    sample.weight_versions = [str(node.completion.versions[-1]) for node in leaf.path if node.completion.versions]
+    sample.response = _text(session, response)
+    sample.status = STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
+    sample.metadata = {**origin.metadata, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
+    sample.rollout_routed_experts = None
+    for node in leaf.path:
+        if node.routed_experts is not None:
+            sample.rollout_routed_experts = extend_routes(sample.rollout_routed_experts, node.routed_experts)
+    return sample
+
+
+def _stretches(leaf: Node, trained: set[Node]) -> list[_Stretch]:
+    return [_Stretch(node, node.num_ids - len(node.sampled), node not in trained) for node in leaf.path]
+
+
+def _check(session: Session, stretch: _Stretch, ids: Sequence[int], done: Completion) -> None:
+    """Raise RolloutError unless the leaf has the answer where the engine sampled it, after the ids that it read."""
+    node, start = stretch.node, stretch.start
+    end = start + len(done.tokens)
+    where = f"session {session.name}, turn {node.depth + 1}, position {start}"
+    if hash_of(ids[:start]) != node.prompt_hash or list(ids[start:end]) != done.tokens:
+        raise RolloutError(f"{where}: the sample has other ids than the engine read and sampled; report this as a bug")
+    if not len(done.tokens) == len(done.log_probs) == len(done.versions):
+        raise RolloutError(
+            f"{where}: the engine returned {len(done.tokens)} tokens, {len(done.log_probs)} log-probs and "
+            f"{len(done.versions)} weight versions; they must be equal in number"
+        )
+
+
+def _text(session: Session, ids: Sequence[int]) -> str:
+    skips = session.params.skip_special_tokens
+    return str(session.chat_format.tokenizer.decode(list(ids), skip_special_tokens=skips))

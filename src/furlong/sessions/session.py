@@ -1,0 +1,319 @@
+"""A session: an agent's conversation with the policy, answered from the exact ids of earlier turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import xxhash
+
+from furlong.chat.messages import KeyFunction, Message, checked_messages, key_of
+from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
+from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
+from furlong.chat.template_boundary import ChatFormat
+from furlong.errors import RolloutError
+from furlong.interfaces import Completion, FinishReason, SamplingParams
+from furlong.sessions.tree import Node, Request, SessionTree, hash_of
+
+Complete = Callable[[list[int], SamplingParams, int | None], Awaitable[Completion]]
+"""Completes ids; the last argument selects the random numbers, None for those of the next call of the sample."""
+
+MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
+_ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+logger = logging.getLogger(__name__)
+
+
+class EndedError(RolloutError):
+    """The session has ended. Servers answer it with status 410."""
+
+
+class FullContextError(RolloutError):
+    """A prompt leaves no room for an answer. Servers answer it with status 400 and code context_length_exceeded."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How sessions match messages and keep history: the flags `--session-*`.
+
+    key: identifies equal messages. history: "keep" keeps stored ids; "template" renders the conversation again, and
+    what differs is a branch. parser: of tool calls; None for the one that the chat template suggests.
+    """
+
+    key: KeyFunction = key_of
+    history: Literal["keep", "template"] = "keep"
+    parser: ToolParser | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the policy.
+
+    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine;
+    prompt_tokens is the number of ids that it read, of which it had cached_tokens.
+    """
+
+    message: Message
+    tokens: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    id: str
+    node: Node | None = field(default=None, repr=False)
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and tool calls."""
+        return self.message["content"] or ""
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning, if the reply has any."""
+        return self.message.get("reasoning_content")
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls in OpenAI's form: `id`, `function.name` and `function.arguments`, which is JSON text."""
+        return self.message.get("tool_calls", [])
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Where a request attaches, and the ids of the engine's prompt."""
+
+    parent: Node | None
+    ids: list[int]
+    text: str  # its end, which shows whether a thought is open
+    is_rewritten: bool = False  # the messages are known, and the template renders them otherwise than before
+
+
+class Session:
+    """The conversation of one episode. `complete` calls the engine; `params` are the sampling parameters of the run.
+
+    context_len limits prompt and answer together; None for no limit. All methods run on one event loop.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        complete: Complete,
+        *,
+        name: str,
+        params: SamplingParams,
+        settings: SessionSettings | None = None,
+        context_len: int | None = None,
+    ) -> None:
+        self.name, self.params, self.context_len = name, params, context_len
+        self.chat_format = chat
+        self.settings = settings or SessionSettings()
+        self.tree = SessionTree(self.settings.key)
+        self.counts: Counter[str] = Counter()  # of ill-formed calls, overridden parameters and kept prefixes
+        self.is_ended = False
+        self._complete = complete
+        self._started: Counter[int] = Counter()  # calls by the number of the node that they attach to
+        self._asked: Counter[int] = Counter()  # calls by the hash of their prompt
+        suggested = parser_of_template(chat.source)
+        self.parser = self.settings.parser or (None if suggested is None else PARSERS[suggested])
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        params: SamplingParams | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        role: str = "",
+        reads_calls: bool = True,
+        max_calls: int | None = None,
+    ) -> Reply:
+        """Answer chat messages.
+
+        Raises MessageError for messages that cannot be rendered, FullContextError if they leave no room for an answer,
+        and EndedError after `end`.
+        """
+        self._check_open()
+        checked = checked_messages(list(messages))
+        kwargs = dict(template_kwargs or {})
+        root = json.dumps([tools or None, kwargs, role], sort_keys=True, default=str)
+        request = self.tree.request(checked, root)
+        await self._prove()
+        prompt = self._prompt(request, tools, kwargs)
+        if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent):
+            self.tree.branch_reasons[reason] += 1
+        node = await self._sample(prompt, params, request=request, role=role)
+        parsed = self._parse(node, prompt.text, tools if reads_calls else None)
+        calls = parsed.calls[:max_calls]
+        message = self._message(parsed, calls, node.response_id)
+        node.reply = checked_messages([message])[0]
+        self.tree.commit(node, request)
+        return _reply(node, message)
+
+    async def complete(self, ids: Sequence[int], *, params: SamplingParams | None = None, role: str = "") -> Reply:
+        """Answer token ids; the reply's text is not parsed. Raises FullContextError and EndedError."""
+        self._check_open()
+        parent = self.tree.longest_prefix(ids)
+        if parent is None and self.tree.nodes:
+            self.tree.branch_reasons["edited"] += 1
+        elif parent is not None and parent.num_children:
+            self.tree.branch_reasons["retry"] += 1
+        node = await self._sample(_Prompt(parent, list(ids), ""), params, request=None, role=role)
+        self.tree.commit(node)
+        return _reply(node, {"role": "assistant", "content": node.completion.text})
+
+    def end(self) -> None:
+        """Refuse further requests."""
+        self.is_ended = True
+
+    def _check_open(self) -> None:
+        if self.is_ended:
+            raise EndedError(f"session {self.name} has ended; open another one for a new episode")
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    async def _prove(self) -> None:
+        """Prove the template before the first request of the run."""
+        if self.chat_format.is_proven:
+            return
+        proof = await asyncio.to_thread(self.chat_format.proof)
+        for (has_tools, role), reason in proof.reasons.items():
+            logger.warning(
+                "the chat template cannot be extended by a %s message %s tools: %s; such requests are compared with "
+                "the whole rendered conversation, and what differs is a branch",
+                role, "with" if has_tools else "without", reason,
+            )  # fmt: skip
+
+    def _prompt(self, request: Request, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> _Prompt:
+        """Find where the request attaches, and return its ids."""
+        candidates = list(self.tree.candidates(request))
+        proof = self.chat_format.proof()
+        if self.settings.history == "keep":
+            for node in candidates:
+                new = request.messages[node.num_messages :]
+                if not proof.problem(new, has_tools=bool(tools)):
+                    return self._appended(node, new, tools, kwargs)
+        text = self.chat_format.render(request.messages, tools=tools, kwargs=kwargs)
+        if self.settings.history == "template":
+            for i, node in enumerate(candidates):
+                known = "".join(self.chat_format.decode(part) for n in node.path for part in (n.added, n.sampled))
+                if text.startswith(known):
+                    rest = text[len(known) :]
+                    return _Prompt(node, [*node.ids(), *self.chat_format.encode(rest)], rest, is_rewritten=i > 0)
+        ids = self.chat_format.encode(text)
+        for i, node in enumerate(candidates):
+            if ids[: node.num_ids] == node.ids():
+                return _Prompt(node, ids, text, is_rewritten=i > 0)
+        return _Prompt(None, ids, text, is_rewritten=bool(candidates))
+
+    def _appended(
+        self, node: Node, new: Sequence[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+    ) -> _Prompt:
+        assert node.reply is not None
+        last = self.chat_format.decode(node.sampled[-1:]) if self._has_end(node) else ""
+        text = self.chat_format.appended(node.reply, last, new, tools=tools, kwargs=kwargs)
+        return _Prompt(node, [*node.ids(), *self.chat_format.encode(text)], text)
+
+    def _has_end(self, node: Node) -> bool:
+        """Return whether the last sampled token is one that ends answers."""
+        is_stopped = node.completion.finish_reason == "stop" and bool(node.sampled)
+        return is_stopped and node.sampled[-1] in self.chat_format.end_ids
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    async def _sample(
+        self, prompt: _Prompt, params: SamplingParams | None, *, request: Request | None, role: str
+    ) -> Node:
+        """Call the engine. The node is not yet part of the tree. Raises FullContextError and EndedError."""
+        params = params or self.params
+        if self.context_len is not None and len(prompt.ids) >= self.context_len:
+            self.counts["full_contexts"] += 1
+            raise FullContextError(
+                f"the prompt has {len(prompt.ids)} tokens, but the context length is {self.context_len}; end the "
+                "episode, shorten the messages, or raise --rollout-max-context-len if the model supports it"
+            )
+        part = self._part(prompt)
+        started = time.monotonic()
+        completion = await self._complete(prompt.ids, params, part)
+        self._check_open()
+        start = 0 if prompt.parent is None else prompt.parent.num_ids
+        num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
+        number = len(self.tree.nodes)
+        return Node(
+            prompt.parent,
+            number,
+            prompt.ids[start:],
+            completion,
+            messages=() if request is None else tuple(request.messages[num_before:]),
+            params=params,
+            role=role,
+            seconds=time.monotonic() - started,
+            response_id=f"{self.name}-{number}",
+            num_messages=0 if request is None else len(request.messages) + 1,
+            is_branch=part is not None,
+            prompt_hash=hash_of(prompt.ids),
+        )
+
+    def _part(self, prompt: _Prompt) -> int | None:
+        """Return what selects the random numbers of a call: None along the first conversation, else from its prompt.
+
+        So the draws of branches do not depend on the order in which concurrent requests arrive.
+        """
+        parent = -1 if prompt.parent is None else prompt.parent.number
+        is_first = not self._started[parent] and (prompt.parent is None or not prompt.parent.is_branch)
+        self._started[parent] += 1
+        digest = int(hash_of(prompt.ids)[:15], 16)
+        same = self._asked[digest]
+        self._asked[digest] += 1
+        return None if is_first else MAX_CALLS + digest + same
+
+    def _parse(self, node: Node, prompt_text: str, tools: list[dict[str, Any]] | None) -> ParsedReply:
+        text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
+        opened = prompt_text.rstrip().endswith("<think>")
+        parsed = parse_reply(text, tools or (), self.parser, opened=opened)
+        self.counts["ill_formed_calls"] += parsed.num_ill_formed
+        return parsed
+
+    def _message(self, parsed: ParsedReply, calls: Sequence[Any], response_id: str) -> Message:
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {
+                    "id": _call_id(f"{response_id}-{i}"),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for i, call in enumerate(calls)
+            ]
+        return message
+
+
+def _reply(node: Node, message: Message) -> Reply:
+    done = node.completion
+    num_prompt = node.num_ids - len(done.tokens)
+    return Reply(
+        message,
+        done.tokens,
+        done.log_probs,
+        done.versions,
+        done.finish_reason,
+        num_prompt,
+        done.cached_tokens,
+        node.response_id,
+        node,
+    )
+
+
+def _call_id(seed: str) -> str:
+    """Return an id of nine letters and digits, the only form that Mistral's templates accept."""
+    number = xxhash.xxh3_64_intdigest(seed.encode())
+    return "".join(_ID_CHARS[number // 36**i % 36] for i in range(9))
