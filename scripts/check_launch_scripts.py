@@ -41,7 +41,6 @@ ON_PURPOSE = {
     "critic": ("there is no critic",),
     "multimodal": ("models are text-only",),
     "sizes that Megatron refuses too": ("training processes of a pipeline stage", "layers; use a divisor"),
-    "IFBench's verifier": ("--rm-type ifbench",),
 }
 WAITING = {
     "slime's imports": ("no module slime", "the module slime"),
@@ -183,7 +182,7 @@ def decide(script: str, findings: Sequence[dict[str, str]], notes: Sequence[str]
 
 def foreign_package(problem: str) -> str:
     """Return the package that a user function imports and that is not installed, other than slime; else ""."""
-    found = re.search(r"needs the module ([\w.]+), which is not installed", problem)
+    found = re.search(r"needs the (?:module|package) ([\w.-]+), which is not installed", problem)
     name = found[1].partition(".")[0] if found else ""
     return name if name not in ("slime", "furlong") else ""
 

@@ -109,10 +109,10 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
     ("--moe-router-dtype", "fp64", "not-yet", "routers compute in float32, as engines do", "use fp32"),
     ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
      "use xxh3-128, which has the same length"),
-    ("--rm-type", "ifbench", "refused", "its checks are a separate repository",
-     "install it and call it from a function for --custom-rm-path"),
     ("--rm-type", "boxed_dapo", "refused", "dapo reads the line after 'Answer:', which is not inside a box",
      "use boxed_math or dapo"),
+    ("--rm-type", "boxed_ifbench", "refused", "instructions concern the whole response, not what is in a box",
+     "use ifbench"),
     ("--rm-type", "boxed_deepscaler", "refused", "deepscaler itself reads the box, after the end of the reasoning",
      "use deepscaler"),
 )  # fmt: skip

@@ -216,7 +216,8 @@ class GroupReward:
     async def _score_slow(self, verifier: Verifier, sample: Sample) -> Outcome:
         response = verifier.cut(sample.response)
         if verifier.slow is not None:
-            stripped = Sample(response=response, label=sample.label)  # no tokens or log-probs
+            metadata = sample.metadata if verifier.wants_metadata else {}
+            stripped = Sample(response=response, label=sample.label, metadata=metadata)  # no tokens or log-probs
             if verifier.slow not in self._verifier_sandboxes:
                 self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
             return (await self._verifier_sandboxes[verifier.slow].score([stripped]))[0]

@@ -350,8 +350,9 @@ class Verifier:
     r"""A scoring function of (response, label, metadata).
 
     `quick` runs in the driver: it must be cheap and deterministic and must not hang. If it returns None, the function
-    at the path `slow` is called in the sandbox. `kind` is the input: the response, the whole sample, or a request to a
-    server. With `is_boxed`, only the last box of the response is scored (see `cut`); `wants_box` keeps its `\boxed{}`.
+    at the path `slow` is called in the sandbox, with the row's metadata if `wants_metadata` is set. `kind` is the
+    input: the response, the whole sample, or a request to a server. With `is_boxed`, only the last box of the response
+    is scored (see `cut`); `wants_box` keeps its `\boxed{}`.
     """
 
     name: str
@@ -360,6 +361,7 @@ class Verifier:
     kind: Literal["response", "sample", "server"] = "response"
     is_boxed: bool = False
     wants_box: bool = False
+    wants_metadata: bool = False
 
     def cut(self, response: str) -> str:
         """Return the part of the response that is scored; "" for a `boxed_` verifier and a response without a box."""
@@ -377,6 +379,7 @@ _ROWS = (
     Verifier("deepscaler", quick_deepscaler, "furlong.rewards.algebra.deepscaler_score"),
     Verifier("f1", f1_score),
     Verifier("gpqa", gpqa_score),
+    Verifier("ifbench", slow="furlong.rewards.instructions.ifbench_score", wants_metadata=True),
     Verifier("remote_rm", kind="server"),
     Verifier("random", kind="sample"),
 )

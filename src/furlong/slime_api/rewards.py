@@ -12,6 +12,7 @@ from furlong.core.sample import Sample
 from furlong.errors import RewardError, RolloutError
 from furlong.interfaces import Reward
 from furlong.rewards.group_reward import GroupReward
+from furlong.rewards.instructions import ifbench_score
 from furlong.rewards.math_text import last_boxed
 from furlong.rewards.verifiers import (
     dapo_score,
@@ -128,3 +129,8 @@ def f1_scores(prediction: str, ground_truth: Any) -> tuple[float, float, float]:
 def gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
     """Return 1.0 or 0.0, as `--rm-type gpqa` does."""
     return gpqa_score(response, label, metadata or {})
+
+
+def ifbench_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """Return 1.0 or 0.0, as `--rm-type ifbench` does. Raises DataError for metadata without instructions."""
+    return ifbench_score(response, label, metadata or {})

@@ -82,6 +82,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{_REWARDS}:deepscaler_reward"},
     "slime.rollout.rm_hub.f1": {"f1_score": f"{_REWARDS}:f1_scores"},
+    "slime.rollout.rm_hub.ifbench": {"compute_ifbench_reward": f"{_REWARDS}:ifbench_reward"},
     "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{_REWARDS}:gpqa_reward"},
     "slime.backends": {},
     "slime.backends.megatron_utils": {},
@@ -103,7 +104,6 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.utils.types:MultimodalTypes": _IMAGES,
     "slime.utils.arguments": "flags are parsed by furlong; functions receive them as `args`",
     "slime.rollout.on_policy_distillation": "on-policy distillation is not supported; remove its functions and flags",
-    "slime.rollout.rm_hub.ifbench": "score with --custom-rm-path and the package ifbench",
     "slime.rollout.sglang_streaming_rollout": "remove the flag: generation is furlong's own",
     "slime.rollout.sglang_rollout:generate_rollout": f"{_VALUE} --rollout-function-path and --eval-function-path; in a "
     "function use generate_and_rm_group",

@@ -308,11 +308,9 @@ def test_an_unknown_rm_type_is_rejected_with_the_closest_name():
         find_verifier("gqpa")
     with pytest.raises(ConfigError, match="--custom-rm-path"):
         find_verifier("zzzzzz")
-    with pytest.raises(ConfigError, match=r"ifbench.*repository.*--custom-rm-path"):
-        find_verifier("ifbench")
 
 
-@pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler"])
+@pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler", "boxed_ifbench"])
 def test_boxed_verifiers_that_could_never_score_are_rejected(name):
     with pytest.raises(ConfigError, match=name):
         find_verifier(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 SHOWN = 5  # directory entries in a message
 HEAD_BYTES = 1 << 16  # of a file whose suffix is not known, to see what it contains
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")  # rows of `rewards.verifiers.REWARDS`
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")  # `rewards.verifiers.REWARDS`
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
 
@@ -131,6 +132,8 @@ def verifier_problem(where: str, name: str) -> str | None:
     inner = name.removeprefix(BOXED)
     if (why := VALUES.get(("--rm-type", name)) or VALUES.get(("--rm-type", inner))) is not None:
         return why.message(f"{where} {name}")
+    if inner == "ifbench" and find_spec("if_verifiable") is None:
+        return f"{where} {name} needs the package if-verifiable, which is not installed; pip install 'furlong[ifbench]'"
     if inner in RM_TYPES:
         return None
     _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])
