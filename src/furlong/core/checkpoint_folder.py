@@ -6,15 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from furlong.core.checksums import SUFFIX, FileCheck, take_checksum
+from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
 from furlong.core.files import PARTIAL, write_atomically
+from furlong.core.verified_tensors import BlockCheck, TensorFile
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -23,7 +24,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"  # position of the run: data, ledger, rollouts in flight
 DIST_INDEX = ".metadata"  # in folders written by torch.distributed.checkpoint, such as Megatron-LM's
 STATE_FORMAT = 1
-FORMAT = 2  # of the manifest
+FORMAT = 3  # of the manifest
+WITHOUT_BLOCKS = 2  # an older format, without checksums of blocks
 WITHOUT_CHECKSUMS = 1  # an older format, which has the sizes of files only
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file in a manifest. checksum: xxh3-128 of its content; None if an older version saved it."""
+    """A file in a manifest. checksum: xxh3-128 of its content; None if an older version saved it.
+
+    blocks: the checksums of its blocks, joined, for a file of tensors; see `core.verified_tensors`.
+    """
 
     num_bytes: int
     checksum: str | None
+    blocks: str | None = None
 
 
 def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, flag: str = "--load") -> Path | None:
@@ -201,12 +207,10 @@ def _read_tracker(tracker: Path) -> str:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the position of the run in a checkpoint. Raises CheckpointError if it is damaged."""
-    path = folder / STATE
-    with files_checked(folder, [STATE]):
-        try:
-            state: dict[str, Any] = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}; use another --ckpt-step") from error
+    try:
+        state: dict[str, Any] = json.loads(read_verified(folder, STATE))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {folder / STATE}: {error}; use another --ckpt-step") from error
     return state
 
 
@@ -237,17 +241,18 @@ def find_complete_folders(save_dir: Path) -> list[Path]:
 def write_manifest(folder: Path, step: int) -> None:
     """Write the manifest of all files in `folder`, with their checksums. It is the last file of a checkpoint."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != SUFFIX and p != folder / MANIFEST)
-    records = {str(p.relative_to(folder)): FileRecord(p.stat().st_size, take_checksum(p)) for p in files}
+    records = {str(p.relative_to(folder)): FileRecord(p.stat().st_size, *take_checksums(p)) for p in files}
     write_atomically(folder / MANIFEST, manifest_text(step, records))
 
 
-def manifest_text(step: int, files: Mapping[str, FileRecord]) -> str:
-    """Return the content of a manifest; its last entry is the checksum of the others."""
-    content = {
-        "format": FORMAT,
-        "step": step,
-        "files": {name: {"bytes": record.num_bytes, "xxh3_128": record.checksum} for name, record in files.items()},
+def manifest_text(step: int, files: Mapping[str, FileRecord], *, number: int = FORMAT) -> str:
+    """Return the content of a manifest of format `number`; its last entry is the checksum of the others."""
+    entries: dict[str, dict[str, Any]] = {
+        name: {"bytes": record.num_bytes, "xxh3_128": record.checksum}
+        | ({} if record.blocks is None else {"blocks": record.blocks})
+        for name, record in files.items()
     }
+    content = {"format": number, "step": step, "files": entries}
     return json.dumps(content | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1)
 
 
@@ -262,10 +267,10 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         manifest = json.loads(text)
         if manifest["format"] == WITHOUT_CHECKSUMS:
             return {str(name): FileRecord(int(size), None) for name, size in manifest["files"].items()}
-        if manifest["format"] == FORMAT:
+        if manifest["format"] in (FORMAT, WITHOUT_BLOCKS):
             files = manifest["files"].items()
-            records = {name: FileRecord(file["bytes"], file["xxh3_128"]) for name, file in files}
-            is_intact = text == manifest_text(manifest["step"], records)
+            records = {name: FileRecord(file["bytes"], file["xxh3_128"], file.get("blocks")) for name, file in files}
+            is_intact = text == manifest_text(manifest["step"], records, number=manifest["format"])
         else:
             raise CheckpointError(
                 f"{folder} has format {manifest['format']!r}, expected {FORMAT}; use the furlong version that wrote it"
@@ -298,12 +303,14 @@ def files_checked(
 ) -> Generator[None]:
     """Compare files of the checkpoint `folder` with their checksums while the body loads them.
 
-    names: paths in the folder; by default those in `trainer/`. Of large files, every `parts`-th from number `part` is
-    compared, so that ranks share the work. Does nothing without a manifest. Raises CheckpointError with all damaged
-    files: before the body for small ones, after it for large ones, and instead of an exception that damage may cause.
+    names: paths in the folder; by default those in `trainer/`, without files that `tensor_files` verifies. Of large
+    files, every `parts`-th from number `part` is compared, so that ranks share the work. Does nothing without a
+    manifest. Raises CheckpointError with all damaged files: before the body for small ones, after it for large ones,
+    and instead of an exception that damage may cause.
     """
-    records = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
-    selected = [name for name in records if name.startswith("trainer/")] if names is None else list(names)
+    records = _records(folder)
+    others = [name for name, record in records.items() if name.startswith("trainer/") and record.blocks is None]
+    selected = others if names is None else list(names)
     expected = [(folder / name, records[name].checksum) for name in selected if name in records]
     known = [(path, checksum) for path, checksum in expected if checksum is not None]
     check = FileCheck(known, part=part, parts=parts)
@@ -316,6 +323,53 @@ def files_checked(
     finally:
         check.close()
     _refuse(folder, check.wait())
+
+
+@contextmanager
+def tensor_files(folder: Path, names: Iterable[str]) -> Generator[list[TensorFile]]:
+    """Open safetensors files in a subfolder of a checkpoint, such as `trainer`, and verify what the body reads of them.
+
+    Tensors may be used after the body. Without a manifest, or with one of an older format, nothing is verified. Raises
+    CheckpointError if a file cannot be read, or at the end, also instead of an exception that damage may cause.
+    """
+    checkpoint = folder.parent
+    records, check = _records(checkpoint), BlockCheck()
+    with ExitStack() as stack:
+        stack.callback(check.close)
+        try:
+            files: list[TensorFile] = []
+            for name in names:
+                path, record = folder / name, records.get(f"{folder.name}/{name}")
+                try:
+                    files.append(stack.enter_context(TensorFile(path, record and record.blocks, check)))
+                except CheckpointError as error:
+                    raise CheckpointError(f"cannot read {path}: {error}{_other(checkpoint)}") from error
+            yield files
+        except Exception as error:
+            _refuse(checkpoint, check.wait(), cause=error)
+            raise
+        _refuse(checkpoint, check.wait())
+
+
+def read_verified(folder: Path, name: str) -> bytes:
+    """Return the content of a small file of a checkpoint, which has its checksum in the manifest if there is one.
+
+    Raises CheckpointError if it cannot be read or was changed.
+    """
+    path, record = folder / name, _records(folder).get(name)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}; use another --ckpt-step") from error
+    actual = xxhash.xxh3_128_hexdigest(content)
+    if record is not None and record.checksum is not None and actual != record.checksum:
+        _refuse(folder, [changed_file(path, actual, record.checksum)])
+    return content
+
+
+def _records(folder: Path) -> dict[str, FileRecord]:
+    """Return the files in the manifest of a checkpoint; {} without a manifest."""
+    return read_manifest(folder) if (folder / MANIFEST).is_file() else {}
 
 
 def _refuse(folder: Path, damaged: list[str], cause: Exception | None = None) -> None:

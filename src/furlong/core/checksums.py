@@ -1,15 +1,17 @@
 """xxh3-128 checksums of files, against content that changes after it was written.
 
-A checkpoint's manifest holds the checksum of every file. A rank that writes a large file computes its checksum at once,
-while the content is in the page cache, and leaves it in a file next to it (`leave_checksum`); the manifest takes it
-from there (`take_checksum`), so that no process reads all files of all ranks.
+A checkpoint's manifest holds the checksum of every file, and those of the blocks of tensor files. A rank that writes a
+large file computes its checksums at once, while the content is in the page cache, and leaves them in a file next to it
+(`leave_checksums`); the manifest takes them from there (`take_checksums`), so that no process reads all files of all
+ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import xxhash
@@ -29,19 +31,36 @@ def file_checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def leave_checksum(path: Path) -> None:
-    """Write the checksum of `path` into a file next to it."""
-    path.with_name(path.name + SUFFIX).write_text(file_checksum(path))
+def leave_checksums(path: Path, places: Sequence[int]) -> None:
+    """Write the checksums of `path` into a file next to it: of the file, and of each block.
+
+    places: where blocks begin, in order, and the end of the last one. Raises OSError.
+    """
+    whole, blocks = xxhash.xxh3_128(), list[str]()
+    with path.open("rb") as file:
+        for start, end in pairwise(places):
+            content = file.read(end - start)
+            whole.update(content)
+            blocks.append(xxhash.xxh3_128_hexdigest(content))
+    path.with_name(path.name + SUFFIX).write_text(f"{whole.hexdigest()} {''.join(blocks)}")
 
 
-def take_checksum(path: Path) -> str:
-    """Return the checksum that `leave_checksum` wrote, and delete that file; compute it if there is none."""
+def take_checksums(path: Path) -> tuple[str, str | None]:
+    """Return what `leave_checksums` wrote, those of blocks joined, and delete that file.
+
+    Without one, compute the checksum of the file; there is none of blocks then.
+    """
     left = path.with_name(path.name + SUFFIX)
     if not left.is_file():
-        return file_checksum(path)
-    checksum = left.read_text()
+        return file_checksum(path), None
+    whole, _, blocks = left.read_text().partition(" ")
     left.unlink()
-    return checksum
+    return whole, blocks
+
+
+def changed_file(path: Path, actual: str, expected: str, where: str = "") -> str:
+    """Return the message that a file, or a part of it, does not have its checksum."""
+    return f"{path} was changed after it was saved{where}: its checksum is {actual}, expected {expected}"
 
 
 class FileCheck:
@@ -68,9 +87,7 @@ class FileCheck:
             self._damaged.append(f"{path} cannot be read: {error.strerror or error}")
             return
         if actual != expected:
-            self._damaged.append(
-                f"{path} was changed after it was saved: its checksum is {actual}, expected {expected}"
-            )
+            self._damaged.append(changed_file(path, actual, expected))
 
     @property
     def damaged(self) -> list[str]:

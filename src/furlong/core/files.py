@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.core.checksums import leave_checksum
+from furlong.core.checksums import leave_checksums
+from furlong.core.verified_tensors import stored_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,8 +204,8 @@ class PendingFiles:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file and leave its checksum for the manifest. Raises OSError or SafetensorError."""
+    """Write a safetensors file and leave its checksums for the manifest. Raises OSError or SafetensorError."""
     from safetensors.torch import save_file  # imports torch
 
     save_file(tensors, path, metadata)
-    leave_checksum(path)
+    leave_checksums(path, stored_places(path))

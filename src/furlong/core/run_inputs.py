@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from furlong.core.checkpoint_folder import read_verified
 from furlong.core.json_values import parse_json
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import CheckpointError, DataError
@@ -137,7 +138,7 @@ def read_inputs(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        record = parse_json(path.read_bytes())
+        record = parse_json(read_verified(folder, INPUTS))
         if record["format"] != FORMAT or record["block_bytes"] != BLOCK_BYTES or not isinstance(record["inputs"], dict):
             raise CheckpointError(f"{path} has format {record['format']!r}; use the furlong version that wrote it")
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -70,10 +70,21 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 def checksum(tensor: Tensor) -> str:
     """Return the xxh3-128 of the tensor's bytes, in hex. GPU tensors are copied to the host first."""
-    flat = tensor.detach().contiguous().view(-1).cpu()
-    # No `tensor.numpy()`: it makes the storage permanently non-resizable (`UntypedStorage.resizable`).
-    data = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(host_bytes(tensor.detach().contiguous().cpu()))
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, which stays allocated as long as the view.
+
+    Unlike `tensor.numpy()`, it does not make the storage permanently non-resizable (`UntypedStorage.resizable`).
+    """
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(memory).cast("B")
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,7 @@ class Checkpoints:
         """Compare inputs with those in a checkpoint; keep accepted changes. Raises CheckpointError for others."""
         if self.inputs is None:
             return
-        with files_checked(folder, [INPUTS]):
-            saved = read_inputs(folder)
+        saved = read_inputs(folder)
         if saved is not None:
             changes = await self.inputs.changes(saved, kinds)
             self.inputs.check_accepted(folder, changes)

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
+from furlong.core.safetensors_header import read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
@@ -35,7 +36,6 @@ from furlong.models.hf_folder import (
 )
 from furlong.models.mtp_layers import is_mtp
 from furlong.models.packed_attention import IMPLEMENTATION
-from furlong.models.safetensors_header import read_header
 from furlong.models.tokenizer import unreadable_errors
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
+from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import read_weight_map
-from furlong.models.safetensors_header import Shard, StoredTensor, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 5

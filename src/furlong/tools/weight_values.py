@@ -21,9 +21,9 @@ from furlong.core.checkpoint_folder import (
     find_complete_folders,
     recovery,
 )
+from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.safetensors_header import Shard, StoredTensor, read_header
 from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 
 CHUNK_BYTES = 1 << 26

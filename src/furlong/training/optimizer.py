@@ -19,7 +19,7 @@ from furlong.config.sections import OptimFlags
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.training.backend_interface import OptimReport
-from furlong.training.checkpoint.trainer_files import TensorReader
+from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.not_finite import first_not_finite
 from furlong.training.offload import OptimizerOffload
 from furlong.training.ranks import Ranks
@@ -321,7 +321,7 @@ class MasterOptimizer:
     def _fill(self, trained: dict[str, TrainedWeight], reader: TensorReader) -> None:
         shapes = {name: tuple(weight.parameter.shape) for name, weight in trained.items()}
         check_state_shapes({key: reader.shape(key) for key in reader.names}, shapes)
-        for key in sorted(reader.names):
+        for key in sorted(reader.names, key=reader.place):
             name, _, moment = key.rpartition("/")
             parameter, master = trained[name].parameter, trained[name].master
             is_shard = isinstance(parameter, DTensor) and moment != "step"

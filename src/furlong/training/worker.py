@@ -31,7 +31,7 @@ from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
 from furlong.core.algorithms import find_algorithm
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
-from furlong.core.checkpoint_folder import files_checked
+from furlong.core.checkpoint_folder import files_checked, read_verified
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.tracing import heartbeat, tracer
@@ -267,12 +267,11 @@ class RoundWorker:
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError if something is missing or does not have its checksum."""
-        path = folder / WORKER_STATE
-        if not path.is_file():
+        if not (folder / WORKER_STATE).is_file():
             raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or not a trainer checkpoint")
         with files_checked(folder.parent, part=self.ranks.rank, parts=self.ranks.world_size):
             self.awake.load(folder)
-            self._old_version = json.loads(path.read_text())["old_version"]
+            self._old_version = json.loads(read_verified(folder.parent, f"{folder.name}/{WORKER_STATE}"))["old_version"]
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         heartbeat.beat("micro-batch")

@@ -15,7 +15,7 @@ from furlong.core.checkpoint_folder import (
     read_manifest,
     write_manifest,
 )
-from furlong.core.checksums import SMALL_BYTES, FileCheck, file_checksum, leave_checksum
+from furlong.core.checksums import SMALL_BYTES, FileCheck, file_checksum
 from furlong.core.sealed_arrays import load_arrays, save_arrays
 from furlong.errors import CheckpointError
 
@@ -28,7 +28,6 @@ def write(save, step):
     (folder / LARGE).write_bytes(bytes([step]) * (2 * SMALL_BYTES))
     (folder / SMALL).write_text("{}")
     (folder / "state.json").write_text("{}")
-    leave_checksum(folder / LARGE)
     write_manifest(folder, step)
     return folder
 

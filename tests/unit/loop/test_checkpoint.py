@@ -284,7 +284,7 @@ def test_truncated_file_is_named(tmp_path):
     ("name", "text", "message"),
     [
         ("iter_0000002/manifest.json", "{", r"manifest\.json"),
-        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 2"),
+        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 3"),
     ],
 )
 def test_damaged_file_is_named(name, text, message, tmp_path):

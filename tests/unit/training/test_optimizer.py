@@ -11,7 +11,7 @@ from torch import nn
 
 from furlong.config.sections import OptimFlags
 from furlong.errors import CheckpointError, ConfigError, TrainerError
-from furlong.training.checkpoint.trainer_files import TensorReader
+from furlong.training.checkpoint.tensor_reader import open_reader
 from furlong.training.optimizer import MasterOptimizer, Schedule
 
 
@@ -197,13 +197,17 @@ def test_moments_of_another_optimizer_are_refused(saved, now, tmp_path):
         weight.parameter.grad = torch.ones_like(weight.parameter)
     trained.step(skip_not_finite=False)
     save_file({n: t.clone() for n, t in trained.state_tensors()}, tmp_path / "moments.safetensors")
-    with pytest.raises(CheckpointError, match=f"not those of {now};.*--optimizer .*--no-load-optim"):
-        other.restore(TensorReader(tmp_path, ["moments.safetensors"]))
+    with (
+        pytest.raises(CheckpointError, match=f"not those of {now};.*--optimizer .*--no-load-optim"),
+        open_reader(tmp_path, ["moments.safetensors"]) as reader,
+    ):
+        other.restore(reader)
 
 
 def test_newly_trained_parameters_are_logged(tmp_path, caplog):
     save_file({f"bias/{m}": torch.zeros(3) for m in ("exp_avg", "exp_avg_sq")}, tmp_path / "moments.safetensors")
-    build(params()).restore(TensorReader(tmp_path, ["moments.safetensors"]))
+    with open_reader(tmp_path, ["moments.safetensors"]) as reader:
+        build(params()).restore(reader)
     [message] = caplog.messages
     assert message.startswith(f"{tmp_path}/moments.safetensors has no moments of weight")
 
@@ -213,8 +217,11 @@ def test_moments_of_another_model_are_refused(tmp_path):
     for name in ("head", "weight"):
         moments = {f"{name}/{moment}": torch.zeros(2) for moment in ("exp_avg", "exp_avg_sq")}
         save_file(moments, tmp_path / "moments.safetensors")
-        with pytest.raises(CheckpointError, match=name):
-            optimizer.restore(TensorReader(tmp_path, ["moments.safetensors"]))
+        with (
+            pytest.raises(CheckpointError, match=name),
+            open_reader(tmp_path, ["moments.safetensors"]) as reader,
+        ):
+            optimizer.restore(reader)
 
 
 def test_training_nothing_is_an_error():

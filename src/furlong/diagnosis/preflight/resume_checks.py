@@ -8,6 +8,7 @@ from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import read_state, step_from_folder
+from furlong.core.safetensors_header import StoredTensor, read_header
 from furlong.core.sample import Group
 from furlong.core.text import abbreviate
 from furlong.data.prompt import PromptFormat
@@ -17,7 +18,6 @@ from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
-from furlong.models.safetensors_header import StoredTensor, read_header
 from furlong.tools.run_diff import replay_problem
 from furlong.tracking.rollout_dump import check_dump, load_samples
 

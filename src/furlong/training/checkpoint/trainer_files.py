@@ -17,28 +17,27 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from furlong.core.checkpoint_folder import read_verified
 from furlong.core.files import PendingFiles, save_tensors
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.hf_model import Rows
 from furlong.models.mtp_layers import with_mtp
+from furlong.training.checkpoint.tensor_reader import TensorReader, open_reader
 from furlong.training.ranks import Ranks
-from furlong.training.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +48,9 @@ OPTIMIZER = "trainer_optimizer"
 FILE_BYTES = 4 * 2**30
 
 
-def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> TensorReader:
-    """Open the files of `stem`. Raises CheckpointError if one is missing or damaged."""
-    return TensorReader(folder, [file_name(stem, number) for number in range(int(meta["files"][stem]))])
+def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> AbstractContextManager[TensorReader]:
+    """Open the files of `stem`. Raises CheckpointError if one is missing or damaged, at the latest on exit."""
+    return open_reader(folder, [file_name(stem, number) for number in range(int(meta["files"][stem]))])
 
 
 def file_name(stem: str, number: int) -> str:
@@ -116,9 +115,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Read `trainer.json`. Raises CheckpointError if it is missing or has another format."""
     path = folder / META
     try:
-        meta: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} is not a trainer checkpoint: {error}") from error
+        meta: dict[str, Any] = json.loads(read_verified(folder.parent, f"{folder.name}/{META}"))
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is not a trainer checkpoint: {META}: {error}") from error
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {meta.get('format')}, but this version reads {FORMAT}; use the version that wrote it"
@@ -135,11 +134,11 @@ def restore_random(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
     if ranks.rank and not path.exists():
         logger.warning("%s has no random states of rank %d; the rank keeps its current ones", folder, ranks.rank)
         return
-    reader = TensorReader(folder, [path.name])
-    states = {name: reader.read(name) for name in reader.names}
+    with open_reader(folder, [path.name]) as reader:
+        states = {name: reader.read(name) for name in reader.names}
+        texts = reader.texts
     if ranks.rank:
-        with safe_open(path, framework="pt") as opened:
-            meta = json.loads(opened.metadata()["random"])
+        meta = json.loads(texts["random"])
     torch.set_rng_state(states["torch"])
     cuda = [states[name] for name in sorted(states, key=_device_index) if name.startswith("cuda_")]
     if cuda and torch.cuda.is_available():
@@ -233,93 +232,3 @@ def write_model(
         hf.write_index(folder, written)
     ranks.wait()
     return sum(size for _, size in written.values())
-
-
-class TensorReader:
-    """Reads files written by `write`. Raises CheckpointError if one is missing or damaged."""
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._files: dict[str, Any] = {}
-        self._joined: dict[str, Rows] = {}
-        self._pieces = set[str]()
-        for name in names:
-            try:
-                opened = safe_open(folder / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"cannot read {folder / name}: {error}; the checkpoint is incomplete, resume from an earlier one"
-                ) from error
-            self._files |= dict.fromkeys(opened.keys(), opened)
-        self.path = folder / names[0]
-
-    def join(self, name: str, form: Rows, *, suffix: str = "") -> None:
-        """Present stored pieces as one tensor `name`; `suffix` is appended to all names.
-
-        No effect if the tensor is stored as one, or if pieces are missing.
-        """
-        pieces = [piece + suffix for row in form.pieces for piece in row]
-        if name + suffix in self._files or not all(piece in self._files for piece in pieces):
-            return
-        if form.axis < 0 or not self.shape(pieces[0]):
-            form = Rows(((pieces[0],),), -1)
-        else:
-            form = Rows(tuple(tuple(piece + suffix for piece in row) for row in form.pieces), form.axis)
-        self._joined[name + suffix] = form
-        self._pieces.update(pieces)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._files.keys() - self._pieces) | self._joined.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        form = self._joined.get(name)
-        if form is None:
-            return tuple(self._files[name].get_slice(name).get_shape())
-        row = [self.shape(piece) for piece in form.pieces[0]]
-        if form.axis < 0:
-            return row[0]
-        joined = list(row[0])
-        joined[form.axis] = sum(shape[form.axis] for shape in row)
-        return len(form.pieces), *joined
-
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or a slice of its first dimension."""
-        form = self._joined.get(name)
-        if form is not None and form.axis < 0:
-            return self._stored(form.pieces[0][0], rows)
-        if form is not None:
-            selected = form.pieces if rows is None else form.pieces[rows]
-            parts = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in selected]
-            return torch.stack(parts) if parts else torch.empty(0, *self.shape(name)[1:])
-        return self._stored(name, rows)
-
-    def _stored(self, name: str, rows: slice | None = None) -> Tensor:
-        if name not in self._files:
-            raise CheckpointError(
-                f"{self.path} has no tensor {name}; the checkpoint is of another model, or incomplete"
-            )
-        if rows is None:
-            return self._files[name].get_tensor(name)
-        return self._files[name].get_slice(name)[rows]
-
-    @torch.no_grad()
-    def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
-        """Copy tensors into `targets` in place; of sharded ones, this rank's shard.
-
-        Raises CheckpointError if names or shapes differ.
-        """
-        names = self.names
-        missing, extra = sorted(targets.keys() - names), sorted(names - targets.keys())
-        shapes = [n for n in targets if n in names and tuple(targets[n].shape) != self.shape(n)]
-        if missing or extra or shapes:
-            raise CheckpointError(
-                f"{self.path} is of another model: missing {missing[:3]}, unknown {extra[:3]}, other shape "
-                f"{shapes[:3]}. Resume with the --hf-checkpoint of the run that saved it"
-            )
-        for name, target in targets.items():
-            if not isinstance(target, DTensor):
-                target.copy_(self.read(name))
-            elif len(part := sharding.local(target)):
-                part.copy_(self.read(name, sharding.rows(len(target))))

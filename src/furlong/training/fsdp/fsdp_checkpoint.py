@@ -6,7 +6,8 @@ With several ranks every function is a collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from furlong.core.files import PendingFiles
 from furlong.interfaces import Role
 from furlong.models import hf_model as hf
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS, TensorReader
+from furlong.training.checkpoint.tensor_reader import TensorReader
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.optimizer import MOMENTS, MasterOptimizer
 from furlong.training.sharding import Sharding
 
@@ -66,20 +68,23 @@ def load_policy(
     Raises CheckpointError if something is missing or of another model.
     """
     with optimizer.loaded():
-        _reader(folder, meta, WEIGHTS, model).copy_into(_policy(model, optimizer, sharding), sharding)
+        with _reader(folder, meta, WEIGHTS, model) as reader:
+            reader.copy_into(_policy(model, optimizer, sharding), sharding)
         optimizer.write_back()
     optimizer.zero_grad()
     optimizer.reset()
     optimizer.num_steps = int(meta["num_steps"])
     if meta["has_optimizer"] and with_moments:
-        optimizer.restore(_reader(folder, meta, OPTIMIZER, model))
+        with _reader(folder, meta, OPTIMIZER, model) as reader:
+            optimizer.restore(reader)
     elif with_moments:
         logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
 
 def load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
     """Load the tensors of the files `stem` into a model."""
-    _reader(folder, meta, stem, model).copy_into(dict(hf.named_tensors(model)), sharding)
+    with _reader(folder, meta, stem, model) as reader:
+        reader.copy_into(dict(hf.named_tensors(model)), sharding)
 
 
 def _policy(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
@@ -105,13 +110,14 @@ def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tup
             yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(model, name, tensor))
 
 
-def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> TensorReader:
+@contextmanager
+def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> Generator[TensorReader]:
     """Open the files of `stem`, with tensors under their names in the model."""
-    reader = trainer_files.reader(folder, meta, stem)
     moments = ("step", *chain(*MOMENTS.values()))
     suffixes = [f"/{moment}" for moment in moments] if stem == OPTIMIZER else [""]
-    for name, tensor in hf.named_tensors(model):
-        form = hf.disk_rows(model, name, tensor)
-        for suffix in suffixes:
-            reader.join(name, form, suffix=suffix)
-    return reader
+    with trainer_files.reader(folder, meta, stem) as reader:
+        for name, tensor in hf.named_tensors(model):
+            form = hf.disk_rows(model, name, tensor)
+            for suffix in suffixes:
+                reader.join(name, form, suffix=suffix)
+        yield reader

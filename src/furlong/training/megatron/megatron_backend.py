@@ -380,8 +380,8 @@ class MegatronBackend(PipelinedBackend):
                 self.state.reset()
         for role in meta["roles"]:
             frozen = self._models.replaced(role)
-            with self.ranks.agreed():
-                names.load(frozen, self.hf, trainer_files.reader(folder, meta, f"trainer_{role}"))
+            with self.ranks.agreed(), trainer_files.reader(folder, meta, f"trainer_{role}") as reader:
+                names.load(frozen, self.hf, reader)
         self.num_steps = int(meta["num_steps"])
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():

@@ -21,7 +21,8 @@ from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.interfaces import Role
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS, TensorReader
+from furlong.training.checkpoint.tensor_reader import TensorReader
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.optimizer import check_moments
@@ -72,16 +73,26 @@ def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple
 
 def load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
     """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
-    names.load(model, hf, trainer_files.reader(folder, meta, WEIGHTS), put=partial(optimizer.put, kind=MASTER))
+    with trainer_files.reader(folder, meta, WEIGHTS) as reader:
+        names.load(model, hf, reader, put=partial(optimizer.put, kind=MASTER))
 
 
 def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
     """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
     optimizer.reset()
-    reader = trainer_files.reader(folder, meta, OPTIMIZER)
-    check_moments(reader.path, reader.names, optimizer.kind)
-    if not reader.names:  # saved before the first step
-        return
+    with (
+        trainer_files.reader(folder, meta, OPTIMIZER) as reader,
+        trainer_files.reader(folder, meta, WEIGHTS) as weights,
+    ):
+        check_moments(reader.path, reader.names, optimizer.kind)
+        if reader.names:  # none if saved before the first step
+            optimizer.set_step(_step_count(folder, reader, optimizer))
+            for moment in optimizer.moment_names:
+                names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
+
+
+def _step_count(folder: Path, reader: TensorReader, optimizer: OptimizerState) -> float:
+    """Return the optimizer's step count. Raises CheckpointError if other parameters were trained or counts differ."""
     if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
         raise CheckpointError(
             f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} are "
@@ -93,10 +104,7 @@ def load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, o
             f"{folder} has parameters with different step counts, {', '.join(f'{n:g}' for n in sorted(steps))}; "
             "--train-backend megatron has one count for all: resume with fsdp, or with --no-load-optim"
         )
-    optimizer.set_step(steps.pop() if steps else 0.0)
-    weights = trainer_files.reader(folder, meta, WEIGHTS)
-    for moment in optimizer.moment_names:
-        names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
+    return steps.pop() if steps else 0.0
 
 
 class _MomentReader:

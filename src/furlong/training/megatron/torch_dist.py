@@ -159,7 +159,8 @@ def _read(read_box: ReadBox, part: ShardedTensor) -> Tensor:
 def open_source(folder: Path) -> Generator[TensorSource | DistReader]:
     """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or a torch_dist checkpoint."""
     if (folder / trainer_files.META).is_file():
-        yield trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS)
+        with trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS) as reader:
+            yield reader
     elif is_dist_folder(folder):
         yield DistReader(folder)
     else:

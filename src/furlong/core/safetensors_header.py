@@ -16,8 +16,8 @@ from typing import Any
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.errors import CheckpointError
-from furlong.models.hf_folder import LFS_POINTER
 
+LFS_POINTER = b"version https://git-lfs"  # start of a file from a clone without Git LFS
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # The format's dtypes, except for complex numbers, which no model has.
 BITS = {
@@ -42,12 +42,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file: the tensors and size of its header, and its actual size."""
+    """A safetensors file: tensors and texts of its header, the size that follows from it, and its actual size."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     needed_bytes: int
     file_bytes: int
+    header_bytes: int
+    texts: Mapping[str, str]
 
 
 def read_header(path: Path) -> Shard:
@@ -58,25 +60,36 @@ def read_header(path: Path) -> Shard:
             start = file.read(8)
             if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
                 raise CheckpointError(f"{path.name} is a Git LFS pointer of {size} bytes, not the file itself")
-            if len(start) < 8:
-                raise CheckpointError(f"{path.name} has {size} bytes, too few for a header")
-            (length,) = struct.unpack("<Q", start)
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path.name} is not a safetensors file: its header would have {length} bytes")
+            length = header_length(path, start)
             file.seek(8)
             body = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    return parse_header(path, body, length, size)
+
+
+def header_length(path: Path, start: bytes) -> int:
+    """Return the length of the JSON header from the first 8 bytes of a file. Raises CheckpointError."""
+    if len(start) < 8:
+        raise CheckpointError(f"{path.name} has {len(start)} bytes, too few for a header")
+    (length,) = struct.unpack("<Q", start)
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path.name} is not a safetensors file: its header would have {length} bytes")
+    return length
+
+
+def parse_header(path: Path, body: bytes, length: int, size: int) -> Shard:
+    """Parse the JSON header of a file of `size` bytes. Raises CheckpointError if it is damaged or cut off."""
     if len(body) < length:
         raise CheckpointError(f"{path.name} is cut off: {size} bytes, but its header alone has {8 + length}")
     try:
         entries: dict[str, Any] = parse_json(body)
-        entries.pop("__metadata__", None)
+        texts = dict(entries.pop("__metadata__", None) or {})
         tensors = {name: _stored_tensor(name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path.name} has a damaged header ({type(error).__name__}: {error})") from error
     end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=8 + length)
-    return Shard(path, tensors, end, size)
+    return Shard(path, tensors, end, size, 8 + length, texts)
 
 
 def _stored_tensor(name: str, entry: dict[str, Any], start: int) -> StoredTensor:

@@ -1,0 +1,180 @@
+"""Safetensors files with a checksum for each block, so that any part of a tensor is verified as it is read.
+
+Blocks begin at the start of the file, at the end of the header, at each tensor, and every MiB within these. So a reader
+of whole tensors, or of some of their rows, needs only the blocks that it reads, in any order. What is compared is the
+memory that the reader uses, not the file, which may change between two reads.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from furlong.core.checksums import changed_file
+from furlong.core.safetensors_header import Shard, StoredTensor, header_length, parse_header, read_header
+from furlong.errors import CheckpointError
+
+BLOCK_BYTES = 1 << 20
+SPAN_BYTES = 8 << 20  # handed to the thread at once
+MAX_SPANS = 8  # that wait for the thread; they keep their memory
+DIGITS = 32  # of a checksum
+
+
+def block_places(shard: Shard) -> list[int]:
+    """Return where the blocks of a file begin, in order, and its end."""
+    starts = {0, shard.header_bytes, shard.needed_bytes, *(tensor.offset for tensor in shard.tensors.values())}
+    places = [place for start, end in pairwise(sorted(starts)) for place in range(start, end, BLOCK_BYTES)]
+    return [*places, shard.needed_bytes]
+
+
+def stored_places(path: Path) -> list[int]:
+    """Return `block_places` of a file. Raises CheckpointError if it is no safetensors file."""
+    return block_places(read_header(path))
+
+
+class BlockCheck:
+    """Compares blocks in memory with their checksums, in a thread, while the next ones are read."""
+
+    def __init__(self) -> None:
+        self._damaged: dict[Path, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self._running = deque[Future[None]]()
+        self._span: list[tuple[Path, int, memoryview, str]] = []
+        self._num_bytes = 0
+
+    def add(self, path: Path, place: int, block: memoryview, expected: str) -> None:
+        """Compare the block at `place` of a file; it must not change before `wait`."""
+        self._span.append((path, place, block, expected))
+        self._num_bytes += len(block)
+        if self._num_bytes >= SPAN_BYTES:
+            self._submit()
+
+    def compare(self, path: Path, place: int, block: memoryview | bytes, expected: str) -> bool:
+        """Compare a block at once; return whether it has its checksum."""
+        digest = xxhash.xxh3_128()
+        digest.update(block)
+        actual = digest.hexdigest()
+        if actual != expected:
+            where = f" from byte {place} to {place + len(block)}"
+            self._damaged.setdefault(path, changed_file(path, actual, expected, where))
+        return actual == expected
+
+    def wait(self) -> list[str]:
+        """Wait for all blocks; return what is wrong, with one message for each file."""
+        self._submit()
+        while self._running:
+            self._running.popleft().result()
+        return sorted(self._damaged.values())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _submit(self) -> None:
+        if len(self._running) >= MAX_SPANS:
+            self._running.popleft().result()
+        self._running.append(self._thread.submit(self._compare_all, self._span))
+        self._span, self._num_bytes = [], 0
+
+    def _compare_all(self, span: list[tuple[Path, int, memoryview, str]]) -> None:
+        for path, place, block, expected in span:
+            self.compare(path, place, block, expected)
+
+
+class TensorFile:
+    """An open safetensors file. Blocks that are read are added to `check`; without `checksums`, none are.
+
+    checksums: those of all blocks, joined. Raises CheckpointError if the file cannot be read, if its header is damaged,
+    or if its size is not the one in the header.
+    """
+
+    def __init__(self, path: Path, checksums: str | None, check: BlockCheck) -> None:
+        self.path = path
+        self._checksums, self._check = checksums, check
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
+        try:
+            self._header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+        self._places = block_places(self._header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the tensors by name."""
+        return dict(self._header.tensors)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the texts of the header."""
+        return dict(self._header.texts)
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Read the bytes from `start` of the file into memory, which may be used once `check` has no damage.
+
+        Of blocks at the ends, the rest is read into memory of its own. Raises CheckpointError if the file was cut.
+        """
+        stop = start + len(into)
+        if self._checksums is None or start == stop:
+            self._fill(into, start)
+            return
+        index = bisect_right(self._places, start) - 1
+        while (begin := self._places[index]) < stop:
+            end = self._places[index + 1]
+            first, last = max(begin, start), min(end, stop)
+            part = into[first - start : last - start]
+            block = part if (first, last) == (begin, end) else memoryview(bytearray(end - begin))
+            self._fill(block, begin)
+            if block is not part:
+                part[:] = block[first - begin : last - begin]
+            self._check.add(self.path, begin, block, self._checksums[index * DIGITS : (index + 1) * DIGITS])
+            index += 1
+
+    def _fill(self, block: memoryview, place: int) -> None:
+        done = 0
+        try:
+            while done < len(block):
+                size = os.preadv(self._file.fileno(), [block[done:]], place + done)
+                if not size:
+                    raise CheckpointError(f"{self.path} was cut off at byte {place + done} while it was read")
+                done += size
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    def _bytes(self, size: int) -> bytes:
+        content = bytearray(size)
+        self._fill(memoryview(content), 0)
+        return bytes(content)
+
+    def _read_header(self) -> Shard:
+        """Read the header and compare its blocks, which are the first ones, before it is parsed."""
+        size = os.fstat(self._file.fileno()).st_size
+        end = min(8 + header_length(self.path, self._bytes(min(8, size))), size)
+        header = self._bytes(end)
+        if self._checksums is not None:
+            for index, place in enumerate(range(0, end, BLOCK_BYTES)):
+                expected = self._checksums[index * DIGITS : (index + 1) * DIGITS]
+                if not self._check.compare(self.path, place, header[place : place + BLOCK_BYTES], expected):
+                    raise CheckpointError("its header is damaged")
+        shard = parse_header(self.path, header[8:], header_length(self.path, header[:8]), size)
+        if shard.needed_bytes != size:
+            raise CheckpointError(f"it has {size} bytes, but its header requires {shard.needed_bytes}")
+        if self._checksums is not None and len(self._checksums) != DIGITS * (len(block_places(shard)) - 1):
+            raise CheckpointError(f"the manifest has {len(self._checksums) // DIGITS} checksums of its blocks")
+        return shard

@@ -1,0 +1,158 @@
+"""Reads tensors of a trainer checkpoint, whole or by rows, and verifies the bytes that it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from furlong.core.checkpoint_folder import tensor_files
+from furlong.core.verified_tensors import TensorFile
+from furlong.core.weights import host_bytes
+from furlong.errors import CheckpointError
+from furlong.models.hf_model import Rows
+from furlong.training.sharding import Sharding
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@contextmanager
+def open_reader(folder: Path, names: Sequence[str]) -> Generator[TensorReader]:
+    """Open files in the `trainer` folder of a checkpoint. Tensors may be used after the body, which verifies them.
+
+    Raises CheckpointError if a file is missing, or if what was read of it is damaged.
+    """
+    with tensor_files(folder, names) as files:
+        yield TensorReader(files)
+
+
+class TensorReader:
+    """Reads files written by `trainer_files.write`; `open_reader` opens them. Tensors own their memory."""
+
+    def __init__(self, files: Sequence[TensorFile]) -> None:
+        self._files = {name: file for file in files for name in file.tensors}
+        self._joined: dict[str, Rows] = {}
+        self._pieces = set[str]()
+        self.path = files[0].path
+        self.texts = files[0].texts
+
+    def join(self, name: str, form: Rows, *, suffix: str = "") -> None:
+        """Present stored pieces as one tensor `name`; `suffix` is appended to all names.
+
+        No effect if the tensor is stored as one, or if pieces are missing.
+        """
+        pieces = [piece + suffix for row in form.pieces for piece in row]
+        if name + suffix in self._files or not all(piece in self._files for piece in pieces):
+            return
+        if form.axis < 0 or not self.shape(pieces[0]):
+            form = Rows(((pieces[0],),), -1)
+        else:
+            form = Rows(tuple(tuple(piece + suffix for piece in row) for row in form.pieces), form.axis)
+        self._joined[name + suffix] = form
+        self._pieces.update(pieces)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files.keys() - self._pieces) | self._joined.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        form = self._joined.get(name)
+        if form is None:
+            return self._files[name].tensors[name].shape
+        row = [self.shape(piece) for piece in form.pieces[0]]
+        if form.axis < 0:
+            return row[0]
+        joined = list(row[0])
+        joined[form.axis] = sum(shape[form.axis] for shape in row)
+        return len(form.pieces), *joined
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """Return where a tensor begins, to read many in the order of the files."""
+        form = self._joined.get(name)
+        stored = form.pieces[0][0] if form is not None else name
+        file = self._files[stored]
+        return file.path, file.tensors[stored].offset
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or a slice of its first dimension."""
+        form = self._joined.get(name)
+        if form is not None and form.axis < 0:
+            return self._stored(form.pieces[0][0], rows)
+        if form is not None:
+            selected = form.pieces if rows is None else form.pieces[rows]
+            parts = [torch.cat([self._stored(piece) for piece in row], dim=form.axis) for row in selected]
+            return torch.stack(parts) if parts else torch.empty(0, *self.shape(name)[1:])
+        return self._stored(name, rows)
+
+    def _stored(self, name: str, rows: slice | None = None) -> Tensor:
+        shape, dtype, rows = self._form(name, rows)
+        tensor = torch.empty(shape, dtype=dtype)
+        self._read_into(tensor, name, rows.start)
+        return tensor
+
+    def _form(self, name: str, rows: slice | None) -> tuple[tuple[int, ...], torch.dtype, slice]:
+        """Return shape and dtype of a stored tensor, or of some rows of it, and the rows."""
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name}; the checkpoint is of another model, or incomplete"
+            )
+        stored = self._files[name].tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: tensor {name} has the dtype {stored.dtype}, which is not loaded")
+        if rows is None:
+            return stored.shape, DTYPES[stored.dtype], slice(0, None)
+        start, stop, _ = rows.indices(stored.shape[0])
+        return (max(0, stop - start), *stored.shape[1:]), DTYPES[stored.dtype], slice(start, stop)
+
+    def _read_into(self, tensor: Tensor, name: str, start: int = 0) -> None:
+        """Read the rows from `start` of a stored tensor into a contiguous one on the CPU, as many as it has."""
+        file = self._files[name]
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize if start else 0
+        file.read(file.tensors[name].offset + start * row_bytes, host_bytes(tensor))
+
+    @torch.no_grad()
+    def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
+        """Copy tensors into `targets` in place; of sharded ones, this rank's shard.
+
+        Raises CheckpointError if names or shapes differ.
+        """
+        names = self.names
+        missing, extra = sorted(targets.keys() - names), sorted(names - targets.keys())
+        shapes = [n for n in targets if n in names and tuple(targets[n].shape) != self.shape(n)]
+        if missing or extra or shapes:
+            raise CheckpointError(
+                f"{self.path} is of another model: missing {missing[:3]}, unknown {extra[:3]}, other shape "
+                f"{shapes[:3]}. Resume with the --hf-checkpoint of the run that saved it"
+            )
+        for name, target in sorted(targets.items(), key=lambda each: self.place(each[0])):
+            if not isinstance(target, DTensor):
+                self._copy(name, target)
+            elif len(part := sharding.local(target)):
+                part.copy_(self.read(name, sharding.rows(len(target))))
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        is_stored = name not in self._joined and DTYPES.get(self._files[name].tensors[name].dtype) is target.dtype
+        if is_stored and target.device.type == "cpu" and target.is_contiguous():
+            self._read_into(target, name)
+        else:
+            target.copy_(self.read(name))
