@@ -28,11 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
     from diagnosis_score import healthy_line, judge_all, score_table, wrong_lines
-    from faults import score_doctor, score_folders, score_healthy, score_refusals, score_runs, score_seams
+    from faults import (
+        score_doctor,
+        score_folders,
+        score_healthy,
+        score_refusals,
+        score_reports,
+        score_runs,
+        score_seams,
+    )
     from faults_marker import injected
 
     started = time.perf_counter()
-    of_faults = (score_doctor, score_seams, score_refusals, score_runs, score_folders)
+    of_faults = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders)
     cases = [*(each for module in of_faults for each in module.CASES), *score_healthy.CASES]
     with tempfile.TemporaryDirectory(prefix="furlong-score-") as folder:
         outcomes = judge_all(

@@ -14,7 +14,8 @@ from faults.symptoms import SYMPTOMS
 from faults_marker import injected
 from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
-from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
+from furlong.diagnosis.postmortem.log_text import LogText
+from furlong.diagnosis.postmortem.signatures import match_signatures
 
 TESTS = Path(__file__).parents[1]
 PORT_TAKEN = "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use\n"  # as a log has it

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
-from faults import score_doctor, score_folders, score_healthy, score_refusals, score_runs, score_seams
+from faults import score_doctor, score_folders, score_healthy, score_refusals, score_reports, score_runs, score_seams
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
-OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_folders)
+OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders)
 FAULTS = [each for module in OF_FAULTS for each in module.CASES]
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
 REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
 HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
-FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_folders.CASES, *HEALTHY]
+FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_reports.CASES, *score_folders.CASES, *HEALTHY]
 
 
 @pytest.mark.parametrize("each", FAST, ids=lambda each: f"{'/'.join(each.rows) or 'healthy'}: {each.name}")

@@ -22,7 +22,8 @@ from furlong.config.command_line import config_from_values
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
-from furlong.diagnosis.postmortem.signatures import LogText, match_signatures
+from furlong.diagnosis.postmortem.log_text import LogText
+from furlong.diagnosis.postmortem.signatures import match_signatures
 from furlong.quickstart.quickstart import model_folder
 from runs import write_prompts
 

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parents[3] / "src" / "furlong"
 OF_OTHER_COMMANDS = """
     --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
     --pid --run --list --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
-    --enable-memory-saver --mem-fraction-static
+    --enable-memory-saver --mem-fraction-static --shm-size --ipc --mem
 """
 
 

@@ -18,9 +18,10 @@ from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import pack_micro_batch
 from furlong.core.catalogue import CATALOGUE, Diagnosis
+from furlong.diagnosis.postmortem.log_text import LogText, phase_of
 from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 from furlong.diagnosis.postmortem.run_examination import examine, explain
-from furlong.diagnosis.postmortem.signatures import SIGNATURES, LogText, match_signatures, parse_diagnosis, phase_of
+from furlong.diagnosis.postmortem.signatures import SIGNATURES, match_signatures, parse_diagnosis
 from furlong.errors import (
     ENGINE_KILLED,
     MACHINE_MEMORY,
@@ -227,6 +228,7 @@ def test_every_signature_has_a_row_for_ended_runs() -> None:
         "KILL01",  # leaves no text
         "CHECK01",
         *("HOOK01", "REW03", "STOP02"),  # stated by the error of a run whose every sample fails
+        "TOOL02",  # the form of DATA04 where a function extends conversations
     }
 
 
@@ -381,19 +383,20 @@ def test_remedies_of_a_dead_engine_are_flags_that_it_supports(error: str, named:
 def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     tmp_path: Path, said: str, id: str, words: str
 ) -> None:
-    async def start() -> str:
+    async def start() -> EngineError:
         end = "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text()); sys.exit(1)"
         process = await LocalHost().start([sys.executable, "-S", "-c", end, str(tmp_path / "says")], log=log)
         engine = ServerProcess("engine 0", "http://127.0.0.1:9", [process], None)
         with pytest.raises(EngineError) as caught:
             await engine.wait_until_ready(20.0)
-        return str(caught.value)
+        return caught.value
 
     log = tmp_path / "logs" / "engine-0.log"
     log.parent.mkdir()
     log.write_text(CUDA_OOM)  # of an earlier start
     (tmp_path / "says").write_text(SCHEDULER_DIED.format(said=said))
-    message = asyncio.run(start())
+    error = asyncio.run(start())
+    message = str(error)
     lines = [line.strip() for line in message.splitlines()]
     assert "exit code 1" in lines[0]
     assert lines[1].endswith("Scheduler hit an exception: Traceback (most recent call last):")
@@ -401,7 +404,7 @@ def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     assert lines[3] == said
     assert lines[-2].startswith("RuntimeError: Rank 0 scheduler died")
     assert "EOFError" not in message
-    found, last = explain(EngineError(message), tmp_path, {})
+    found, last = explain(error, tmp_path, {})
     assert ([d.id for d in found], words in found[0].remedy) == ([id], True)
     assert said in found[0].finding or id == "ENG03"
     assert (said in last) == (id != "MEM02")

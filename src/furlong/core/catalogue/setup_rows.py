@@ -8,7 +8,7 @@ ROWS = (
     Row(
         "CKPT01",
         "no complete checkpoint in a folder to load from",
-        "P",
+        "PX",
         "error",
         symptom="Text is garbled from the first rollout, or a log says that no checkpoint was loaded.",
         cause="A trainer checkpoint has latest_checkpointed_iteration.txt; a Hugging Face model does not.",
@@ -47,7 +47,7 @@ ROWS = (
     Row(
         "CKPT04",
         "incomplete model folder",
-        "P",
+        "PX",
         "error",
         symptom="Loading fails with a missing shard, or parts of the model keep random values.",
         cause="A download was interrupted, or a conversion left files out.",
@@ -83,7 +83,7 @@ ROWS = (
     Row(
         "CKPT07",
         "no model in --hf-checkpoint",
-        "P",
+        "PX",
         "error",
         symptom="`transformers` cannot find a model, on one node or on some of several.",
         cause="The folder is missing or incomplete, or it is a name on the hub; furlong does not download models.",
@@ -185,7 +185,7 @@ ROWS = (
     Row(
         "CFG05",
         "missing or conflicting flags",
-        "P",
+        "PX",
         "error",
         symptom="The command is rejected before it starts.",
         cause="A value is missing, out of range, or conflicts with another one.",
@@ -220,7 +220,7 @@ ROWS = (
     Row(
         "GPU01",
         "not enough GPUs in the cluster",
-        "P",
+        "PX",
         "error",
         symptom="The job hangs at submission.",
         cause="Training and rollout together need more GPUs than the cluster has; often --colocate is missing.",
@@ -265,7 +265,7 @@ ROWS = (
     Row(
         "GPU05",
         "the Ray cluster is unreachable",
-        "P",
+        "PX",
         "error",
         symptom="The job hangs at submission, and Ray logs for minutes that it cannot connect to GCS.",
         cause="Nothing listens at --ray-address: Ray is not running there, or the address is wrong.",
@@ -347,7 +347,7 @@ ROWS = (
     Row(
         "ENV01",
         "untested library versions",
-        "P",
+        "PX",
         "warning",
         symptom="Import errors, missing arguments, or silent changes after an upgrade.",
         cause="An installed version is outside the range that furlong is tested with.",

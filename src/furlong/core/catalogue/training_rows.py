@@ -8,7 +8,7 @@ ROWS = (
     Row(
         "TPL01",
         "chat template applied twice, or not at all",
-        "P",
+        "PX",
         "error",
         symptom="Gradients explode; a double chat template; answers that ignore the question.",
         cause="The data already contains the model's special tokens and --apply-chat-template adds them again; or it "
@@ -83,7 +83,7 @@ ROWS = (
     Row(
         "TOOL02",
         "conversations outgrow the context",
-        "R",
+        "RX",
         "warning",
         symptom="Out of memory or truncated answers in multi-turn runs.",
         cause="History grows with each turn.",
@@ -129,7 +129,7 @@ ROWS = (
     Row(
         "DATA04",
         "prompts exceed the length limit",
-        "P",
+        "PX",
         "error",
         symptom="Prompts are dropped, or responses are truncated immediately.",
         cause="The context is smaller than the data needs.",
