@@ -106,9 +106,7 @@ class Policy:
     def session_tree(self) -> Session:
         """The conversations of this sample. Raises RolloutError for a policy without a chat format."""
         if self.conversation is None:
-            raise RolloutError(
-                "policy().chat needs a tokenizer with a chat template; see --chat-template-path"
-            )
+            raise RolloutError("policy().chat needs a tokenizer with a chat template; see --chat-template-path")
         return self.conversation
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> Completion:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import SHIPPED, JsonTokenizer, build_tokenizer, read_template
-from furlong.tools.template_test import CONVERSATIONS
+from furlong.tools.conversations import CONVERSATIONS
 
 TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
 
