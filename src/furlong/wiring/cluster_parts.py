@@ -134,7 +134,9 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
         return RankSync(
             worker.weights,
             build_transport(context, device_types, ranks),
-            connect=partial(connected, api_key=config.cluster.sglang_api_key),
+            connect=partial(
+                connected, api_key=config.cluster.sglang_api_key, report_s=config.sync.update_weight_timeout
+            ),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )

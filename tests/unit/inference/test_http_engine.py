@@ -20,9 +20,10 @@ from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, ConfigError, EngineE
 from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.request_queue import MAX_SENDING
-from furlong.inference.sglang.server import PAUSE_S, ServerInfo, SglangServer
+from furlong.inference.sglang.server import PAUSE_S, ServerInfo, SglangServer, connected
 from furlong.inference.sglang.server_pool import ServerPool
 from furlong.interfaces import SamplingParams
+from furlong.weight_sync.verification import WeightVerifier, record_for
 from served_engine import ScriptedServer, ServedEngine, reply
 
 SGLANG = ServerInfo.read({"version": "0.5.16", "tp_size": 1, "context_length": None})
@@ -723,6 +724,49 @@ def test_weight_commands_have_no_timeout_of_their_own(monkeypatch):
     assert limits.pop("/pause_generation") == PAUSE_S
     assert set(limits.values()) == {None}
     assert len(limits) == 4
+
+
+def test_reports_on_weights_obey_the_timeout_of_weight_updates(monkeypatch):
+    limits: dict[str, float | None] = {}
+
+    async def ask(self, path, body=None, *, timeout_s=CONTROL_S, **_):
+        limits[path] = timeout_s
+        return {"weight_version": 1, "ranks": [{"checksums": {}}], "per_engine_checksum": "0"}
+
+    monkeypatch.setattr(SglangServer, "ask", ask)
+
+    async def body():
+        server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}), report_s=7.0)
+        async with connected([server.address], api_key=None, report_s=7.0) as servers:
+            for each in (server, *servers):
+                limits.clear()
+                await each.served_version()
+                await each.checksums()
+                assert limits == {"/model_info": 7.0, "/weights_checker": 7.0}
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_server_that_stops_before_its_checksums_is_reported_within_the_timeout_of_weight_updates():
+    async def answer(path, body):
+        if path == "/weights_checker":
+            await asyncio.sleep(30)
+        return 200, {"weight_version": "1"}
+
+    stopped = ScriptedServer(answer)
+
+    async def body():
+        server = SglangServer(stopped.url, ServerInfo.read({"version": "furlong 1", "dtype": "float32"}), report_s=0.5)
+        with pytest.raises(EngineTimeoutError, match=r"did not answer within 0\.5 s") as caught:
+            await WeightVerifier().check([server], record_for([server]), 1)
+        assert caught.value.url == stopped.url
+        await server.close()
+
+    try:
+        asyncio.run(body())
+    finally:
+        stopped.stop()
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ class SyncFlags:
     )
     update_weight_timeout: float = flag(
         300.0,
-        "Timeout of an engine for one bucket, or one directory, of a weight update, in seconds.",
+        "Timeout of an engine for one bucket, or one directory, of a weight update, and for its checksums, in seconds.",
         within="(0, inf)",
     )
     update_weight_proof: Literal["before", "beside"] = flag(

@@ -66,6 +66,7 @@ def _connect(config: Config, url: str) -> SglangServer:
         api_key=cluster.sglang_api_key,
         concurrency=cluster.sglang_server_concurrency,
         timeout_s=cluster.sglang_router_request_timeout_secs,
+        report_s=config.sync.update_weight_timeout,
     )
 
 

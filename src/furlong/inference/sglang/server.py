@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 60.0  # to pause or resume generation
 MEMORY_S = 120.0  # to release or allocate memory
-VERIFY_S = 120.0  # to report weights and checksums: 0.03 s for 8 GB on a GPU, once the kernels are compiled
+WEIGHT_REPORT_S = 300.0  # to report its weight version and checksums; the default of `--update-weight-timeout`
 DRAFT = "draft."  # prefix of the tensor names of a draft model
 IDLE_S = 60.0  # for a server to become idle once all its requests are answered
 LEAVE_S = 10.0  # to leave a process group
@@ -135,6 +135,7 @@ class SglangServer(SglangClient):
     first_rank: Trainer rank on its first GPU, where they share GPUs.
     role: "regular", "prefill" or "decode", for the router; prefill servers have a `bootstrap_port`.
     awaits_weights: Only the next weight update can bring its weights.
+    report_s: Timeout of its reports on weights (version, checksums, rows) in seconds; `--update-weight-timeout`.
     keeps_together: Requests with one prompt reach the same cache; not every router ensures that.
     """
 
@@ -147,13 +148,14 @@ class SglangServer(SglangClient):
         concurrency: int = 512,
         timeout_s: float = 14400.0,
         probe_s: float = PROBE_S,
+        report_s: float = WEIGHT_REPORT_S,
         busy: tuple[int, ...] = (),
         keeps_together: bool = True,
     ) -> None:
         super().__init__(url, headers_for(api_key), busy=busy)
         self.info = info
         self.keeps_together = keeps_together
-        self.concurrency, self.timeout_s, self.probe_s = concurrency, timeout_s, probe_s
+        self.concurrency, self.timeout_s, self.probe_s, self.report_s = concurrency, timeout_s, probe_s, report_s
         self.version: int | None = None
         self.lost: Loss | None = None
         self.stale = ""
@@ -173,9 +175,9 @@ class SglangServer(SglangClient):
         self.seen_alive_s = -math.inf  # monotonic start time of the last health check that passed
 
     @staticmethod
-    def at(address: EngineAddress, *, api_key: str | None = None) -> SglangServer:
+    def at(address: EngineAddress, *, api_key: str | None = None, report_s: float = WEIGHT_REPORT_S) -> SglangServer:
         """A client for weight updates of a server that another process sends requests to."""
-        server = SglangServer(address.url, ServerInfo(**address.info), api_key=api_key)
+        server = SglangServer(address.url, ServerInfo(**address.info), api_key=api_key, report_s=report_s)
         server.running, server.first_rank = address.num_running, address.first_rank
         return server
 
@@ -424,11 +426,11 @@ class SglangServer(SglangClient):
 
     async def served_version(self) -> str:
         """The label of the weights in use."""
-        return str((await self.ask("/model_info", timeout_s=VERIFY_S))["weight_version"])
+        return str((await self.ask("/model_info", timeout_s=self.report_s))["weight_version"])
 
     async def model_type(self) -> str:
         """Model type of its Hugging Face config; "" if it does not report it."""
-        return str((await self.ask("/model_info", timeout_s=VERIFY_S)).get("model_type") or "")
+        return str((await self.ask("/model_info", timeout_s=self.report_s)).get("model_type") or "")
 
     def unused_weights(self, family: str) -> str:
         """Weights of a model of this family that the server holds but does not use; "" if it uses all."""
@@ -448,7 +450,7 @@ class SglangServer(SglangClient):
 
         Tensors of a draft model, which are not updated, only count in the last one.
         """
-        answer = await self.command("/weights_checker", timeout_s=VERIFY_S, action="checksum")
+        answer = await self.command("/weights_checker", timeout_s=self.report_s, action="checksum")
         ranks: Any = answer.get("ranks") or answer.get("payload")
         if not ranks:
             raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
@@ -467,7 +469,9 @@ class SglangServer(SglangClient):
         Raises EngineError if its data-parallel copies differ, NoAnswerError if it does not answer.
         """
         try:
-            answer = await self.ask("/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=VERIFY_S)
+            answer = await self.ask(
+                "/get_weights_by_name", {"name": name, "truncate_size": rows}, timeout_s=self.report_s
+            )
         except NoAnswerError:
             raise
         except EngineError as error:
@@ -483,10 +487,10 @@ class SglangServer(SglangClient):
 
 @contextlib.asynccontextmanager
 async def connected(
-    addresses: Sequence[EngineAddress], *, api_key: str | None = None
+    addresses: Sequence[EngineAddress], *, api_key: str | None = None, report_s: float = WEIGHT_REPORT_S
 ) -> AsyncGenerator[list[SglangServer]]:
     """Connect to servers that another process sends requests to, for weight updates (a `Connect`)."""
-    servers = [SglangServer.at(address, api_key=api_key) for address in addresses]
+    servers = [SglangServer.at(address, api_key=api_key, report_s=report_s) for address in addresses]
     try:
         yield servers
     finally:

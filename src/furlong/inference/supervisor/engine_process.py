@@ -21,7 +21,7 @@ from furlong.config.sections import ClusterFlags
 from furlong.core.addresses import host_and_port
 from furlong.errors import ENGINE_EXITED, ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError, Loss
 from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Connections, headers_for
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import WEIGHT_REPORT_S, ServerInfo, SglangServer
 from furlong.inference.supervisor.host import LOG_GAP, STOP_S, Host, HostGpus, HostProcess
 from furlong.inference.supervisor.server_launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
 
@@ -217,6 +217,7 @@ class EngineReplica:
         start_timeout_s: float,
         cluster: ClusterFlags,
         probe_s: float = PROBE_S,
+        report_s: float = WEIGHT_REPORT_S,
         min_context_len: int | None = None,
     ) -> None:
         """Start it, wait until it answers and connect `server` to it.
@@ -234,6 +235,7 @@ class EngineReplica:
             concurrency=cluster.sglang_server_concurrency,
             timeout_s=cluster.sglang_router_request_timeout_secs,
             probe_s=probe_s,
+            report_s=report_s,
         )
         server.role, server.bootstrap_port = self.process.role, self.process.bootstrap_port
         server.first_rank = self.first_rank

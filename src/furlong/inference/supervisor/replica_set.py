@@ -29,7 +29,7 @@ from furlong.errors import (
 )
 from furlong.inference.sglang.client import PROBE_S
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server import WEIGHT_REPORT_S, SglangServer
 from furlong.inference.supervisor.engine_process import EngineReplica, stop_replicas
 from furlong.inference.supervisor.host import HostGpus
 from furlong.inference.supervisor.router import SglangRouter
@@ -77,6 +77,7 @@ class ReplicaSet:
         log_dir: Folder for the logs of the engines.
         min_context_len: Required context length. None: any.
         probe_s: Timeout of the health check before and after weight updates.
+        report_s: Timeout of an engine's reports on its weights.
         router: Started with the engines; None sends requests to the engines directly.
         devices: Gives them to a colocated engine that is restarted.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
@@ -95,6 +96,7 @@ class ReplicaSet:
     fault: FaultFlags = field(default_factory=FaultFlags)
     min_context_len: int | None = None
     probe_s: float = PROBE_S
+    report_s: float = WEIGHT_REPORT_S
     router: SglangRouter | None = None
     devices: DeviceSharing = field(default_factory=DeviceSharing)
     first_index: int = 0
@@ -259,6 +261,7 @@ class ReplicaSet:
             start_timeout_s=self.engines.sglang_server_start_timeout,
             cluster=self.cluster,
             probe_s=self.probe_s,
+            report_s=self.report_s,
             min_context_len=self.min_context_len,
         )
 

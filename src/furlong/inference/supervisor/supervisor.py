@@ -177,6 +177,7 @@ class EngineSupervisor:
                 cluster=config.cluster,
                 engines=config.engines,
                 fault=config.fault,
+                report_s=config.sync.update_weight_timeout,
                 min_context_len=config.rollout.rollout_max_context_len if trained else None,
                 router=self._routers.get(model.name),
                 devices=(devices if trained else None) or DeviceSharing(),
