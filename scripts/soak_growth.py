@@ -117,8 +117,10 @@ def kind_of(command: Sequence[str]) -> str:
 def growth(usages: Iterable[Usage], *, warm_up: int) -> list[Growth]:
     """Return the growth of each kind of process.
 
-    The first `warm_up` steps of each process do not count. The slope is the median of the slopes of pairs of points of
-    one process that are at least half of its steps apart (Theil-Sen): single peaks and a few restarts do not move it.
+    The first `warm_up` steps of each process do not count, nor does the first half of the rest: memory that caches and
+    allocators retain grows until they are full, a leak grows on. The slope is the median of the slopes of pairs of
+    points of one process that are at least half of its measured steps apart (Theil-Sen): single peaks, a step of the
+    allocator and a few restarts do not move it.
     """
     by_process: defaultdict[tuple[str, str], list[Usage]] = defaultdict(list)
     for usage in usages:
@@ -131,7 +133,7 @@ def growth(usages: Iterable[Usage], *, warm_up: int) -> list[Growth]:
 
 
 def _growth_of(kind: str, processes: list[list[Usage]], warm_up: int) -> Growth:
-    warm = [[usage for usage in points if usage.step >= points[0].step + warm_up] for points in processes]
+    warm = [second_half(points, warm_up) for points in processes]
     warm = [points for points in warm if points and points[-1].step - points[0].step >= LEAST_STEPS]
     memory = far_slopes([[(usage.step, usage.rss_mb) for usage in points] for points in warm])
     descriptors = far_slopes([[(usage.step, usage.descriptors) for usage in points] for points in warm])
@@ -146,6 +148,12 @@ def _growth_of(kind: str, processes: list[list[Usage]], warm_up: int) -> Growth:
         (float(np.quantile(memory, 0.25)), float(np.quantile(memory, 0.75))) if has_slope else None,
         float(np.median(descriptors)) if has_slope else None,
     )
+
+
+def second_half(points: Sequence[Usage], warm_up: int) -> list[Usage]:
+    """Return the usages in the second half of the steps after the first `warm_up`."""
+    first, last = points[0].step + warm_up, points[-1].step
+    return [usage for usage in points if usage.step >= first + max(last - first, 0) / 2]
 
 
 def far_slopes(series: Iterable[Sequence[tuple[float, float]]]) -> np.ndarray:

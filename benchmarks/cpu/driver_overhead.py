@@ -49,7 +49,8 @@ class Stopwatch:
 def build_run(model: Path, data: Path, out: Path, *, samples: int, steps: int) -> Any:
     """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
-    from furlong.machine import choose_threads, import_without_gc, raise_gc_threshold, set_threads
+    from furlong.core.garbage import import_without_gc, raise_gc_threshold
+    from furlong.machine import choose_threads, set_threads
 
     flags: dict[str, Any] = {
         "--hf-checkpoint": model,

@@ -140,7 +140,8 @@ class GateTracker:
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
     """Build the parts of a run as `furlong train` does."""
     from furlong.config.command_line import load
-    from furlong.machine import choose_threads, import_without_gc, raise_gc_threshold, set_threads
+    from furlong.core.garbage import import_without_gc, raise_gc_threshold
+    from furlong.machine import choose_threads, set_threads
     from furlong.run.run_folder import run_folder
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))

@@ -26,6 +26,7 @@ from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_
 from furlong.config.sections import ClusterFlags
 from furlong.core.addresses import socket_for
 from furlong.core.files import PendingFiles
+from furlong.core.garbage import import_without_gc
 from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
 from furlong.core.weights import EngineAddress
@@ -37,7 +38,6 @@ from furlong.machine import (
     choose_threads,
     deterministic_kernels,
     disable_nccl_cumem,
-    import_without_gc,
     set_gloo_interface,
 )
 from furlong.training.offload import device_memory, empty_cache

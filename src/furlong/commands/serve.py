@@ -9,8 +9,9 @@ import socket
 
 from furlong.core.addresses import host_and_port, socket_for
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.garbage import import_without_gc
 from furlong.errors import ConfigError
-from furlong.machine import import_without_gc, raise_open_file_limit
+from furlong.machine import limit_malloc_arenas, raise_open_file_limit
 
 
 def serve(words: list[str]) -> int:
@@ -35,6 +36,7 @@ def serve(words: list[str]) -> int:
             problems += error.problems
         if problems:
             raise ConfigError(*problems)
+    limit_malloc_arenas()
     with import_without_gc("furlong.inference.server.http_server"):
         from furlong.inference.server.http_server import main
 

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.garbage import GarbageCollector
 from furlong.core.metric import Metrics, maximum, mean, total, values
 from furlong.core.tracing import tracer
 from furlong.errors import DataError, SyncError
@@ -90,6 +91,7 @@ async def train(
     if on_start is not None and step < schedule.num_rollout:
         on_start()
     recorder = StepRecorder(parts.trackers, defers_evaluations=schedule.ahead > 0)
+    garbage = GarbageCollector()
     stream = RolloutStream(parts, first=step, end=schedule.num_rollout, ahead=schedule.ahead, pause=schedule.pause_mode)
     async with checkpoints.settled(), stream:
         stream.restore(ahead)
@@ -124,6 +126,7 @@ async def train(
                 with tracer.span("save", step=step):
                     await checkpoints.save(parts, stream.finished, step)
                 saved_step = step
+            garbage.collect()
             if parts.observer.stop_requested:
                 break
         await recorder.flush()

@@ -16,6 +16,7 @@ from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
+from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import exits_fail_the_run
 from furlong.core.user_processes import ending_user_processes
@@ -25,8 +26,7 @@ from furlong.machine import (
     choose_threads,
     deterministic_kernels,
     disable_nccl_cumem,
-    import_without_gc,
-    raise_gc_threshold,
+    limit_malloc_arenas,
     set_threads,
 )
 from furlong.run.checks import findings_before_run
@@ -100,6 +100,7 @@ def run_in_folder(
     """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
     config = resolved.config
     disable_nccl_cumem()
+    limit_malloc_arenas()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = lock_save_folder(config.checkpoint.save)
     ending = ending_user_processes() if owns_process else contextlib.nullcontext()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -136,6 +139,44 @@ def test_open_file_limit_is_raised_up_to_the_hard_limit():
                 raise_open_file_limit(limits[1] + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+ARENAS = """
+import ctypes, os, sys, threading
+from furlong.machine import limit_malloc_arenas
+
+limit_malloc_arenas()
+together = threading.Barrier(65)
+
+def allocate():
+    buffer = bytes(50_000)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(64)]
+for thread in threads:
+    thread.start()
+together.wait()
+for thread in threads:
+    thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.fflush.argtypes = [ctypes.c_void_p]
+stream = libc.fdopen(1, b"w")
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not the GNU C library")
+@pytest.mark.parametrize("variable", [None, "1"])
+def test_the_c_library_has_at_most_one_heap_per_cpu(variable):
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    environment |= {} if variable is None else {"MALLOC_ARENA_MAX": variable}
+    shown = subprocess.run([sys.executable, "-c", ARENAS], env=environment, capture_output=True, text=True, check=True)
+    heaps = shown.stdout.count("<heap nr=")
+    assert 1 <= heaps <= (1 if variable else max(2, len(os.sched_getaffinity(0))))
 
 
 def test_gloo_uses_the_interface_of_the_address_unless_one_is_set(monkeypatch):

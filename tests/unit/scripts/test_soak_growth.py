@@ -53,9 +53,22 @@ def test_descriptors_that_rise_now_and_then_are_found(soak_growth):
 
 
 def test_growth_while_a_process_warms_up_does_not_count(soak_growth):
-    warming = usages(soak_growth, warm=0.5)
-    assert abs(soak_growth.growth(warming, warm_up=100)[0].memory_slope) < 0.5
-    assert soak_growth.growth(warming, warm_up=0)[0].memory_slope > 1
+    def slope(steps, warm_up):
+        return soak_growth.growth(usages(soak_growth, warm=0.5, steps=steps), warm_up=warm_up)[0].memory_slope
+
+    assert abs(slope(steps=300, warm_up=100)) < 1
+    assert slope(steps=100, warm_up=0) > 100
+
+
+def test_memory_that_levels_off_is_not_a_leak_and_memory_that_does_not_is(soak_growth):
+    def of(rss_mb):
+        return [soak_growth.Usage("driver", "1@0", step, rss_mb(step), 20) for step in range(0, 1200, 2)]
+
+    filling = soak_growth.growth(of(lambda step: 500 + 40 * (1 - 2.0 ** (-step / 60)) + 4.4 * (step > 350)), warm_up=0)
+    assert abs(filling[0].memory_slope) < 0.2
+    steps = soak_growth.growth(of(lambda step: 500 + 4.4 * (step // 150)), warm_up=0)  # 29 MB per 1,000 steps
+    assert steps[0].memory_slope == pytest.approx(29, rel=0.25)
+    assert [word for word in steps[0].problems if "memory" in word]
 
 
 def test_processes_are_not_compared_with_each_other(soak_growth):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
+from furlong.core.garbage import import_without_gc
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import is_known_family
 from furlong.errors import CheckpointError, ConfigError
-from furlong.machine import import_without_gc
 from furlong.models.hf_folder import check_folder, quantization_problem
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, read_model
 from furlong.tools.template_test import read_tokenizer
