@@ -371,6 +371,42 @@ class Rollout(Protocol):
         ...
 
 
+class RolloutPool(Protocol):
+    """The prompt groups in flight of a rollout, for asynchronous training and for checkpoints.
+
+    If they are shared, a group that is running when a rollout is complete runs on, over weight updates, too, and any of
+    the next rollouts may train on it. Otherwise each rollout has its own groups, and nothing runs between rollouts.
+    """
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollouts share the groups in flight."""
+        ...
+
+    def admit(self, step: int, *, ahead: int, end: int, version: int) -> None:
+        """Let groups start: `step` of `end` rollouts are trained, and the engines serve weights `version`.
+
+        Groups issued and not trained on remain fewer than `ahead` + 1 batches.
+        """
+        ...
+
+    async def before_update(self, version: int) -> None:
+        """Wait until weights may be updated to `version`: in a replayed run, until the recorded requests are done."""
+        ...
+
+    def snapshot(self) -> list[tuple[str, Group]]:
+        """Return copies of the groups in flight, each with its state, for `restore`."""
+        ...
+
+    def restore(self, saved: Sequence[tuple[str, Group]]) -> None:
+        """Continue with the groups of a snapshot: what was not complete is issued again."""
+        ...
+
+    async def close(self) -> None:
+        """Cancel what is still running."""
+        ...
+
+
 class Tracker(Protocol):
     """A sink for metrics."""
 
@@ -449,3 +485,4 @@ class Parts:
     trackers: Sequence[Tracker]
     observer: Observer
     engine: Engine | None = None
+    pool: RolloutPool | None = None

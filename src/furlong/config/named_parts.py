@@ -8,7 +8,7 @@ from typing import Any
 GENERATION = "slime.rollout.sglang_rollout.generate_rollout"
 DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-ROLLOUTS_AHEAD = 2  # of FULLY_ASYNC: slow groups of one rollout run while the next ones are generated
+ROLLOUTS_AHEAD = 2  # of FULLY_ASYNC
 
 # Values that name what the run does without the flag.
 DEFAULTS = {
@@ -60,9 +60,13 @@ def _generate_ahead(values: dict[str, Any], sources: dict[str, str]) -> str:
     ahead = values["async_buffer_size"]
     if ahead == 0:
         return f"{flag} with --async-buffer-size 0 would be synchronous; set the rollouts in flight, or remove one"
+    if "max_token_staleness" not in sources:  # room for the first complete groups, which slime's worker trains on
+        bound = 2 * ahead + values.get("update_weights_interval", 1) - 1
+        values["max_token_staleness"], sources["max_token_staleness"] = bound, flag
     return (
         f"{flag}: generation continues during training with --async-buffer-size {ahead} rollouts in flight ahead of "
-        "it, which bounds the age of the weights"
+        "it; a step trains on the first complete groups, of weights at most "
+        f"{values['max_token_staleness']} versions old"
     )
 
 

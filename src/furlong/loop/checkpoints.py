@@ -5,6 +5,7 @@
     SAVE/iter_0000010/state.json               data source, ledger position
     SAVE/iter_0000010/inputs.json              the run's inputs: data, tokenizer, weights, by content
     SAVE/iter_0000010/rollout_0000010.safetensors ...   rollouts generated ahead
+    SAVE/iter_0000010/groups.safetensors   prompt groups in flight, if rollouts share them
     SAVE/iter_0000010/trainer/                 weights, optimizer, schedule, RNG (the trainer's own files)
 
 A checkpoint is written to `iter_0000010.partial`, completed with its manifest, renamed, and only then named in the
@@ -47,11 +48,14 @@ from furlong.core.checkpoint_folder import (
 )
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
 from furlong.core.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
-from furlong.errors import CheckpointError, FurlongError
+from furlong.core.sample import Group
+from furlong.core.sample_file import load_samples, save_samples
+from furlong.errors import CheckpointError, DataError, FurlongError
 from furlong.interfaces import Parts
 
 logger = logging.getLogger(__name__)
 
+GROUPS = "groups.safetensors"
 WEIGHTS: tuple[InputKind, ...] = ("weights", "reference")
 SMALL_INPUTS: tuple[InputKind, ...] = ("data", "tokenizer", "chat-template", "config")
 
@@ -137,9 +141,13 @@ class Checkpoints:
         parts.source.restore(state["source"], data_changed=self._has_other_data)
         with files_checked(folder, state["ahead"]):
             loaded = [load_batch(folder / name) for name in state["ahead"]]
+        num_groups = _restore_groups(parts, folder, state)
         # Renumber from this step: of rollouts that shared the last data, an earlier one may be missing.
         ahead = [dataclasses.replace(batch, rollout_id=step + place) for place, batch in enumerate(loaded)]
-        logger.info("loaded checkpoint from %s at iteration %d, with %d rollouts ahead", folder, step, len(ahead))
+        logger.info(
+            "loaded checkpoint from %s at iteration %d, with %d rollouts ahead and %d groups in flight",
+            folder, step, len(ahead), num_groups,
+        )  # fmt: skip
         return step, ahead
 
     def record_changes(self, parts: Parts) -> None:
@@ -225,6 +233,8 @@ class Checkpoints:
             return
         started = time.perf_counter()
         batches = await finished() if position is None else []
+        position = position or self.position(parts)  # together with the rollouts and groups: no event is in between
+        groups = [] if parts.pool is None else parts.pool.snapshot()
         folder = _make_partial(self.save_dir, step)
         async with parts.device_sharing.updating_weights():
             if self.in_background:
@@ -239,7 +249,8 @@ class Checkpoints:
             "step": step,
             "ahead": names,
             "num_threads": torch.get_num_threads(),  # the order of sums depends on it
-            **(position or self.position(parts)),
+            **({"groups": len(groups)} if groups else {}),
+            **position,
         }
         pending.add_text(folder / STATE, json.dumps(state))
         if self.inputs is not None:
@@ -247,7 +258,8 @@ class Checkpoints:
         final = self.save_dir / folder_name(step)
 
         async def write() -> None:
-            await asyncio.to_thread(self._write, folder, step, pending, dict(zip(names, batches, strict=True)))
+            batches_by_name = dict(zip(names, batches, strict=True))
+            await asyncio.to_thread(self._write, folder, step, pending, batches_by_name, groups)
             seconds = time.perf_counter() - started
             logger.info("saved checkpoint %s in %.2f s", final, seconds)
             parts.observer.notify("save", step=step, folder=str(final), seconds=seconds)
@@ -284,13 +296,25 @@ class Checkpoints:
                 f"cannot write {folder}: {error}; free some space, or use another folder with --save-hf"
             ) from error
 
-    def _write(self, partial: Path, step: int, pending: PendingFiles, batches: Mapping[str, RolloutBatch]) -> None:
-        """Write the pending files and the rollouts, then commit."""
+    def _write(
+        self,
+        partial: Path,
+        step: int,
+        pending: PendingFiles,
+        batches: Mapping[str, RolloutBatch],
+        groups: Sequence[tuple[str, Group]],
+    ) -> None:
+        """Write the pending files, the rollouts and the groups in flight, then commit."""
         try:
             pending.write()
             for name, batch in batches.items():
                 save_batch(partial / name, batch)
+            if groups:
+                names, members = zip(*groups, strict=True)
+                save_samples(partial / GROUPS, step, members, names=names)
             self._commit(partial, step)
+        except DataError as error:
+            raise CheckpointError(f"the groups in flight cannot be saved: {error}") from error
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot write into {partial}: {error}; free some space, or use another folder"
@@ -316,6 +340,28 @@ class Checkpoints:
         if self.keep is not None:
             for old in [*before, final][: -self.keep]:
                 remove(old)
+
+
+def _restore_groups(parts: Parts, folder: Path, state: Mapping[str, Any]) -> int:
+    """Hand the groups in flight of a checkpoint to the pool; return their number.
+
+    Raises CheckpointError if the file is damaged, or if this run generates nothing.
+    """
+    if not state.get("groups"):
+        return 0
+    if parts.pool is None:
+        raise CheckpointError(
+            f"{folder} contains {state['groups']} prompt groups in flight, but this run does not generate its rollouts "
+            "from prompts; resume with the flags of the run that saved it, or start a new run from its weights "
+            "(--finetune)"
+        )
+    with files_checked(folder, [GROUPS]):
+        try:
+            dump = load_samples(folder / GROUPS)
+        except DataError as error:
+            raise CheckpointError(f"{error}; use another --ckpt-step") from error
+    parts.pool.restore(list(zip(dump.names, dump.groups, strict=True)))
+    return len(dump.groups)
 
 
 def _make_partial(save_dir: Path, step: int) -> Path:

@@ -41,12 +41,14 @@ logger = logging.getLogger(__name__)
 class RunSchedule:
     """Number of rollouts to train, and the intervals of weight updates, saves and evaluations, in rollouts.
 
-    ahead: rollouts that may be in flight beyond the one in training; 0 is synchronous. saves_on_hang: whether to save
-    the last step if the observer stops a rollout that hangs.
+    ahead: rollouts that may be in flight beyond the one in training; 0 is synchronous. staleness_bound: bound of the
+    age of tokens, by default that of `ahead`. saves_on_hang: whether to save the last step if the observer stops a
+    rollout that hangs.
     """
 
     num_rollout: int
     ahead: int = 0
+    staleness_bound: int | None = None
     update_weights_interval: int = 1
     pause_mode: PauseMode = "finish"
     save_every: int | None = None
@@ -57,6 +59,8 @@ class RunSchedule:
     @property
     def max_staleness(self) -> int:
         """Upper bound of `rollout/staleness/max`, in weight versions."""
+        if self.staleness_bound is not None:
+            return self.staleness_bound
         return self.ahead + self.update_weights_interval - 1
 
     def eval_due(self, step: int) -> bool:
@@ -113,9 +117,10 @@ async def train(
             report |= batch.metrics | _staleness(batch, step)
             step += 1
             if schedule.weight_update_due(step):
-                async with stream.paused():
+                async with stream.paused(step):
                     with tracer.span("update weights", version=step):
                         report |= await update_weights(step)
+            stream.admit(step, version=update_weights.version)
             evaluation = stream.evaluate(step) if schedule.eval_due(step) else None
             if evaluation is not None:  # evaluations are recorded for verified weights only
                 await recorder.flush()
@@ -134,7 +139,7 @@ async def train(
             await _update_and_save(parts, checkpoints, stream, step, update_weights)
             saved_step = step
         await update_weights.finish_verification()
-        if parts.observer.stop_requested:
+        if parts.observer.stop_requested or stream.has_groups:
             parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)
     return step
 
@@ -150,7 +155,7 @@ async def _update_and_save(
     parts: Parts, checkpoints: Checkpoints, stream: RolloutStream, step: int, update_weights: WeightUpdater
 ) -> None:
     """Update the engines' weights, then save, so that a resumed run starts from the weights that the engines had."""
-    async with stream.paused():
+    async with stream.paused(step):
         await update_weights(step)
     await checkpoints.save(parts, stream.finished, step)
 
@@ -174,7 +179,7 @@ async def _next(
     try:
         with tracer.span("wait for rollout", rollout=step):
             while await stream.needs_weights():
-                async with stream.paused():
+                async with stream.paused(step):
                     await update_weights(step)
             batch = await stream.next()
     except asyncio.CancelledError:
@@ -210,7 +215,7 @@ class WeightUpdater:
     def __init__(self, sync: WeightSync, observer: Observer, device_sharing: DeviceSharing) -> None:
         self._sync, self._observer, self._device_sharing = sync, observer, device_sharing
         self._last: dict[str, str] = {}
-        self._version = 0
+        self.version = 0
 
     async def __call__(self, version: int) -> Metrics:
         """Load the trainer's weights into the engines as `version`; return the metrics of the update."""
@@ -230,7 +235,7 @@ class WeightUpdater:
             "seconds": round(report.seconds, 6),
         }
         self._observer.notify("weight_update", **facts)
-        self._version = version
+        self.version = version
         self._compare(report.checksums)
         metrics = {
             "perf/update_weights_time": total(report.seconds),
@@ -251,7 +256,7 @@ class WeightUpdater:
         if self._last:
             same = [name for name, value in checksums.items() if self._last.get(name) == value]
             changed = len(checksums) - len(same)
-            facts = {"version": self._version, "tensors": len(checksums), "changed": changed}
+            facts = {"version": self.version, "tensors": len(checksums), "changed": changed}
             self._observer.notify("weights_compared", **facts, unchanged=same[:MAX_NAMES])
         self._last = checksums
 
@@ -262,12 +267,17 @@ class RolloutStream:
     A rollout starts when the rollout `ahead` places before it is passed to training, so a batch is at most
     `ahead + update_weights_interval - 1` weight versions old when it is trained on. With ahead = 1 rollouts overlap
     with training but not with each other.
+
+    If rollouts share the groups in flight (`RolloutPool.is_shared`), the stream admits groups instead: up to `ahead`
+    rollouts more than are trained. Groups then run on over weight updates, which wait for requests only.
     """
 
     def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
         self._rollout, self._engine, self._device_sharing = parts.rollout, parts.engine, parts.device_sharing
         self._ledger = parts.ledger
-        self._ahead = ahead
+        self._pool = parts.pool if parts.pool is not None and parts.pool.is_shared else None
+        self._ahead, self._end = ahead, end
+        self._first = first
         self._pause_mode: PauseMode = pause
         self._ids = iter(range(first, end))
         self._running: deque[asyncio.Task[RolloutBatch | None]] = deque()
@@ -304,23 +314,36 @@ class RolloutStream:
         self._evaluation = asyncio.create_task(self._evaluate(rollout_id), name=f"evaluate-{rollout_id}")
         return self._evaluation
 
-    @contextlib.asynccontextmanager
-    async def paused(self) -> AsyncGenerator[None]:
-        """Pause generation during a weight update.
+    def admit(self, step: int, *, version: int) -> None:
+        """Let more groups start: `step` rollouts are trained, and the engines serve weights `version`."""
+        if self._pool is not None:
+            self._pool.admit(step, ahead=self._ahead, end=self._end, version=version)
 
-        "finish" waits for every running rollout and evaluation; "hold" and "abort" pause the engine within its next
-        step, and its requests continue afterwards with the new weights. Without an engine every mode is "finish".
-        Rollouts that can only continue with the new weights, because all engines were lost, are not waited for.
+    @property
+    def has_groups(self) -> bool:
+        """Whether groups are in flight that no rollout will train on."""
+        return self._pool is not None and bool(self._pool.snapshot())
+
+    @contextlib.asynccontextmanager
+    async def paused(self, version: int) -> AsyncGenerator[None]:
+        """Pause generation during a weight update to `version`.
+
+        "finish" waits for every running rollout and evaluation, or, if rollouts share their groups, for the requests in
+        the engine; "hold" and "abort" pause the engine within its next step, and its requests continue afterwards with
+        the new weights. Without an engine every mode is "finish". Rollouts that can only continue with the new weights,
+        because all engines were lost, are not waited for.
         """
         starved = self._evaluation is not None and await self._waits_for_weights(self._evaluation)
-        if self._pause_mode == "finish" or self._engine is None:
+        if self._pool is not None and self._engine is not None:
+            await self._pool.before_update(version)
+        elif self._pause_mode == "finish" or self._engine is None:
             starved = starved or await self._waits_for_weights(*self._running)
             for task in self._running:
                 if task.done():
                     task.result()  # a failed rollout ends the run now, not when its turn comes
         if starved:
             logger.warning("all engines were lost after the last training step: rollouts continue with new weights")
-        if self._engine is None or (self._pause_mode == "finish" and not starved):
+        if self._engine is None or (self._pool is None and self._pause_mode == "finish" and not starved):
             yield
             return
         await self._engine.pause(self._pause_mode)
@@ -332,12 +355,16 @@ class RolloutStream:
     async def finished(self) -> list[RolloutBatch]:
         """Wait for the rollouts in flight and return them without consuming them; for checkpoints.
 
-        Rollouts without data are left out: a resumed run requests them again, and may have more epochs.
+        Rollouts without data are left out: a resumed run requests them again, and may have more epochs. If rollouts
+        share their groups, only complete rollouts are returned: the groups are saved with the pool.
         """
+        if self._pool is not None:
+            done = [task.result() for task in self._running if task.done()]
+            return [batch for batch in done if batch is not None]
         return [batch for batch in await asyncio.gather(*self._running) if batch is not None]
 
     def restore(self, batches: list[RolloutBatch]) -> None:
-        """Add rollouts from a checkpoint as already produced.
+        """Add rollouts from a checkpoint as already produced, and let groups start.
 
         Those beyond the last rollout, if the resumed run is shorter, are not trained on but kept for `finished`.
         """
@@ -345,6 +372,7 @@ class RolloutStream:
             self._ledger.restored(batch.group_ids.tolist(), batch.rollout_id)
             next(self._ids, None)
             self._running.append(asyncio.create_task(_completed(batch)))
+        self.admit(self._first + len(batches), version=self._first)
 
     async def _waits_for_weights(self, *tasks: asyncio.Task[Any]) -> bool:
         """Wait for the tasks. Return True as soon as they can only continue after a weight update, else False."""
@@ -398,6 +426,8 @@ class RolloutStream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pool is not None:
+            await self._pool.close()
         if error is not None:
             self._ledger.ended(is_saved=False)
 
@@ -455,11 +485,11 @@ class _Clock:
 
 
 def _staleness(batch: RolloutBatch, step: int) -> Metrics:
-    """Age of the policy that sampled each token, in rollouts trained since then."""
+    """Age of the policy that sampled each trained token, in rollouts trained since then."""
     versions = batch.columns.get("token_versions")
     if versions is None:
         return {}
-    known = versions[versions >= 0]
+    known = versions[(versions >= 0) & (batch.loss_masks > 0)]
     if not len(known):
         return {}
     age = step - known

@@ -1,32 +1,32 @@
-"""The default rollout: keep enough groups in flight, filter the finished ones, stop when the batch is full."""
+"""The default rollout: keep enough groups in flight, filter the finished ones, stop when the batch is full.
+
+There is one scheduler of groups. A rollout takes finished groups from a `Flight` until its batch is full. Each rollout
+has a flight of its own, which ends with it, or all share the one of a `GroupPool`, which outlives them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import heapq
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger
+from furlong.rollout.evaluation import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
+from furlong.rollout.flight import Flight
 from furlong.rollout.generate import (
-    EvalSet,
     Generation,
-    RewardWait,
-    evaluate,
     has_failed,
     is_finished,
     reset_response,
@@ -34,7 +34,9 @@ from furlong.rollout.generate import (
     session_of,
 )
 from furlong.rollout.group_order import GroupOrder
+from furlong.rollout.group_pool import RESUMED, GroupPool, is_stale, mask_stale, oldest_version, without_responses
 from furlong.rollout.replay import source_for_samples_hook
+from furlong.rollout.rollout_report import all_failed, exceeds_context, throughput
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 
@@ -45,43 +47,30 @@ STARTED = "start_rollout_id"  # metadata of a sample: the rollout in which its p
 
 logger = logging.getLogger(__name__)
 
-_Numbered = tuple[int, asyncio.Task[Group]]
-
 
 @dataclass
 class _Round:
-    """State of one `produce` call.
-
-    Tasks are numbered in order of submission. A finished task is in `queue` until its result is read, then in `done`
-    and in the heap `finished`. It stays in the heap after its group is judged, until it reaches the top. `tasks` maps a
-    group's index to its task. `is_collecting` is False once the batch is full.
-    """
+    """State of one `produce` call: its groups in flight, which a pool shares, and what became of the finished ones."""
 
     rollout_id: int
-    submitted: int = 0
-    judged: int = 0
-    queue: asyncio.Queue[_Numbered] = field(default_factory=asyncio.Queue[_Numbered])
-    finished: list[_Numbered] = field(default_factory=list[_Numbered])
-    done: set[asyncio.Task[Group]] = field(default_factory=set[asyncio.Task[Group]])
-    tasks: dict[int, asyncio.Task[Group]] = field(default_factory=dict[int, asyncio.Task[Group]])
-    running: dict[asyncio.Task[Group], Group] = field(default_factory=dict[asyncio.Task[Group], Group])
+    flight: Flight
     kept: list[Group] = field(default_factory=list[Group])
     failed: list[Group] = field(default_factory=list[Group])
     spare: list[Group] = field(default_factory=list[Group])
     seen: list[Group] = field(default_factory=list[Group])
     surplus: list[Group] = field(default_factory=list[Group])
+    num_returned: int = 0
     drops: Counter[str] = field(default_factory=Counter[str])
     data_s: float = 0.0
-    wait: RewardWait = field(default_factory=RewardWait)
     num_aborted: int = 0  # groups in a row
-    is_collecting: bool = True
     data_ended: bool = False
 
 
 class EngineRollout:
-    """Produces batches with an engine. Implements `interfaces.Rollout`.
+    """Produces batches with an engine. Implements `interfaces.Rollout` and `interfaces.RolloutPool`.
 
-    Several `produce` calls may run concurrently (asynchronous training); each takes its own groups from the source.
+    Several `produce` calls may run concurrently (asynchronous training). Each takes its own groups from the source;
+    with a `pool` they take complete groups from it, one call after the other.
 
     batch_size: groups in a batch; --over-sampling-batch-size groups are submitted at a time. in_order: judge groups in
     the order of issue, so that a batch depends on weights, seeds and data only and short responses have no advantage;
@@ -105,6 +94,7 @@ class EngineRollout:
         report: SampleReport | None = None,
         on_groups: Callable[[int, list[Group]], None] | None = None,
         order: GroupOrder | None = None,
+        pool: GroupPool | None = None,
     ) -> None:
         self._generation, self._hooks = generation, generation.hooks
         self._source, self._ledger, self._conversion = source, ledger, conversion
@@ -114,68 +104,170 @@ class EngineRollout:
         self._num_gpus, self._print_every = num_gpus, print_every
         self._eval_sets, self._on_groups = eval_sets, on_groups
         self._report = report or SampleReport()
-        self._order = order or GroupOrder()
+        self._order = generation.load.order = order or GroupOrder()
+        self._pool = pool
+        self._max_staleness, self._stale = flags.max_token_staleness, flags.stale_tokens
+        self._restored: list[tuple[str, Group]] = []
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Collect one rollout. Return None if the data cannot fill it; the groups so far are dropped and logged."""
+        if self._pool is not None:
+            return await self._produce_shared(self._pool, rollout_id)
         started = time.monotonic()
-        state = _Round(rollout_id)
+        state = _Round(rollout_id, Flight())
+        self._give_back_restored()
         try:
             while len(state.kept) < self._batch_size:
                 await self._submit(state)
-                if not state.running:
+                if not state.flight.running:
                     break
-                task = await self._next_finished(state)
-                self._order.judged(rollout_id, state.running[task])
-                self._judge(state, state.running.pop(task), task.result())
+                self._judge(state, *await self._next_finished(state))
             if len(state.kept) < self._batch_size:
                 self._use_spares(state)
         except BaseException:
-            for task in state.running:
-                task.cancel()
-            await asyncio.gather(*state.running, return_exceptions=True)
+            await state.flight.cancel()
             raise
         await self._stop(state)
         self._order.ended(rollout_id)
         if len(state.kept) < self._batch_size:
             return self._end_of_data(state)
-        return self._finish(state, time.monotonic() - started)
+        return self._finish(state, state.kept, time.monotonic() - started)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Score every evaluation set with the weights that the engine serves."""
         return await evaluate(self._eval_sets, rollout_id, report=self._report)
 
-    async def _next_finished(self, state: _Round) -> asyncio.Task[Group]:
-        """Wait for the group to judge next. An exception of any task is raised at once."""
-        expected = self._order.next_judged(state.rollout_id)
-        if expected is not None and state.tasks.get(expected) not in state.running:
-            raise RolloutError(
-                f"rollout {state.rollout_id}: group {expected} must be judged next but is not running; use the flags, "
-                "data and model of the run that --replay names"
-            )
-        while (ready := self._ready(state, expected)) is None:
-            number, task = await state.queue.get()
-            task.result()
-            heapq.heappush(state.finished, (number, task))
-            state.done.add(task)
-        state.judged += 1
-        return ready
+    # -- the groups in flight ----------------------------------------------------------------------------------
 
-    def _ready(self, state: _Round, expected: int | None) -> asyncio.Task[Group] | None:
-        """Pick a finished group: `expected`, the next in order, or the one submitted first."""
-        if expected is not None:
-            return task if (task := state.tasks[expected]) in state.done else None
-        while state.finished and state.finished[0][1] not in state.running:
-            heapq.heappop(state.finished)
-        if not state.queue.empty() or not state.finished:
-            return None
-        number, task = state.finished[0]
-        return task if not self._in_order or number == state.judged else None
+    @property
+    def is_shared(self) -> bool:
+        """Whether rollouts share the groups in flight."""
+        return self._pool is not None
+
+    def admit(self, step: int, *, ahead: int, end: int, version: int) -> None:
+        """Start groups while those issued and not trained are fewer than `ahead` + 1 batches, up to rollout `end`."""
+        if self._pool is not None:
+            self._pool.admit(step, ahead=ahead, end=end, version=version)
+            self._continue_restored(self._pool)
+            self._issue(self._pool)
+            self._pool.flight.wake()
+
+    async def before_update(self, version: int) -> None:
+        """In a replayed run, wait until the requests that earlier weights answered are answered."""
+        if self._pool is not None:
+            await self._order.before_update(version, until=self._pool.end)
+
+    def snapshot(self) -> list[tuple[str, Group]]:
+        """Return copies of the groups in flight with their state."""
+        return [*self._restored, *(self._pool.snapshot() if self._pool is not None else ())]
+
+    def restore(self, saved: Sequence[tuple[str, Group]]) -> None:
+        """Continue with the groups of a checkpoint; without a pool, issue them again."""
+        self._restored = list(saved)
+
+    async def close(self) -> None:
+        """Cancel the groups of the pool."""
+        if self._pool is not None:
+            self._pool.flight.is_collecting = False
+            await self._pool.flight.cancel()
+
+    def _give_back_restored(self) -> None:
+        """Return the groups of a checkpoint to the source, to be issued again from the start."""
+        saved, self._restored = self._restored, []
+        for _, group in saved:
+            self._ledger.returned(group, RESUMED)
+        self._source.return_groups([without_responses(group) for _, group in saved])
+
+    def _continue_restored(self, pool: GroupPool) -> None:
+        saved, self._restored = self._restored, []
+        for state, group in saved:
+            pool.versions[group.index] = oldest_version([group], pool.version)
+            if state == "ready":
+                self._ledger.restored([group.index], pool.deadline)
+                pool.ready.append(group)
+            elif state == "finished":
+                pool.flight.submit(group, _completed(group), name=f"group-{group.index}")
+            else:
+                del pool.versions[group.index]
+                self._ledger.issued([group], pool.deadline)
+                self._start(pool.flight, group, pool.next_rollout)
+
+    def _issue(self, pool: GroupPool) -> None:
+        """Start as many groups as may start."""
+        while (room := pool.room) and not pool.data_ended:
+            started = time.perf_counter()
+            groups = self._source.next_groups(room)
+            pool.data_s += time.perf_counter() - started
+            pool.data_ended = not groups
+            self._ledger.issued(groups, pool.deadline)
+            for group in groups:
+                self._start(pool.flight, group, pool.next_rollout)
+
+    async def _produce_shared(self, pool: GroupPool, rollout_id: int) -> RolloutBatch | None:
+        """Take the next complete groups. A call waits for those of earlier rollouts."""
+        async with pool.collecting:
+            state = _Round(rollout_id, pool.flight)
+            pool.next_rollout, pool.data_ended = rollout_id, False
+            while (groups := self._choose(state, pool)) is None:
+                self._issue(pool)
+                if not pool.flight.running:
+                    break
+                await self._judge_next(state, pool)
+            for group in pool.take_spares():
+                self._drop(state, group, "filter")
+            state.data_s, pool.data_s = pool.data_s, 0.0
+            self._order.ended(rollout_id)
+            if groups is None:
+                state.kept, pool.ready = pool.ready, []
+                return self._end_of_data(state)
+            pool.next_rollout = rollout_id + 1
+            self._order.collected(rollout_id, groups)
+            return self._finish(state, groups, pool.lap())
+
+    async def _judge_next(self, state: _Round, pool: GroupPool) -> None:
+        """Wait for a group to be complete, or for a change of admission."""
+        expected = self._order.next_judged(state.rollout_id)
+        if expected is not None and expected not in pool.flight.tasks and pool.data_ended:
+            raise _not_running(state.rollout_id, expected)
+        task = await pool.flight.next_finished(expected, in_order=False)
+        if task is None:
+            return
+        origin, group = pool.flight.take(task), task.result()
+        self._order.judged(state.rollout_id, origin, is_shared=True)
+        self._judge(state, origin, group)
+        pool.versions.pop(origin.index, None)
+        if state.surplus:  # a function gave the group up: it is issued again
+            self._return_surplus(state)
+
+    def _choose(self, state: _Round, pool: GroupPool) -> list[Group] | None:
+        """Return the groups of the rollout; None while more must complete."""
+        if self._stale == "drop":
+            for group in [group for group in pool.ready if self._is_stale(group, state.rollout_id)]:
+                pool.ready.remove(group)
+                self._drop(state, group, "stale")
+        if len(pool.ready) < self._batch_size <= len(pool.ready) + len(pool.spare):
+            for group in pool.take_spares(self._batch_size - len(pool.ready)):
+                self._ledger.generated(group, state.rollout_id)
+                pool.ready.append(group)
+        return pool.choose(state.rollout_id)
+
+    # -- one rollout -------------------------------------------------------------------------------------------
+
+    async def _next_finished(self, state: _Round) -> tuple[Group, Group]:
+        """Wait for the group to judge next; return it as it was issued and finished. An error is raised at once."""
+        expected = self._order.next_judged(state.rollout_id)
+        if expected is not None and expected not in state.flight.tasks:
+            raise _not_running(state.rollout_id, expected)
+        task = await state.flight.next_finished(expected, in_order=self._in_order)
+        assert task is not None  # only pools wake
+        origin = state.flight.take(task)
+        self._order.judged(state.rollout_id, origin)
+        return origin, task.result()
 
     async def _submit(self, state: _Round) -> None:
         """Submit groups, `submit_size` at a time, until those in flight, kept or spare can fill the batch."""
         size = self._batch_size
-        while not state.data_ended and len(state.kept) + len(state.spare) + len(state.running) < size:
+        while not state.data_ended and len(state.kept) + len(state.spare) + len(state.flight.running) < size:
             await self._order.turn(state.rollout_id, "issued")
             started = time.perf_counter()
             groups = self._source.next_groups(self._submit_size)
@@ -185,23 +277,22 @@ class EngineRollout:
             self._ledger.issued(groups, state.rollout_id)
             for group in groups:
                 self._prepare_partial(group)
-                # A custom function may change a sample, so the source gets a copy back.
-                origin = copy.deepcopy(group) if self._generation.is_custom(group) else group
-                task = asyncio.create_task(
-                    run_group(
-                        group,
-                        self._generation,
-                        rollout_id=state.rollout_id,
-                        continues=lambda: state.is_collecting,
-                        wait=state.wait,
-                        cuts=self._order.cuts(state.rollout_id, group) if self._partial else None,
-                    ),
-                    name=f"rollout-{state.rollout_id}-group-{group.index}",
-                )
-                state.running[task] = origin
-                state.tasks[group.index] = task
-                task.add_done_callback(partial(_enqueue, state, state.submitted))
-                state.submitted += 1
+                self._start(state.flight, group, state.rollout_id)
+
+    def _start(self, flight: Flight, group: Group, rollout_id: int) -> None:
+        # A custom function may change a sample, so the source gets a copy back.
+        origin = copy.deepcopy(group) if self._generation.is_custom(group) else group
+        pool = self._pool
+        work = run_group(
+            group,
+            self._generation,
+            rollout_id=rollout_id,
+            continues=lambda: flight.is_collecting,
+            wait=flight.wait,
+            cuts=self._order.cuts(rollout_id, group) if self._partial else None,
+            began=None if pool is None else lambda: pool.began(group),
+        )
+        flight.submit(origin, work, name=f"rollout-{rollout_id}-group-{group.index}")
 
     def _prepare_partial(self, group: Group) -> None:
         """Mask the tokens of an earlier policy if requested, and let aborted samples continue."""
@@ -222,7 +313,8 @@ class EngineRollout:
                 "so the batch is never full; a custom generate function must set another status, such as completed or "
                 "failed, unless its request was aborted"
             )
-        if is_aborted or len(state.kept) >= self._batch_size:
+        pool = self._pool
+        if is_aborted or (pool is None and len(state.kept) >= self._batch_size):
             state.surplus.append(group if self._partial and not self._generation.is_custom(origin) else origin)
             return
         state.seen.append(group)
@@ -235,11 +327,15 @@ class EngineRollout:
             return
         state.failed.clear()
         decision = self._filter(group)
-        if decision.keep:
+        if decision.keep and self._stale == "drop" and self._is_stale(group, state.rollout_id):
+            self._drop(state, group, "stale")
+        elif decision.keep:
             self._ledger.generated(group, state.rollout_id)
             state.kept.append(group)
+            if pool is not None:
+                pool.ready.append(group)
         elif decision.keep_when_insufficient:
-            state.spare.append(group)
+            (state.spare if pool is None else pool.spare).append(group)
         else:
             self._drop(state, group, decision.reason or "filter")
             self._check_hopeless(state)
@@ -254,6 +350,10 @@ class EngineRollout:
             "there is nothing to train on; check --dynamic-sampling-filter-path and the rewards it judges (--rm-type "
             "or --custom-rm-path), or use prompts that the model sometimes solves"
         )
+
+    def _is_stale(self, group: Group, rollout_id: int) -> bool:
+        bound = self._max_staleness
+        return bound is not None and any(is_stale(sample, rollout_id, bound) for sample in group.samples)
 
     def _filter(self, group: Group) -> DynamicFilterOutput:
         dynamic_filter = self._hooks.dynamic_sampling_filter
@@ -280,39 +380,42 @@ class EngineRollout:
 
     async def _stop(self, state: _Round) -> None:
         """Abort what is still running and return it to the source."""
-        state.is_collecting = False
+        flight = state.flight
+        flight.is_collecting = False
         for group in state.spare:
             self._drop(state, group, "filter")
-        if state.running:
-            is_custom = {task: self._generation.is_custom(group) for task, group in state.running.items()}
-            plain = [group for task, group in state.running.items() if not is_custom[task]]
+        if flight.running:
+            is_custom = {task: self._generation.is_custom(group) for task, group in flight.running.items()}
+            plain = [group for task, group in flight.running.items() if not is_custom[task]]
             if plain and not (self._partial and self._order.is_replayed):
                 await self._generation.engine.abort([session_of(s) for group in plain for s in group.samples])
-            for task in state.running:
+            for task in flight.running:
                 if is_custom[task]:
                     task.cancel()
-            results = await asyncio.gather(*state.running, return_exceptions=True)
-            for (task, origin), result in zip(list(state.running.items()), results, strict=True):
+            results = await asyncio.gather(*flight.running, return_exceptions=True)
+            for (task, origin), result in zip(list(flight.running.items()), results, strict=True):
                 if isinstance(result, BaseException):
                     if not isinstance(result, asyncio.CancelledError):
                         raise result
                     state.surplus.append(origin)
                 else:
                     state.surplus.append(origin if is_custom[task] else result)
-            state.running.clear()
+            flight.running.clear()
         if state.surplus:
-            await self._return_surplus(state)
+            state.surplus.sort(key=lambda g: g.index)
+            await self._order.turn(state.rollout_id, "returned")
+            self._order.returned(state.rollout_id, state.surplus)
+            self._return_surplus(state)
 
-    async def _return_surplus(self, state: _Round) -> None:
-        state.surplus.sort(key=lambda g: g.index)
-        await self._order.turn(state.rollout_id, "returned")
-        self._order.returned(state.rollout_id, state.surplus)
+    def _return_surplus(self, state: _Round) -> None:
         for group in state.surplus:
             self._ledger.returned(group, "surplus" if is_finished(group) else "aborted")
             if not self._partial or (self._mask_offpolicy and is_finished(group)):
                 _reset(group)
             _tag(group, state.rollout_id)
         self._source.return_groups(state.surplus)
+        state.num_returned += len(state.surplus)
+        state.surplus = []
 
     def _end_of_data(self, state: _Round) -> None:
         if state.kept:
@@ -321,8 +424,8 @@ class EngineRollout:
         for group in state.kept:
             self._ledger.dropped(group, "end_of_data")
 
-    def _finish(self, state: _Round, seconds: float) -> RolloutBatch:
-        groups = sorted(state.kept, key=lambda g: g.index)
+    def _finish(self, state: _Round, kept: Sequence[Group], seconds: float) -> RolloutBatch:
+        groups = sorted(kept, key=lambda g: g.index)
         samples = [sample for group in groups for sample in group.samples]
         args = self._generation.args
         if self._hooks.rollout_sample_filter is not None:
@@ -333,15 +436,21 @@ class EngineRollout:
         if self._on_groups is not None:
             self._on_groups(state.rollout_id, groups)
         self._print(state.rollout_id, samples)
+        num_masked = 0
+        if self._stale == "mask" and self._max_staleness is not None:
+            num_masked = mask_stale(groups, state.rollout_id, self._max_staleness)
         batch = batch_from_groups(state.rollout_id, groups, self._conversion)
         metrics = self._metrics(state, groups, samples, seconds)
+        if num_masked:
+            metrics["rollout/staleness/masked_frac"] = mean(num_masked / max(1, len(batch.loss_masks)))
         batch.metrics.update(self._report.of_rollout(state.rollout_id, groups, metrics, seconds))
         return batch
 
     def _metrics(self, state: _Round, groups: Sequence[Group], samples: Sequence[Sample], seconds: float) -> Metrics:
-        metrics = _throughput(samples, seconds, self._num_gpus) | {
+        metrics = throughput(samples, seconds, self._num_gpus) | self._generation.load.take()
+        metrics |= {
             "perf/data_time": total(state.data_s),
-            "perf/reward_wait_time": total(state.wait.seconds),
+            "perf/reward_wait_time": total(state.flight.wait.take()),
         }
         if any(map(self._generation.is_custom, groups)):
             metrics["perf/generate_held_time"] = total(self._generation.blocking.take())
@@ -352,8 +461,8 @@ class EngineRollout:
             full = [len(s.tokens) >= context or is_over for s, is_over in zip(samples, exceeded, strict=True)]
             metrics["rollout/context_full_frac"] = mean(sum(full) / len(full), len(full))
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": total(n) for reason, n in state.drops.items()}
-        if state.surplus:
-            metrics["rollout/returned_groups"] = total(len(state.surplus))
+        if state.num_returned:
+            metrics["rollout/returned_groups"] = total(state.num_returned)
         return metrics
 
     def _print(self, rollout_id: int, samples: Sequence[Sample]) -> None:
@@ -366,8 +475,15 @@ class EngineRollout:
             )  # fmt: skip
 
 
-def _enqueue(state: _Round, number: int, task: asyncio.Task[Group]) -> None:
-    state.queue.put_nowait((number, task))
+async def _completed(group: Group) -> Group:
+    return group
+
+
+def _not_running(rollout_id: int, expected: int) -> RolloutError:
+    return RolloutError(
+        f"rollout {rollout_id}: group {expected} must be judged next but is not running; use the flags, data and model "
+        "of the run that --replay names"
+    )
 
 
 def _tag(group: Group, rollout_id: int) -> None:
@@ -383,51 +499,3 @@ def _reset(group: Group) -> None:
     """Discard a group's responses, so that it is generated again with newer weights."""
     for sample in group.samples:
         reset_response(sample, sample.tokens[: sample.prompt_length])
-
-
-def _throughput(samples: Sequence[Sample], seconds: float, num_gpus: int) -> Metrics:
-    tokens = sum(s.response_length for s in samples)
-    effective = sum(s.effective_response_length for s in samples)
-    longest = max((s.response_length for s in samples), default=0)
-    return {
-        "perf/rollout_time": total(seconds),
-        "perf/tokens_per_gpu_per_sec": mean(tokens / seconds / num_gpus),
-        "perf/effective_tokens_per_gpu_per_sec": mean(effective / seconds / num_gpus),
-        "perf/longest_sample_tokens_per_sec": mean(longest / seconds),
-    }
-
-
-def exceeds_context(sample: Sample) -> bool:
-    """Return whether the engine refused a request of the sample's function because it exceeds the context."""
-    return sample.outcome is not None and sample.outcome.kind == "failed" and "context length" in sample.outcome.reason
-
-
-def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
-    """Diagnose why every sample fails: the most frequent reasons, and which function or limit is responsible."""
-    outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
-    counts = Counter(outcome.reason for outcome in outcomes)
-    reasons = "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
-    is_slow = sum(outcome.kind == "timed_out" for outcome in outcomes) * 2 > len(outcomes)
-    finding = f"rollout {rollout_id}: every sample of {len(groups)} groups in a row failed: {reasons}"
-    if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
-        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "fix the reward function"
-        cause = (
-            "The reward function, or the server it calls, fails for every sample; failures do not count as reward 0."
-        )
-        test = "`furlong reward test` with the same flags runs it on a few rows"
-        return diagnosis("REW03", finding, cause=cause, remedy=f"{remedy}; {test}")
-    if is_slow:
-        cause = "The engine is too slow for --generate-timeout, or responses do not end."
-        remedy = "raise --generate-timeout, or lower --rollout-max-response-len"
-        return diagnosis("STOP02", finding, cause=cause, remedy=remedy)
-    failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
-    if sum(map(exceeds_context, failed)) * 2 > len(failed):
-        cause = "The history grows with each turn, and the function requests more tokens when the context is full."
-        remedy = (
-            "return the sample with status TRUNCATED when len(sample.tokens) approaches the context length; keep fewer "
-            "turns, or raise --rollout-max-context-len"
-        )
-        return diagnosis("TOOL02", finding, cause=cause, remedy=remedy)
-    return diagnosis(
-        "HOOK01", finding, cause="It fails for every prompt.", remedy="fix --custom-generate-function-path"
-    )

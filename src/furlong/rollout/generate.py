@@ -1,4 +1,4 @@
-"""Generation and scoring of samples: one sample, a prompt group, and evaluation sets."""
+"""Generation and scoring of samples: one sample, and a prompt group."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any, TypeVar
 
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Function, Hooks, accepted_keywords
-from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
@@ -37,8 +35,9 @@ from furlong.rollout.agent import (
     session_samples,
 )
 from furlong.rollout.asked_context import ContextDifference
+from furlong.rollout.episode_load import EpisodeLoad, RewardWait
 from furlong.rollout.policy import Policy, seed_of_part, shortened
-from furlong.rollout.sample_metrics import OTHER_CONTEXT, SampleReport, eval_metrics, evaluation_data
+from furlong.rollout.sample_metrics import OTHER_CONTEXT
 from furlong.sessions.samples import Leaves
 from furlong.sessions.session import Session, SessionSettings
 
@@ -55,7 +54,8 @@ class Generation:
 
     max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
     functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
-    kinds of failures of user code already logged; blocking: time that custom functions blocked the event loop.
+    kinds of failures of user code already logged; load: permits of episodes; blocking: time that custom functions
+    blocked the event loop.
     chat_format: renders messages for `policy().chat`.
     """
 
@@ -70,6 +70,7 @@ class Generation:
     args: Any = None
     vocab_size: int | None = None
     max_tokens: int | None = None
+    load: EpisodeLoad = field(default_factory=EpisodeLoad)
     logged_failures: set[str] = field(default_factory=set[str])
     blocking: BlockingTimer = field(default_factory=BlockingTimer)
     chat_format: ChatFormat | None = None
@@ -87,6 +88,10 @@ class Generation:
         return self.hooks.custom_generate_function is not None or any(
             sample.generate_function_path is not None for sample in group.samples
         )
+
+    def recorded(self, sample: Sample) -> int | None:
+        """Return the number under which requests of the sample are recorded; None in evaluations."""
+        return None if self.evaluation else sample.index
 
     def log_failure(self, what: str, sample: Sample, reason: str) -> None:
         """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
@@ -162,7 +167,13 @@ async def generate_turn(
             sample.status = Status.TRUNCATED
             return sample
         with tracer.flight("generate", sample=sample.index, group=sample.group_index):
-            completion = await generation.engine.generate(list(sample.tokens), params, session=session_of(sample))
+            completion = await generation.load.complete(
+                generation.engine,
+                list(sample.tokens),
+                params,
+                session=session_of(sample),
+                sample=generation.recorded(sample),
+            )
         heartbeat.note("request")
         append_completion(sample, completion)
         if sample.response_length == cut_at and completion.finish_reason == "length":
@@ -262,6 +273,8 @@ def _policy_of(sample: Sample, generation: Generation, params: SamplingParams, c
         context_len=context_len,
         continues=continues,
         conversation=conversation,
+        load=generation.load,
+        sample=generation.recorded(sample),
     )
     return policy
 
@@ -314,20 +327,23 @@ async def run_group(
     continues: Callable[[], bool],
     wait: RewardWait,
     cuts: Mapping[int, int] | None = None,
+    began: Callable[[], object] | None = None,
 ) -> Group:
     """Generate and score all samples of a group; fanned-out samples replace their origin.
 
     An aborted group is returned unscored with ABORTED samples (`is_finished`). continues: whether requests aborted by a
-    weight update are continued. cuts: sample index -> response length at which the sample is left aborted.
+    weight update are continued. cuts: sample index -> response length at which the sample is left aborted. began: is
+    called when an episode begins.
     """
     with wait.phase(generating=1):
         produced = await gather_or_cancel(
-            generate_sample(
+            _episode(
                 sample,
                 generation,
                 rollout_id=rollout_id,
                 continues=continues,
                 cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
+                began=began,
             )
             for sample in group.samples
         )
@@ -336,6 +352,18 @@ async def run_group(
         with wait.phase(scoring=1):
             await score(group.samples, generation)
     return group
+
+
+async def _episode(
+    sample: Sample, generation: Generation, *, began: Callable[[], object] | None, **how: Any
+) -> list[Sample]:
+    """Generate a sample when an episode may start; a finished sample stays unchanged."""
+    if sample.status not in (Status.PENDING, Status.ABORTED):
+        return [sample]
+    async with generation.load.episode():
+        if began is not None:
+            began()
+        return await generate_sample(sample, generation, **how)
 
 
 async def score(samples: Sequence[Sample], generation: Generation) -> None:
@@ -409,44 +437,6 @@ def has_failed(group: Group) -> bool:
     return all(sample.status is Status.FAILED for sample in group.samples)
 
 
-@dataclass(frozen=True)
-class EvalSet:
-    """One evaluation set. `groups` builds its groups, so that every evaluation starts from clean samples."""
-
-    name: str
-    groups: Callable[[], list[Group]]
-    generation: Generation
-    reward_key: str | None = None
-    pass_k: bool | tuple[int, ...] = True
-    on_samples: Callable[[int, str, list[Sample]], None] | None = None
-
-
-async def evaluate(sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport) -> Metrics:
-    """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
-    started, wait = monotonic(), RewardWait()
-    groups_of_sets = await gather_or_cancel(_evaluate_set(each, rollout_id, wait) for each in sets)
-    parts: list[Metrics] = []
-    data: dict[str, dict[str, Any]] = {}
-    for each, groups in zip(sets, groups_of_sets, strict=True):
-        parts.append(eval_metrics(each.name, groups, reward_key=each.reward_key, pass_k=each.pass_k))
-        data[each.name] = evaluation_data([s for g in groups for s in g.samples], each.reward_key)
-    extra = {
-        "perf/eval_time": total(monotonic() - started),
-        "perf/eval_reward_wait_time": total(wait.seconds),
-    }
-    return report.of_evaluation(rollout_id, data, merge(parts), extra)
-
-
-async def _evaluate_set(each: EvalSet, rollout_id: int, wait: RewardWait) -> list[Group]:
-    groups = await gather_or_cancel(
-        run_group(group, each.generation, rollout_id=rollout_id, continues=lambda: True, wait=wait)
-        for group in each.groups()
-    )
-    if each.on_samples is not None:
-        each.on_samples(rollout_id, each.name, [s for g in groups for s in g.samples])
-    return groups
-
-
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results in order.
 
@@ -465,31 +455,3 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             if not task.cancelling():  # a second cancel would interrupt its cleanup
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class RewardWait:
-    """Adds up the seconds in which samples of a rollout or evaluation are scored while none is generated.
-
-    A group is scored after its last sample is generated, so this is the time after the last generation, and between
-    two rounds of groups if a filter drops the first. `seconds` is final when all groups are done.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._generating = self._scoring = 0
-        self._last = 0.0
-
-    @contextmanager
-    def phase(self, *, generating: int = 0, scoring: int = 0) -> Generator[None]:
-        """Wrap the generation of a group (custom generate functions included), or its reward call."""
-        self._change(generating, scoring)
-        try:
-            yield
-        finally:
-            self._change(-generating, -scoring)
-
-    def _change(self, generating: int, scoring: int) -> None:
-        now = perf_counter()
-        if self._scoring and not self._generating:
-            self.seconds += now - self._last
-        self._generating, self._scoring, self._last = self._generating + generating, self._scoring + scoring, now

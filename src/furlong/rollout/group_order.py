@@ -7,16 +7,22 @@ submitted than needed, and where responses are cut off when the batch is full. R
     {"step": 3, "event": "issued", "groups": [8, 9]}              the rollout took these groups
     {"step": 3, "event": "judged", "groups": [9]}                 this group was judged next
     {"step": 3, "event": "returned", "groups": [8], "cut": {"34": 5}}    returned; sample 34 was cut off at 5 tokens
+
+If rollouts share the groups in flight, they take groups in the order of the data, and which weights answer a request
+depends on time, too. Instead of the first and last row there are:
+
+    {"step": 3, "event": "judged", "groups": [9], "versions": {"36": [1, 1, 2]}}    weights of each request of sample 36
+    {"step": 3, "event": "batch", "groups": [7, 9]}               the rollout consists of these groups
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from furlong.core.sample import Group, Status
+from furlong.core.sample import UNKNOWN_VERSION, Group, Status
 from furlong.errors import RolloutError
 
 Turn = Literal["issued", "returned"]
@@ -28,6 +34,7 @@ class GroupOrder:
 
     def __init__(self, record: Record | None = None) -> None:
         self._record = record
+        self._versions: dict[int, list[int]] = defaultdict(list)  # of the requests of each sample
 
     @property
     def is_replayed(self) -> bool:
@@ -49,11 +56,37 @@ class GroupOrder:
             for sample in group.samples
             if sample.status is Status.ABORTED
         }
+        for index in (sample.index for group in groups for sample in group.samples):
+            self._versions.pop(-1 if index is None else index, None)
         self._write(rollout_id, "returned", groups, **({"cut": cut} if cut else {}))
 
-    def judged(self, rollout_id: int, group: Group) -> None:
-        """Record that the rollout judges this group next."""
-        self._write(rollout_id, "judged", [group])
+    def judged(self, rollout_id: int, group: Group, *, is_shared: bool = False) -> None:
+        """Record that the rollout judges this group next; with `is_shared`, also the weights of its requests."""
+        indices = dict.fromkeys(s.index for s in group.samples if s.index is not None)
+        versions = {str(index): self._versions.pop(index, []) for index in indices}
+        self._write(rollout_id, "judged", [group], **({"versions": versions} if is_shared else {}))
+
+    async def request(self, sample: int | None) -> None:
+        """Wait until the next request of this sample may be sent; None is not part of the record."""
+
+    def answered(self, sample: int | None, versions: Sequence[int]) -> None:
+        """Note the weight versions of an answer."""
+        if sample is not None:
+            self._versions[sample].append(versions[0] if versions else UNKNOWN_VERSION)
+
+    async def before_update(self, version: int, *, until: int) -> None:
+        """Wait until the requests that earlier weights must answer, of rollouts before `until`, are answered."""
+
+    def updated(self, version: int) -> None:
+        """Note that requests are answered by these weights from now on."""
+
+    def batch_of(self, rollout_id: int) -> list[int] | None:  # noqa: ARG002  used by ReplayedOrder
+        """Return the groups of the rollout, [] while others must be judged first; None if any may be chosen."""
+        return None
+
+    def collected(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """Record that the rollout consists of these groups."""
+        self._write(rollout_id, "batch", groups)
 
     def next_judged(self, rollout_id: int) -> int | None:  # noqa: ARG002  used by ReplayedOrder
         """Return the index of the group that must be judged next; None if any may be."""
@@ -84,6 +117,11 @@ class ReplayedOrder(GroupOrder):
         self._turns: deque[tuple[Turn, int, list[int]]] = deque()
         self._judged: dict[int, deque[int]] = defaultdict(deque)
         self._cuts: dict[int, dict[int, int]] = defaultdict(dict)
+        self._batches: dict[int, list[int]] = {}
+        self._due: dict[int, deque[int]] = {}  # versions of the requests of each sample
+        self._unanswered: Counter[tuple[int, int]] = Counter()  # by rollout and version
+        self._rollout_of: dict[int, int] = {}  # by sample
+        self._version = 0
         self._last = -1
         self._is_started = False
         self._waiting: dict[int, Turn] = {}
@@ -93,6 +131,12 @@ class ReplayedOrder(GroupOrder):
             self._last = max(self._last, rollout_id)
             if event == "judged":
                 self._judged[rollout_id].extend(groups)
+                for sample, versions in row.get("versions", {}).items():
+                    self._due[int(sample)] = deque(versions)
+                    self._rollout_of[int(sample)] = rollout_id
+                    self._unanswered.update((rollout_id, version) for version in versions)
+            elif event == "batch":
+                self._batches[rollout_id] = groups
             else:
                 self._turns.append((event, rollout_id, groups))
                 self._cuts[rollout_id] |= {int(index): length for index, length in row.get("cut", {}).items()}
@@ -126,10 +170,40 @@ class ReplayedOrder(GroupOrder):
         self._pass(rollout_id, groups)
         super().returned(rollout_id, groups)
 
-    def judged(self, rollout_id: int, group: Group) -> None:
+    def judged(self, rollout_id: int, group: Group, *, is_shared: bool = False) -> None:
         """Advance the record of judged groups."""
         self._judged[rollout_id].popleft()
-        super().judged(rollout_id, group)
+        super().judged(rollout_id, group, is_shared=is_shared)
+
+    async def request(self, sample: int | None) -> None:
+        """Wait until the engine has the weights that answered this request in the recorded run."""
+        while sample is not None and (due := self._due.get(sample)) and due[0] > self._version:
+            self._moved.clear()
+            await self._moved.wait()
+
+    def answered(self, sample: int | None, versions: Sequence[int]) -> None:
+        """Advance the record of the sample's requests."""
+        super().answered(sample, versions)
+        if sample is not None and (due := self._due.get(sample)):
+            self._unanswered[self._rollout_of[sample], due.popleft()] -= 1
+            self._moved.set()
+
+    async def before_update(self, version: int, *, until: int) -> None:
+        """Wait until earlier weights have answered all requests that they answered in the recorded run."""
+        while any(n > 0 and r < until and v < version for (r, v), n in self._unanswered.items()):
+            self._moved.clear()
+            await self._moved.wait()
+
+    def updated(self, version: int) -> None:
+        """Let the requests start that these weights answered."""
+        self._version = version
+        self._moved.set()
+
+    def batch_of(self, rollout_id: int) -> list[int] | None:
+        """Return the groups of the recorded rollout, once all that it judged are judged."""
+        if rollout_id not in self._batches:
+            raise self._error(rollout_id, f"no batch was collected: the record ends with step {self._last + 1}")
+        return [] if self._judged[rollout_id] else self._batches[rollout_id]
 
     def next_judged(self, rollout_id: int) -> int:
         """Return the group that the recorded run judged next."""

@@ -13,6 +13,7 @@ from furlong.core.routing import Routes, extend_routes
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.rollout.episode_load import EpisodeLoad
 from furlong.sessions.session import FullContextError, Reply, Session
 
 MAX_FULL = 16  # calls with a full context
@@ -73,6 +74,8 @@ class Policy:
     context_len: int | None = None
     continues: Callable[[], bool] = lambda: False
     full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
+    load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
+    sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`
 
     async def chat(
@@ -157,7 +160,7 @@ class Policy:
 
     async def _complete(self, ids: list[int], params: SamplingParams) -> Completion:
         """Complete a prompt; what an abort left of it is continued with the tokens that it has."""
-        whole = await self.engine.generate(ids, params, session=self.session)
+        whole = await self._request(ids, params)
         while whole.finish_reason == "abort" and self.continues():
             done = len(whole.tokens)
             rest_params = shortened(
@@ -169,9 +172,12 @@ class Policy:
             if params.sampling_seed is not None:
                 seed = seed_of_part(params.sampling_seed, SEED_OF_REST + done)
                 rest_params = dataclasses.replace(rest_params, sampling_seed=seed)
-            rest = await self.engine.generate([*ids, *whole.tokens], rest_params, session=self.session)
+            rest = await self._request([*ids, *whole.tokens], rest_params)
             whole = _joined(whole, rest)
         return whole
+
+    async def _request(self, ids: list[int], params: SamplingParams) -> Completion:
+        return await self.load.complete(self.engine, ids, params, session=self.session, sample=self.sample)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without adding special tokens."""

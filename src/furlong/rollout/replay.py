@@ -277,11 +277,11 @@ class SplitRollout:
     """Produces with one rollout and evaluates with another. Implements `interfaces.Rollout`."""
 
     def __init__(self, rollout: Rollout, evaluation: Rollout) -> None:
-        self._rollout, self._evaluation = rollout, evaluation
+        self.training, self._evaluation = rollout, evaluation
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Produce with the training rollout."""
-        return await self._rollout.produce(rollout_id)
+        return await self.training.produce(rollout_id)
 
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Evaluate with the evaluation rollout."""

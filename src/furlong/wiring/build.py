@@ -30,7 +30,7 @@ from furlong.wiring.engine_parts import ServingParts, Start, build_serving, chec
 from furlong.wiring.gateway_parts import MODEL, build_gateway
 from furlong.wiring.input_parts import build_inputs
 from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
-from furlong.wiring.rollout_parts import build_rollout, build_source
+from furlong.wiring.rollout_parts import build_rollout, build_source, pool_of
 from furlong.wiring.run_context import RunContext
 from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
 
@@ -144,6 +144,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
             device_sharing=serving.device_sharing,
             trackers=[watch],
             engine=engine,
+            pool=pool_of(rollout),
             observer=watch,
         ),
         schedule=schedule,

@@ -56,6 +56,7 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
     return RunSchedule(
         num_rollout=num_rollout,
         ahead=config.rollout.async_buffer_size or 0,
+        staleness_bound=config.rollout.max_token_staleness,
         update_weights_interval=config.sync.update_weights_interval,
         pause_mode=config.sync.pause_mode,
         save_every=config.checkpoint.save_interval,

@@ -12,6 +12,7 @@ from typing import Any
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.checks.engine_checks import is_started
 from furlong.config.checks.model_rules import returns_routes, routing_of
+from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
@@ -22,12 +23,14 @@ from furlong.data.ledger import FileLedger
 from furlong.data.prompt import PromptFormat
 from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
 from furlong.errors import ConfigError
-from furlong.interfaces import DataSource, Engine, Rollout, SamplingParams
+from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.generate import EvalSet, Generation
+from furlong.rollout.evaluation import EvalSet
+from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
+from furlong.rollout.group_pool import GroupPool
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
@@ -93,6 +96,12 @@ def build_rollout(
     return SplitRollout(rollout, _function_rollout(context, hooks.eval_function, source, ledger))
 
 
+def pool_of(rollout: Rollout) -> RolloutPool | None:
+    """Return the part of a rollout that keeps groups in flight; None if it generates nothing from prompts."""
+    trained = rollout.training if isinstance(rollout, SplitRollout) else rollout
+    return trained if isinstance(trained, EngineRollout) else None
+
+
 def _training_rollout(
     context: RunContext, engine: Engine | None, source: DataSource, ledger: FileLedger, specs: list[EvalSpec]
 ) -> Rollout:
@@ -127,6 +136,7 @@ def _engine_rollout(
     batch_size = config.data.rollout_batch_size
     parts = engine_parts(trained_model(config).groups) if is_started(config) else None  # not running yet
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
+    order = _order(context)
     return EngineRollout(
         generation=_generation(context, engine, _reward(context, config.reward.rm_type, config.reward.custom_rm_path)),
         source=source,
@@ -141,7 +151,21 @@ def _engine_rollout(
         eval_sets=eval_sets,
         report=_report(context),
         on_groups=context.dumps.save,
-        order=_order(context),
+        order=order,
+        pool=_pool(context, order),
+    )
+
+
+def _pool(context: RunContext, order: GroupOrder) -> GroupPool | None:
+    """Build the groups that rollouts share; None if each has its own."""
+    config = context.config
+    if not shares_groups(config):
+        return None
+    return GroupPool(
+        batch_size=config.data.rollout_batch_size,
+        max_staleness=max_staleness(config),
+        stale=config.rollout.stale_tokens,
+        order=order,
     )
 
 
@@ -217,6 +241,7 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         vocab_size=vocabulary_size(context.model_dir),
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
+        load=context.load,
     )
 
 

@@ -18,6 +18,7 @@ from furlong.models.hf_model import context_length
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
+from furlong.rollout.episode_load import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 class RunContext:
     """The configuration with its hooks, tokenizer, device and dtype.
 
-    rewards, files: collected while parts are built, to be closed at the end. verifier_sandboxes: by verifier, shared by
-    all rewards, so that training and evaluation use the same workers.
+    rewards, files: collected while parts are built, to be closed at the end. load: permits of all episodes.
+    verifier_sandboxes: by verifier, shared by all rewards, so that training and evaluation use the same workers.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class RunContext:
     rewards: list[GroupReward] = field(default_factory=list[GroupReward])
     verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
     files: list[StepFile] = field(default_factory=list[StepFile])
+    load: EpisodeLoad = field(default_factory=EpisodeLoad)
 
     @staticmethod
     def read(config: Config, hooks: Hooks, folder: Path) -> RunContext:
@@ -55,6 +57,7 @@ class RunContext:
             config=config,
             hooks=hooks,
             args=Args(config),
+            load=EpisodeLoad(config.rollout.max_concurrent_episodes),
             folder=folder,
             model_dir=model_dir,
             tokenizer=read_tokenizer(model_dir, config.data.chat_template_path),

@@ -18,9 +18,10 @@ from furlong.errors import RolloutError
 from furlong.inference.server.generate_api import sampling_params as server_params
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
-from furlong.rollout.engine_rollout import EngineRollout, all_failed
+from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
 from furlong.rollout.generate import Generation, generate_sample, score
+from furlong.rollout.rollout_report import all_failed
 from furlong.rollout.train_batch import Conversion
 
 

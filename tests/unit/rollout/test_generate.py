@@ -14,11 +14,13 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
-from furlong.rollout import generate
+from furlong.rollout import episode_load
 from furlong.rollout.agent import BlockingTimer
 from furlong.rollout.engine_rollout import EngineRollout
+from furlong.rollout.episode_load import RewardWait
+from furlong.rollout.evaluation import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generate import EvalSet, Generation, RewardWait, gather_or_cancel
+from furlong.rollout.generate import Generation, gather_or_cancel
 from furlong.rollout.train_batch import Conversion
 
 
@@ -38,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(generate, "perf_counter", clock)
+    monkeypatch.setattr(episode_load, "perf_counter", clock)
     return clock
 
 

@@ -14,6 +14,7 @@ from furlong.config.checks.device_checks import device_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
 from furlong.config.checks.model_rules import model_problems
 from furlong.config.checks.notices import strict_problems
+from furlong.config.checks.pool_checks import pool_problems
 from furlong.config.checks.value_checks import (
     BOXED,
     model_problem,
@@ -456,6 +457,7 @@ _RULES: tuple[Callable[[Config], Problems], ...] = (
     _optimizer,
     _lengths,
     algorithm_problems,
+    pool_problems,
     engine_problems,
     cluster_problems,
     model_problems,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from furlong.config.flag_spec import flag
 
@@ -60,6 +60,24 @@ class RolloutFlags:
         None,
         "Number of rollouts in flight ahead of training; 0 is synchronous. Default: 0; 1 in train_async.py.",
         within="[0, inf)",
+    )
+    max_concurrent_episodes: int | None = flag(
+        None,
+        "Number of samples that are generated at a time, evaluations included. With --async-buffer-size, a rollout "
+        "then consists of the first complete groups. Default: no limit.",
+        within="[1, inf)",
+    )
+    max_token_staleness: int | None = flag(
+        None,
+        "Bound of the age of trained tokens, in rollouts. Default: --async-buffer-size + --update-weights-interval "
+        "- 1.",
+        within="[0, inf)",
+    )
+    stale_tokens: Literal["pace", "mask", "drop"] = flag(
+        "pace",
+        "How --max-token-staleness is kept: `pace` waits for the oldest group before the step that would exceed it, "
+        "`mask` excludes older tokens from the loss, `drop` drops their groups.",
+        needs="max_token_staleness",
     )
     rollout_function_path: str | None = flag(None, "User function that produces a whole rollout.")
     custom_generate_function_path: str | None = flag(None, "User function that generates one sample.")

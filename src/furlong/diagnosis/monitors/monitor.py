@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from furlong.config.checks.pool_checks import max_staleness
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
@@ -99,7 +100,7 @@ class RunFacts:
         """The most rollouts that a policy can lag behind; infinite without training or with recorded rollouts."""
         if self.config.debug.debug_rollout_only or self.config.debug.load_debug_rollout_data:
             return math.inf
-        return (self.config.rollout.async_buffer_size or 0) + self.config.sync.update_weights_interval - 1
+        return max_staleness(self.config)
 
     @property
     def has_old_policy(self) -> bool:

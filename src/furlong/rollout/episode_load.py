@@ -1,0 +1,129 @@
+"""Permits of episodes, and how busy episodes and engine are.
+
+An episode is the generation of one sample: one turn, or a custom generate function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from time import perf_counter
+
+from furlong.core.metric import Metrics, maximum, mean
+from furlong.interfaces import Completion, Engine, SamplingParams
+from furlong.rollout.group_order import GroupOrder
+
+
+class EpisodeLoad:
+    """Lets at most `max_episodes` episodes run at a time, in the order in which they ask, and measures the load.
+
+    All episodes of a run share one: those of training and of evaluations. For one event loop. `order` may delay the
+    requests of a replayed run, and records the weight version of each.
+    """
+
+    def __init__(self, max_episodes: int | None = None) -> None:
+        self._permits = None if max_episodes is None else asyncio.Semaphore(max_episodes)
+        self.order = GroupOrder()
+        self._episodes = self._requests = self._most = 0
+        self._since = self._last = perf_counter()
+        self._episode_s = self._waiting_s = self._idle_s = 0.0
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncGenerator[None]:
+        """Wait for a permit, and keep it for one episode."""
+        async with self._permits or nullcontext():
+            self._change(episodes=1)
+            try:
+                yield
+            finally:
+                self._change(episodes=-1)
+
+    async def complete(
+        self,
+        engine: Engine,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        session: str | None,
+        sample: int | None,
+    ) -> Completion:
+        """Send a request of an episode to the engine. `sample`: index of the training sample, None in evaluations."""
+        await self.order.request(sample)
+        with self._request():
+            completion = await engine.generate(ids, params, session=session)
+        self.order.answered(sample, completion.versions)
+        return completion
+
+    def take(self) -> Metrics:
+        """Return the load since the last call.
+
+        `perf/episodes_in_flight` and `_max`: episodes running at a time. `perf/engine_idle_frac`: fraction of the time
+        without any request. `perf/env_wait_frac`: fraction of the time of episodes in which they wait for something
+        else than the engine; absent without episodes.
+        """
+        self._change()
+        seconds = self._last - self._since
+        if not seconds:
+            return {}
+        metrics = {
+            "perf/episodes_in_flight": mean(self._episode_s / seconds, seconds),
+            "perf/episodes_in_flight_max": maximum(float(self._most)),
+            "perf/engine_idle_frac": mean(self._idle_s / seconds, seconds),
+        }
+        if self._episode_s:
+            metrics["perf/env_wait_frac"] = mean(self._waiting_s / self._episode_s, self._episode_s)
+        self._since, self._most = self._last, self._episodes
+        self._episode_s = self._waiting_s = self._idle_s = 0.0
+        return metrics
+
+    @contextmanager
+    def _request(self) -> Generator[None]:
+        self._change(requests=1)
+        try:
+            yield
+        finally:
+            self._change(requests=-1)
+
+    def _change(self, *, episodes: int = 0, requests: int = 0) -> None:
+        now = perf_counter()
+        seconds, self._last = now - self._last, now
+        self._episode_s += seconds * self._episodes
+        self._waiting_s += seconds * max(0, self._episodes - self._requests)
+        self._idle_s += seconds * (not self._requests)
+        self._episodes, self._requests = self._episodes + episodes, self._requests + requests
+        self._most = max(self._most, self._episodes)
+
+
+class RewardWait:
+    """Adds up the seconds in which samples of a rollout or evaluation are scored while none is generated.
+
+    A group is scored after its last sample is generated, so this is the time after the last generation, and between
+    two rounds of groups if a filter drops the first. `seconds` is final when all groups are done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._taken = 0.0
+        self._generating = self._scoring = 0
+        self._last = 0.0
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._taken = self.seconds - self._taken, self.seconds
+        return seconds
+
+    @contextmanager
+    def phase(self, *, generating: int = 0, scoring: int = 0) -> Generator[None]:
+        """Wrap the generation of a group (custom generate functions included), or its reward call."""
+        self._change(generating, scoring)
+        try:
+            yield
+        finally:
+            self._change(-generating, -scoring)
+
+    def _change(self, generating: int, scoring: int) -> None:
+        now = perf_counter()
+        if self._scoring and not self._generating:
+            self.seconds += now - self._last
+        self._generating, self._scoring, self._last = self._generating + generating, self._scoring + scoring, now

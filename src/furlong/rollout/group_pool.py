@@ -1,0 +1,165 @@
+"""The groups that rollouts share: admission, age and choice. A rollout is the next complete groups.
+
+1. Groups start while those issued and not trained are fewer than `ahead` + 1 batches (`admit`).
+2. A group that is complete, and kept by the filter, is `ready`.
+3. Rollouts take ready groups one rollout after the other: the first complete ones, but none becomes older than
+   `max_staleness` weight versions by waiting (`pacing`), so a rollout may wait for a group that started long ago.
+
+Nothing is cancelled or started again for its age.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Literal
+
+from furlong.core.sample import UNKNOWN_VERSION, Group, Sample
+from furlong.rollout.flight import Flight
+from furlong.rollout.generate import reset_response
+from furlong.rollout.group_order import GroupOrder
+from furlong.rollout.pacing import choose_groups
+
+StaleTokens = Literal["pace", "mask", "drop"]
+
+RESUMED = "resumed"  # reason in the ledger for groups that were running when the checkpoint was saved
+
+
+@dataclass
+class GroupPool:
+    """Groups of all rollouts. For one event loop.
+
+    batch_size: groups in a rollout. max_staleness: bound of the age of tokens in weight versions, or None. stale: how
+    it is kept; only "pace" delays rollouts. versions: weights that the first episode of each running group began with.
+    next_rollout: the one that takes groups next. until: groups of the rollouts before it may start. end: number of
+    rollouts of the run. version: of the engines' weights. data_s: seconds that the source took.
+    """
+
+    batch_size: int
+    max_staleness: int | None
+    stale: StaleTokens
+    order: GroupOrder
+    flight: Flight = field(default_factory=Flight)
+    ready: list[Group] = field(default_factory=list[Group])
+    spare: list[Group] = field(default_factory=list[Group])
+    versions: dict[int, int] = field(default_factory=dict[int, int])
+    collecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next_rollout: int = 0
+    until: int = 0
+    end: int = 0
+    version: int = 0
+    data_ended: bool = False
+    data_s: float = 0.0
+    last_s: float = field(default_factory=monotonic)
+
+    @property
+    def room(self) -> int:
+        """Number of groups that may start."""
+        in_flight = len(self.ready) + len(self.spare) + len(self.flight.running)
+        return max(0, (self.until - self.next_rollout) * self.batch_size - in_flight)
+
+    @property
+    def deadline(self) -> int:
+        """The last rollout that may train on a group that starts now."""
+        return max(self.until - 1, self.version + (self.max_staleness or 0))
+
+    def admit(self, step: int, *, ahead: int, end: int, version: int) -> None:
+        """Note that `step` rollouts are trained and the engines serve weights `version`."""
+        self.next_rollout, self.end = max(self.next_rollout, step), end
+        # A replayed run may end before the recorded one, which already had groups of later rollouts.
+        self.until = step + ahead + 1 if self.order.is_replayed else min(step + ahead + 1, end)
+        self.version = version
+        self.order.updated(version)
+
+    def take_spares(self, count: int | None = None) -> list[Group]:
+        """Remove and return groups that a filter keeps if no others are left."""
+        taken, self.spare = self.spare[:count], [] if count is None else self.spare[count:]
+        return taken
+
+    def lap(self) -> float:
+        """Return the seconds since the last rollout."""
+        now, last = monotonic(), self.last_s
+        self.last_s = now
+        return max(now - last, 1e-6)
+
+    def began(self, group: Group) -> None:
+        """Note the weights that a group begins with."""
+        self.versions.setdefault(group.index, self.version)
+
+    def choose(self, rollout_id: int) -> list[Group] | None:
+        """Remove and return the groups of a rollout, sorted by number; None while more must complete."""
+        if (recorded := self.order.batch_of(rollout_id)) is not None:
+            by_index = {group.index: group for group in self.ready}
+            chosen = [by_index[index] for index in recorded if index in by_index]
+            if not recorded or len(chosen) < len(recorded):
+                return None
+        elif len(self.ready) < self.batch_size:
+            return None
+        elif self.max_staleness is None or self.stale != "pace":
+            chosen = self.ready[: self.batch_size]
+        else:
+            ready = [oldest_version([group], self.version) for group in self.ready]
+            waiting = [self.versions.get(group.index, self.version) for group in self.flight.running.values()]
+            oldest = rollout_id - self.max_staleness
+            places = choose_groups(ready, waiting, oldest=oldest, size=self.batch_size)
+            if places is None:
+                return None
+            chosen = [self.ready[place] for place in places]
+        taken = {group.index for group in chosen}
+        self.ready = [group for group in self.ready if group.index not in taken]
+        return sorted(chosen, key=lambda group: group.index)
+
+    def snapshot(self) -> list[tuple[str, Group]]:
+        """Return copies of all groups with their state, in order of number; running ones without what they have."""
+        saved: list[tuple[str, Group]] = [("ready", copy.deepcopy(group)) for group in self.ready]
+        saved += [("finished", copy.deepcopy(group)) for group in self.spare]
+        for task, origin in self.flight.running.items():
+            is_finished = task.done() and not task.cancelled() and task.exception() is None
+            if is_finished:
+                saved.append(("finished", copy.deepcopy(task.result())))
+            else:
+                saved.append(("running", without_responses(origin)))
+        return sorted(saved, key=lambda each: each[1].index)
+
+
+def without_responses(group: Group) -> Group:
+    """Return a copy of a group, reset to its prompt."""
+    group = copy.deepcopy(group)
+    for sample in group.samples:
+        reset_response(sample, sample.tokens[: sample.prompt_length])
+    return group
+
+
+def oldest_version(groups: Sequence[Group], default: int) -> int:
+    """Return the weight version of the oldest token, `default` if there is none."""
+    known = (v for group in groups for s in group.samples for v in s.token_versions if v != UNKNOWN_VERSION)
+    return min(known, default=default)
+
+
+def is_stale(sample: Sample, rollout_id: int, max_staleness: int) -> bool:
+    """Return whether a token in the loss is older than the bound if the sample is trained on as `rollout_id`."""
+    return any(_stale_positions(sample, rollout_id, max_staleness))
+
+
+def mask_stale(groups: Sequence[Group], rollout_id: int, max_staleness: int) -> int:
+    """Exclude tokens beyond the bound from the loss; return their number."""
+    count = 0
+    for sample in (sample for group in groups for sample in group.samples):
+        stale = _stale_positions(sample, rollout_id, max_staleness)
+        if any(stale):
+            mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+            sample.loss_mask = [0 if is_old else kept for is_old, kept in zip(stale, mask, strict=True)]
+            count += sum(stale)
+    return count
+
+
+def _stale_positions(sample: Sample, rollout_id: int, max_staleness: int) -> list[bool]:
+    oldest = rollout_id - max_staleness
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    return [
+        bool(kept) and UNKNOWN_VERSION < version < oldest
+        for kept, version in zip(mask, sample.token_versions, strict=False)
+    ]
