@@ -18,6 +18,7 @@ from typing import Any
 
 from furlong.config.checks.model_rules import layers_with_experts
 from furlong.errors import ConfigError
+from furlong.models.carried_tensors import WITH_VISION, stored_name
 from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
 from furlong.quickstart.quickstart import model_folder
 
@@ -42,7 +43,6 @@ FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"minimax-m2", "minimax_m2", {"use_qk_norm": True, "scoring_func": "sigmoid"}),
     (r"llama-?3", "llama", {}),
 )
-MULTIMODAL = ("qwen3_5", "qwen3_5_moe")  # config.json has the language model in `text_config`
 QUANTIZED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
     (r"int4|kimi-k2-thinking/?$", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
@@ -121,10 +121,12 @@ def model_config(name: str, flags: Flags) -> dict[str, Any]:
         if re.search(pattern, name, re.IGNORECASE):
             config["quantization_config"] = settings
             break
-    if family in MULTIMODAL:
+    if family in WITH_VISION:
         text = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
         text["model_type"] = f"{family}_text"
-        return {**config, "text_config": text}
+        whole = {"model_type": family, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+        quantized = {key: value for key, value in config.items() if key == "quantization_config"}
+        return {**whole, "vision_config": {"model_type": f"{family}_vision"}, **quantized}
     return config
 
 
@@ -168,6 +170,8 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     try:
         model = build_empty(folder)
         shapes: dict[str, Sequence[int]] = dict(shapes_on_disk(model, dict(named_tensors(model))))
+        if config["model_type"] in WITH_VISION:
+            shapes = {stored_name(name): shape for name, shape in shapes.items()}
     except ConfigError:  # the doctor reports it
         layers = range(text["num_hidden_layers"])
         shapes = {f"model.layers.{layer}.input_layernorm.weight": [text["hidden_size"]] for layer in layers}

@@ -19,7 +19,7 @@ from furlong.config.checks.notices import notices
 from furlong.config.command_line import load
 from furlong.models.hf_model import build_model, load_model, save_model
 from furlong.models.tokenizer import build_tokenizer
-from models_zoo import family_config
+from models_zoo import add_vision, family_config
 from runs import ALPHABET, rows, train
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -53,7 +53,19 @@ LATENT = f"""--disable-bias-linear --num-layers 2 --hidden-size 32 --ffn-hidden-
   --no-rope-fusion {SIGMOID} --num-experts 8 --moe-router-topk 3 --moe-router-group-topk 2 --moe-router-num-groups 4"""
 GLM4 = """--spec slime_plugins.models.glm4 get_glm_spec --post-self-attn-layernorm --post-mlp-layernorm
   --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion --swiglu --num-layers 2 --normalization RMSNorm"""
+GATED = """--spec slime_plugins.models.SPEC --disable-bias-linear --qk-layernorm --group-query-attention --swiglu
+  --num-attention-heads 4 --num-query-groups 2 --kv-channels 8 --num-layers 2 --hidden-size 32 --ffn-hidden-size 48
+  --use-gated-attention --normalization RMSNorm --apply-layernorm-1p --position-embedding-type rope --norm-epsilon 1e-6
+  --rotary-percent 0.25 --untie-embeddings-and-output-weights --rotary-base 10000 --attention-output-gate"""
+GATED_EXPERTS = """--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --moe-router-score-function softmax
+  --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-layer-freq [1,1] --num-experts 4 --moe-grouped-gemm
+  --moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0
+  --moe-shared-expert-gate"""
+QWEN35 = GATED.replace("SPEC", "qwen3_5 get_qwen3_5_spec")
 MODELS = {
+    "qwen3_next": f"{GATED.replace('SPEC', 'qwen3_next get_qwen3_next_spec')} {GATED_EXPERTS}",
+    "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": f"{QWEN35} {GATED_EXPERTS}".replace("--ffn-hidden-size 48", ""),
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
@@ -117,6 +129,9 @@ SCRIPTS: dict[str, tuple[str, str]] = {
         "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
     ),
     "run-qwen3-4B-base-sft": ("qwen3", TAUGHT),
+    "run-qwen3-next-80B-A3B": ("qwen3_next", f"{BASE.replace(GRPO, GSPO)} --eps-clip 4e-4 {DEEPEP}"),
+    "run-qwen3.5-27B": ("qwen3_5_text", BASE),
+    "run-qwen3.5-35B-A3B-sft": ("qwen3_5_moe_text", f"{TAUGHT} --loss-mask-type qwen3_5 {DEEPEP}"),
     "run-qwen3-235B-A22B-sft": ("qwen3_moe", TAUGHT),
 }
 ASYNCHRONOUS = ("run-qwen3-4B-base-sft", "run-qwen3-235B-A22B-sft")
@@ -160,6 +175,8 @@ def model_of(tmp_path_factory):
             model.generation_config = GenerationConfig(**ends)
             save_model(model, folder)
             tokenizer.save_pretrained(folder)
+            if family == "qwen3_5_moe_text":
+                add_vision(folder)
             written[family, seed] = folder
         return written[family, seed]
 

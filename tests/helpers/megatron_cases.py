@@ -26,8 +26,8 @@ from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.server import ServerInfo, connected
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
+from furlong.models.carried_tensors import is_carried
 from furlong.models.hf_model import open_tensors
-from furlong.models.mtp_layers import is_mtp
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
@@ -139,7 +139,7 @@ def _exports(trained: Any, model: Path) -> bool:
     exported = dict(trained.named_weights())
     with open_tensors(model) as stored:
         config = hf.load_config(model)
-        is_same = exported.keys() == {name for name in stored.names if not is_mtp(name, config)}
+        is_same = exported.keys() == {name for name in stored.names if not is_carried(name, config)}
         return is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
 
 

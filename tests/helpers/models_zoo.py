@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AfmoeConfig,
     AutoConfig,
@@ -25,6 +29,7 @@ from transformers import (
 from furlong.algo.logprob import token_stats
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.models.added_families import KimiK2Config, MiMoConfig
+from furlong.models.carried_tensors import stored_name
 from furlong.models.packed_model import PackedModel
 
 VOCAB = 40
@@ -129,6 +134,21 @@ def family_config(name: str) -> PretrainedConfig:
             return AutoConfig.for_model(name, **_SHAPE, **_DELTA, **_DELTA_EXPERTS if name != "qwen3_5_text" else {})
         case _:
             raise KeyError(name)
+
+
+def add_vision(folder: Path) -> None:
+    """Turn a saved Qwen3.5 text model into a folder as released: a model with vision that contains it."""
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    family = text["model_type"].removesuffix("_text")
+    kinds = {"qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration"}
+    vision = {"model_type": f"{family}_vision", "depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+    whole = {"model_type": family, "architectures": [kinds[family]], "text_config": text, "vision_config": vision}
+    path.write_text(json.dumps(whole))
+    file = folder / "model.safetensors"
+    tensors = {stored_name(name): tensor for name, tensor in load_file(file).items()}
+    tensors["model.visual.merger.norm.weight"] = torch.randn(3, dtype=torch.bfloat16)
+    save_file(tensors, file, {"format": "pt"})
 
 
 FAMILIES = ("qwen2", "qwen2-sliding", "qwen3", "llama", "qwen3_moe", "glm4_moe", "gpt_oss")

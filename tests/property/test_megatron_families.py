@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from furlong.models import hf_model as hf
 from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
-from models_zoo import plain_log_probs
+from models_zoo import add_vision, plain_log_probs
 from ranks_cases import batch
 from ranks_zoo import run_cases
 
@@ -48,11 +48,15 @@ MODELS = {
     "minimax": ("minimax_m2", {}),
     "deepseek": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
     "deepseek-plain": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "qwen-next": ("qwen3_next", {"mlp_only_layers": [1]}),
+    "qwen35": ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen35-moe": ("qwen3_5_moe_text", {}),
 }
 TP2, PP2, CP2, EP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
 DENSE = ("glm4", "mimo")
-SPLITS = ("glm4", "glm", "gpt-oss", "deepseek", "glm-lite", "minimax", "mimo")  # models with every layout
-LOADED = ("glm4", "glm", "gpt-oss", "deepseek", "minimax", "mimo")  # loaded from converted float32 checkpoints
+SPLITS = ("glm4", "glm", "gpt-oss", "deepseek", "glm-lite", "minimax", "mimo", "qwen-next")  # models with every layout
+# Models that are loaded from converted float32 checkpoints.
+LOADED = ("glm4", "glm", "gpt-oss", "deepseek", "minimax", "mimo", "qwen-next", "qwen35")
 # name: model, number of ranks, layout
 LAYOUTS = {
     "mistral": ("mistral", 1, {}),
@@ -77,11 +81,20 @@ LAYOUTS = {
     "glm-no-norm": ("glm-no-norm", 1, {}),
     "deepseek-plain": ("deepseek-plain", 1, {}),
     "kimi": ("kimi", 4, TP2 | EP2),
+    "kimi-pipeline": ("kimi", 2, PP2),
+    "kimi-context": ("kimi", 2, CP2),
+    "qwen35-one": ("qwen35", 1, {}),
+    "qwen35-tensor": ("qwen35", 2, {"tensor": 2}),
+    "qwen35-tensor-context": ("qwen35", 4, TP2 | CP2),
+    "qwen35-tensor-pipeline": ("qwen35", 4, TP2 | PP2),
+    "qwen35-moe": ("qwen35-moe", 4, TP2 | EP2),
 }
-# Tensors of layers for multi-token prediction, which stay in saved folders.
+# Tensors of layers for multi-token prediction and of vision, which stay in saved folders.
+CARRIED = {"qwen35-moe": ("model.visual.merger.norm.weight",)}
 MTP = {
     "glm": ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"),
     "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"),
+    "qwen-next": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight"),
 }
 
 
@@ -97,6 +110,8 @@ def _write(config, folder, mtp):
     if mtp:
         file = folder / "model.safetensors"
         save_file(load_file(file) | {name: torch.randn(3, 2, dtype=torch.bfloat16) for name in mtp}, file, FORMAT)
+    if config.model_type == "qwen3_5_moe_text":
+        add_vision(folder)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +149,7 @@ def outcomes(tmp_path_factory):
         + [
             {"name": f"converted-{name}", "function": "converted", **LM, "world": 1, "args": args}
             for name in MODELS
-            for args in [{"family": name, "dtype": "" if name in LOADED else "bfloat16"}]
+            for args in [{"family": name, "dtype": "" if name in LOADED or name in CARRIED else "bfloat16"}]
         ]
         + [
             {"name": f"loaded-{name}", "function": "exchanged", **LM, "world": 2, "args": {"family": name, "tensor": 2}}
@@ -168,12 +183,14 @@ def test_weights_are_exported_under_their_names_bitwise(outcomes, name):
     assert all(rank.get("is_restored", True) for rank in outcomes[1][name])
 
 
-@pytest.mark.parametrize("name", MTP)
-def test_saved_folders_keep_the_layers_for_multi_token_prediction_bitwise(outcomes, name):
-    source, saved = (load_file(outcomes[2] / path) for path in (f"{name}/model.safetensors", WHOLE.format(name)))
+@pytest.mark.parametrize("name", [*MTP, *CARRIED])
+def test_saved_folders_keep_tensors_that_are_not_trained_bitwise(outcomes, name):
+    stored = WHOLE.format(name) if name in MTP else f"whole/{name}/hf/model.safetensors"
+    source, saved = (load_file(outcomes[2] / path) for path in (f"{name}/model.safetensors", stored))
     assert source.keys() == saved.keys()
     assert all(
-        saved[tensor].dtype == torch.bfloat16 and torch.equal(saved[tensor], source[tensor]) for tensor in MTP[name]
+        saved[tensor].dtype == torch.bfloat16 and torch.equal(saved[tensor], source[tensor])
+        for tensor in (MTP | CARRIED)[name]
     )
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from furlong.core.safetensors_header import read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
+from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
@@ -34,7 +36,6 @@ from furlong.models.hf_folder import (
     quantization_problem,
     read_weight_map,
 )
-from furlong.models.mtp_layers import is_mtp
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.tokenizer import unreadable_errors
 
@@ -75,19 +76,34 @@ _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor 
 
 
 def load_config(folder: Path | str) -> PretrainedConfig:
-    """Read `config.json`. Raises ConfigError if it is missing, unreadable, or of an unknown family."""
+    """Read `config.json`; of a model with vision, the part of its language model.
+
+    Raises ConfigError if it is missing, unreadable, or of an unknown family.
+    """
+    whole = _load_whole_config(folder)
+    config = text_config(whole)
+    if config is not whole:
+        _report_vision(Path(folder))
+    register_model(type(config))
+    return config
+
+
+@cache
+def _report_vision(folder: Path) -> None:
+    log.info("%s has a vision encoder: only text is used, and saved folders get its weights unchanged", folder)
+
+
+def _load_whole_config(folder: Path | str) -> PretrainedConfig:
     path = check_folder(folder)
     read_json(path / "config.json")  # raises for values of the wrong type, many of which transformers accepts
     try:
-        config = cast(
+        return cast(
             "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         )
     except unreadable_errors() as error:
         raise ConfigError(
             f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
         ) from error
-    register_model(type(config))
-    return config
 
 
 def context_length(folder: Path | str) -> int:
@@ -170,7 +186,7 @@ def load_model(
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
         )
-    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_mtp(name, config)):
+    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_carried(name, config)):
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
     torch.nn.Module.to(model, device=device)
     return model
@@ -223,6 +239,7 @@ def misfits(
     ConfigError if config.json describes no model.
     """
     model = build_empty(folder)
+    stored = {text_name(name): shape for name, shape in stored.items()}
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     prefix = f"{model.base_model_prefix}."
@@ -245,7 +262,13 @@ def misfits(
 
 def shapes_on_disk(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes with which a checkpoint stores these tensors of `model`."""
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    return {name: tuple(tensor.shape) for name, tensor in _converted(model, tensors).items()}
+
+
+def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of `model` as a checkpoint of a text model stores them."""
+    # a language model from a folder with vision would get the names of that folder
+    return {text_name(name): tensor for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -276,7 +299,7 @@ def on_disk(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple
     """
     names = _unsplit_names.setdefault(model, {})
     if name not in names:
-        converted = revert_weight_conversion(model, {name: tensor})
+        converted = _converted(model, {name: tensor})
         if [id(each) for each in converted.values()] != [id(tensor)]:
             yield from converted.items()
             return
@@ -335,9 +358,13 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
     Tokenizer and so on are copied from the folder `companions`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
+    if is_with_vision(companions):
+        config = _load_whole_config(companions)
+        config.dtype = config.get_text_config().dtype = dtype
+    else:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -385,7 +412,7 @@ class TensorSource(Protocol):
 
 
 class StoredTensors:
-    """The tensors of a folder opened by `open_tensors`."""
+    """The tensors of a folder opened by `open_tensors`; those of a language model have the names of a text model."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -395,21 +422,23 @@ class StoredTensors:
             self._files = read_weight_map(folder / index)
         else:
             self._files = dict.fromkeys(self._open(single).keys(), single)
+        self._stored = {text_name(name): name for name in self._files}
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
-        return frozenset(self._files)
+        return frozenset(self._stored)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
-        file = self._files.get(name)
-        if file is None:
+        stored = self._stored.get(name)
+        if stored is None:
             raise CheckpointError(
                 f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
             )
+        file = self._files[stored]
         try:
-            return self._open(file).get_tensor(name)
+            return self._open(file).get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {name} from {self._folder / file}: {error}") from error
 

@@ -8,8 +8,11 @@ from furlong.errors import ConfigError
 from furlong.training.megatron.family import architecture_of, family_of, known_families
 from models_zoo import family_config
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "glm4", "mimo")
-MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "kimi_k2", "minimax_m2")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "glm4", "mimo", "qwen3_5_text")
+MOE = (
+    *("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "kimi_k2", "minimax_m2"),
+    *("qwen3_next", "qwen3_5_moe_text"),
+)
 
 
 def test_every_family_is_found_by_its_model_types():

@@ -27,9 +27,9 @@ from furlong.inference.embedded.decode_model import (
     unsupported_by_fused,
 )
 from furlong.models.added_families import register_model
+from furlong.models.carried_tensors import is_carried, text_name
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
-from furlong.models.mtp_layers import is_mtp
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ KV_MEMORY_FRAC = 0.3
 def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
     """The tensors of the safetensors files in a folder. Raises EngineError if there are none.
 
-    With the model's `config`, tensors of MTP layers are left out.
+    With the model's `config`, tensors that are not trained are left out.
     """
     files = _weight_files(folder)
 
@@ -47,8 +47,8 @@ def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
         for name in files:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118  a safetensors handle does not iterate
-                    if config is None or not is_mtp(key, config):
-                        yield key, file.get_tensor(key)
+                    if config is None or not is_carried(key, config):
+                        yield text_name(key), file.get_tensor(key)
 
     return WeightSource(read)
 
@@ -66,8 +66,8 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
         except (SafetensorError, OSError) as error:
             raise EngineError(f"cannot read {folder / name}: {error}; write the folder again") from error
         for key, shape in shapes.items():
-            if not is_mtp(key, config):
-                load.expect(key, shape)
+            if not is_carried(key, config):
+                load.expect(text_name(key), shape)
     if missing := load.missing():
         raise SyncError(f"{folder} lacks {len(missing)} tensors: {abbreviate(missing)}; write the whole model")
 

@@ -35,7 +35,7 @@ from furlong.core.files import PendingFiles, save_tensors
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.mtp_layers import with_mtp
+from furlong.models.carried_tensors import with_carried
 from furlong.training.checkpoint.tensor_reader import TensorReader, open_reader
 from furlong.training.ranks import Ranks
 
@@ -220,13 +220,13 @@ def write_model(
     """Write a folder that transformers can load; returns the bytes of its tensors, in `dtype`. A collective.
 
     The first rank writes the config of the model that `build` returns, and the tokenizer and other files of
-    `companions`, a model's folder, whose MTP layers are added unchanged. Ranks write tensor files in turn; none buffers
-    the whole model.
+    `companions`, a model's folder, whose tensors that are not trained are added unchanged (`carried_tensors`). Ranks
+    write tensor files in turn; none buffers the whole model.
     """
     if ranks.rank == 0:
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
     ranks.wait()
-    tensors = with_mtp(tensors, companions, hf.load_config(companions))
+    tensors = with_carried(tensors, companions, hf.load_config(companions))
     written = write(folder, hf.part_name, tensors, ranks, save=_export)
     if ranks.rank == 0:
         hf.write_index(folder, written)

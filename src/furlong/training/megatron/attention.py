@@ -168,25 +168,32 @@ def _attend(
     return F.scaled_dot_product_attention(q_SHQE, k_SKLE, v_SKLF, **options)
 
 
+def gathered_rows(cu_S1: Tensor, num_ranks: int) -> Tensor:
+    """Return [T] the row of each token, in order, among the gathered rows of all context-parallel ranks."""
+    cu = cu_S1.tolist()
+    local = cu[-1] // num_ranks
+    chunks: list[Tensor] = []
+    for start, end in pairwise(cu):
+        size, base = (end - start) // (2 * num_ranks), start // num_ranks
+        for chunk in range(2 * num_ranks):
+            is_second = chunk >= num_ranks
+            owner = 2 * num_ranks - 1 - chunk if is_second else chunk
+            first = owner * local + base + is_second * size
+            chunks.append(torch.arange(first, first + size))
+    return torch.cat(chunks)
+
+
 def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gathered rows that are the keys of a context-parallel rank's two chunks of every sequence.
 
     Every sequence has 2 * num_ranks chunks; a rank has chunk `rank` and the one as far from the end. Also returns the
     offsets of queries and of keys, chunk by chunk.
     """
-    cu = cu_S1.tolist()
-    local = cu[-1] // num_ranks
+    gathered_T = gathered_rows(cu_S1, num_ranks)
     rows: list[Tensor] = []
     cu_q, cu_k = [0], [0]
-    for start, end in pairwise(cu):
-        size, base = (end - start) // (2 * num_ranks), start // num_ranks
-        chunks: list[Tensor] = []
-        for chunk in range(2 * num_ranks):
-            is_second = chunk >= num_ranks
-            owner = 2 * num_ranks - 1 - chunk if is_second else chunk
-            first = owner * local + base + is_second * size
-            chunks.append(torch.arange(first, first + size))
-        whole = torch.cat(chunks)
+    for start, end in pairwise(cu_S1.tolist()):
+        size, whole = (end - start) // (2 * num_ranks), gathered_T[start:end]
         for chunk in (rank, 2 * num_ranks - 1 - rank):
             rows.append(whole[: (chunk + 1) * size])
             cu_q.append(cu_q[-1] + size)

@@ -10,13 +10,15 @@ are the rules that families share. `Join` says how the tensors of a rule form th
     fused_gate_up   one tensor of these rows
     packed          one expert's row of a tensor of all experts; matrices are transposed
     packed_gate_up  the same; gate and up rows alternate in the checkpoint, and are one half each in the parameter
+    gated_qkv       as qkv, with gates: in the checkpoint after the queries of a head, in the parameter of a group
+    by_key_head     rows of several parts (queries, keys, values ...), joined for each key head of a gated delta net
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from typing import Any, Literal
 from furlong.errors import ConfigError
 from furlong.training.megatron import families
 
-Join = Literal["one", "qkv", "gate_up", "fused_gate_up", "packed", "packed_gate_up"]
+Join = Literal["one", "qkv", "gate_up", "fused_gate_up", "packed", "packed_gate_up", "gated_qkv", "by_key_head"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class WeightRule:
 
     axis: split by tensor parallelism; None if replicated. of_expert: there is one for each expert, split by expert
     tensor parallelism. N in a name is the expert's number: within the rank in ours, in the whole model in theirs.
-    is_trained: False for buffers.
+    is_trained: False for buffers. parts: of a "by_key_head" rule, the fields of the config whose product is the number
+    of rows of each part of each tensor.
     """
 
     ours: str
@@ -42,6 +45,7 @@ class WeightRule:
     axis: int | None = None
     of_expert: bool = False
     is_trained: bool = True
+    parts: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
     def is_packed(self) -> bool:
@@ -72,6 +76,7 @@ ATTENTION = (
     WeightRule("self_attention.linear_qkv.weight", tuple(f"{p}.weight" for p in QKV), "qkv", axis=0),
     WeightRule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), axis=1),
 )
+GATED_ATTENTION = (replace(ATTENTION[0], join="gated_qkv"), ATTENTION[1])
 QKV_BIAS = WeightRule("self_attention.linear_qkv.bias", tuple(f"{p}.bias" for p in QKV), "qkv", axis=0)
 PROJECTION_BIAS = WeightRule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",))
 JOINT_QK_NORM = (
@@ -128,7 +133,10 @@ class Architecture:
     normalized before they are added (GLM-4). pairs_neighbors: rotary embeddings rotate channels 2i and 2i + 1 together,
     not i and i + half. has_experts: per layer. expert_width, shared_width: intermediate size of an expert, and of the
     shared expert; 0 without one. moe_bias: linear layers of experts and router have biases. expert_bias: the router
-    adds a bias, which is not trained, to the scores that choose experts.
+    adds a bias, which is not trained, to the scores that choose experts. is_delta: per layer, whether it has a gated
+    delta net instead of attention; empty without any. output_gate: the output of each attention head is multiplied by
+    a sigmoid. norms_add_one: the weights of norms are stored minus one. shared_gate: the shared expert's output is
+    multiplied by a sigmoid.
     """
 
     qkv_bias: bool = False
@@ -145,6 +153,10 @@ class Architecture:
     shared_width: int = 0
     moe_bias: bool = False
     expert_bias: bool = False
+    is_delta: tuple[bool, ...] = ()
+    output_gate: bool = False
+    norms_add_one: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,7 @@ class RoutingRule:
 def attention_rules(_: Any, architecture: Architecture) -> tuple[WeightRule, ...]:
     """Return the rules of multi-head or grouped-query attention."""
     return (
-        *ATTENTION,
+        *(GATED_ATTENTION if architecture.output_gate else ATTENTION),
         *([QKV_BIAS] if architecture.qkv_bias else ()),
         *([PROJECTION_BIAS] if architecture.projection_bias else ()),
         *(QK_NORM if architecture.qk_norm else ()),
@@ -191,9 +203,9 @@ class Family:
     """One model family; `hf` is a model's transformers config.
 
     dense_rules: weights of a dense MLP. required: fields of config.json that must have this value where they are
-    present. mlp_values: fields of Megatron's
-    TransformerConfig for another activation than SwiGLU. partial_yarn: YaRN may rotate a part of each head.
-    splits_experts: experts can be tensor-parallel.
+    present. mlp_values: fields of Megatron's TransformerConfig for another activation than SwiGLU. delta_rules: weights
+    of a gated delta net. layer_kinds: of `layer_types` in config.json. partial_yarn: YaRN may rotate a part of each
+    head. splits_experts: experts can be tensor-parallel.
     """
 
     model_types: tuple[str, ...]
@@ -204,6 +216,8 @@ class Family:
     dense_rules: tuple[WeightRule, ...] = DENSE_MLP
     required: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mlp_values: Callable[[Any], dict[str, Any]] = lambda _: {}
+    delta_rules: tuple[WeightRule, ...] = ()
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
     partial_yarn: bool = False
     splits_experts: bool = True
 
@@ -212,7 +226,8 @@ class Family:
         architecture = self.architecture(hf)
         mlp = self.moe_rules(architecture) if architecture.has_experts[layer] else self.dense_rules
         norms = (*NORMS, *POST_NORMS) if architecture.post_norms else NORMS
-        return (*norms, *self.attention_rules(hf, architecture), *mlp)
+        is_delta = bool(architecture.is_delta) and architecture.is_delta[layer]
+        return (*norms, *(self.delta_rules if is_delta else self.attention_rules(hf, architecture)), *mlp)
 
 
 @cache

@@ -45,6 +45,7 @@ from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.model_facts import head_width, layer_windows
 from furlong.training.megatron.attention import JointNorm, MultiLatentAttention, PackedAttention
+from furlong.training.megatron.delta_net import AddOneRmsNorm, GatedDeltaNet
 from furlong.training.megatron.family import Architecture, Family, architecture_of, family_of
 from furlong.training.megatron.moe_layers import Experts, MoeRouter
 from furlong.training.megatron.packed_layer import PackedLayer
@@ -148,6 +149,8 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
         "qk_layernorm": architecture.qk_norm,  # sums gradients over tensor-parallel ranks, not for joint norms
         "rotary_interleaved": architecture.pairs_neighbors,
         "add_qkv_bias": architecture.qkv_bias,
+        "attention_output_gate": architecture.output_gate,
+        "hetereogenous_dist_checkpoint": any(architecture.is_delta),  # Megatron-core's spelling
         "softmax_type": "learnable" if architecture.sinks else "vanilla",
         "window_size": (windows.pop() - 1, 0) if windows else None,
         "window_attn_skip_freq": [int(window is not None) for window in layers],
@@ -157,7 +160,7 @@ def _attention_values(hf: Any, architecture: Architecture) -> dict[str, Any]:
 def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
     architecture = family.architecture(hf)
     values: dict[str, Any] = {
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": getattr(hf, "intermediate_size", None) or architecture.expert_width,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": architecture.moe_bias,
@@ -170,6 +173,7 @@ def _mlp_values(hf: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
             "moe_layer_freq": [int(has) for has in architecture.has_experts],
             "moe_ffn_hidden_size": architecture.expert_width,
             "moe_shared_expert_intermediate_size": architecture.shared_width or None,
+            "moe_shared_expert_gate": architecture.shared_gate,
             "moe_router_topk": rule.top_k,
             "moe_router_load_balancing_type": "none",
             "moe_router_score_function": rule.scores,
@@ -282,6 +286,11 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+def norm_of(architecture: Architecture) -> type[torch.nn.Module]:
+    """Return the class of a model's norms."""
+    return AddOneRmsNorm if architecture.norms_add_one else RmsNorm
+
+
 class _SpecProvider(LocalSpecProvider):
     """Names the classes that Megatron-core builds."""
 
@@ -311,11 +320,15 @@ def block_spec(config: TransformerConfig, hf: Any, vp_stage: int | None) -> Tran
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     architecture = architecture_of(hf)
     layers = [_layer(config, hf, architecture, first + number) for number in range(count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_of(architecture))
 
 
 def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer: int) -> ModuleSpec:
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    norm = norm_of(architecture)
+    is_delta = bool(architecture.is_delta) and architecture.is_delta[layer]
+    attention = ModuleSpec(GatedDeltaNet, {"hf": hf}) if is_delta else _attention(config, hf, architecture)
+    names = {} if is_delta else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    is_plain = architecture.is_mla or architecture.output_gate  # with Megatron-core's own forward pass
     if architecture.has_experts[layer]:
         mlp = _experts(config, hf)
     else:
@@ -324,13 +337,13 @@ def _layer(config: TransformerConfig, hf: Any, architecture: Architecture, layer
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         )
     return ModuleSpec(
-        module=TransformerLayer if architecture.is_mla else PackedLayer,
+        module=TransformerLayer if is_plain else PackedLayer,
         params={"post_norm": RmsNorm} if architecture.post_norms else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
-            self_attention=_attention(config, hf, architecture),
+            input_layernorm=norm,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RmsNorm,
+            pre_mlp_layernorm=norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
@@ -342,7 +355,7 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
     if architecture.is_mla:
         _, factor = rotary_frequencies(hf)
         return ModuleSpec(module=MultiLatentAttention, params={"hf": hf, "factor": factor, "norm": RmsNorm})
-    head_norms: list[Any] = [RmsNorm if architecture.qk_norm else IdentityOp] * 2
+    head_norms: list[Any] = [norm_of(architecture) if architecture.qk_norm else IdentityOp] * 2
     if architecture.qk_norm_joint:
         counts = config.num_attention_heads, config.num_query_groups
         head_norms = [ModuleSpec(module=JointNorm, params={"num_heads": count}) for count in counts]

@@ -11,7 +11,6 @@ from furlong.errors import ConfigError
 from furlong.training.megatron.family import USE_FSDP, Family, family_of
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-LAYERS = ("full_attention", "sliding_attention")
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False}  # values that config.json must have where it has the field
 
 
@@ -89,7 +88,7 @@ def _architecture_problems(config: Mapping[str, Any], family: Family) -> Iterato
     for name, value in {**REQUIRED, **family.required}.items():
         if config.get(name, value) != value:
             yield f"config.json has {name} {config[name]}, which --train-backend megatron does not support; {USE_FSDP}"
-    if kinds := {str(kind) for kind in config.get("layer_types") or ()} - set(LAYERS):
+    if kinds := {str(kind) for kind in config.get("layer_types") or ()} - set(family.layer_kinds):
         yield f"the model has {', '.join(sorted(kinds))} layers; --train-backend megatron has none; {USE_FSDP}"
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown method")
@@ -169,6 +168,12 @@ def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout
             continue
         if config.get(name, tensor) % tensor:
             yield f"--tensor-model-parallel-size {tensor} does not divide the {config[name]} {what}; use a divisor"
+    heads = config.get("linear_num_key_heads") if "linear_attention" in family.layer_kinds else None
+    if heads and heads % (tensor * layout.context):
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {layout.context} does not divide the "
+            f"{heads} key heads of the gated delta nets, which are split over both; reduce one of them"
+        )
     if layers := config.get("num_hidden_layers"):
         yield from _stage_problems(layers, layout)
     experts = num_experts(config)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,9 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from furlong.errors import CheckpointError
+from furlong.models.carried_tensors import is_carried
 from furlong.models.hf_model import TensorSource
 from furlong.models.model_facts import head_width
-from furlong.models.mtp_layers import is_mtp
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index
@@ -104,6 +105,17 @@ def join_tensors(rule: WeightRule, tensors: Sequence[Tensor], hf: Any) -> Tensor
             rest = tensors[0].shape[1:]
             parts = [tensor.reshape(hf.num_key_value_heads, -1, *rest) for tensor in tensors]
             return torch.cat(parts, dim=1).reshape(-1, *rest)
+        case "gated_qkv":
+            queries, *others = tensors
+            return join_tensors(replace(rule, join="qkv"), [_swap_gates(queries, hf, of_head=True), *others], hf)
+        case "by_key_head":
+            rest, heads = tensors[0].shape[1:], hf.linear_num_key_heads
+            parts = [
+                part.reshape(heads, -1, *rest)
+                for tensor, sizes in zip(tensors, _part_sizes(rule, hf), strict=True)
+                for part in tensor.split(sizes)
+            ]
+            return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
 def split_tensors(rule: WeightRule, whole: Tensor, hf: Any) -> tuple[Tensor, ...]:
@@ -120,10 +132,30 @@ def split_tensors(rule: WeightRule, whole: Tensor, hf: Any) -> tuple[Tensor, ...
         case "qkv":
             rest = whole.shape[1:]
             width, groups = head_width(hf), hf.num_key_value_heads
-            per_group = hf.num_attention_heads // groups
-            parts = whole.reshape(groups, (per_group + 2) * width, *rest)
-            split = parts.split([per_group * width, width, width], dim=1)
+            parts = whole.reshape(groups, -1, *rest)
+            split = parts.split([parts.shape[1] - 2 * width, width, width], dim=1)
             return tuple(part.reshape(-1, *rest) for part in split)
+        case "gated_qkv":
+            queries, *others = split_tensors(replace(rule, join="qkv"), whole, hf)
+            return _swap_gates(queries, hf, of_head=False), *others
+        case "by_key_head":
+            rest, heads = whole.shape[1:], hf.linear_num_key_heads
+            sizes = _part_sizes(rule, hf)
+            split = iter(whole.reshape(heads, -1, *rest).split([size // heads for of in sizes for size in of], dim=1))
+            return tuple(torch.cat([next(split).reshape(-1, *rest) for _ in of]) for of in sizes)
+
+
+def _swap_gates(queries: Tensor, hf: Any, *, of_head: bool) -> Tensor:
+    """Reorder the rows of queries and their gates: alternating head by head (`of_head`) or group by group."""
+    per_group = hf.num_attention_heads // hf.num_key_value_heads
+    axes = (per_group, 2) if of_head else (2, per_group)
+    rows = queries.reshape(hf.num_key_value_heads, *axes, head_width(hf), *queries.shape[1:])
+    return rows.transpose(1, 2).reshape(queries.shape)
+
+
+def _part_sizes(rule: WeightRule, hf: Any) -> list[list[int]]:
+    """Return the rows of each part of each tensor of a "by_key_head" rule."""
+    return [[math.prod(getattr(hf, field) for field in part) for part in tensor] for tensor in rule.parts]
 
 
 def read(parameter: Parameter, read_tensor: Callable[[str], Tensor], hf: Any) -> Tensor:
@@ -213,7 +245,7 @@ def check_names(hf: Any, config: Any, stored: TensorSource) -> None:
     """Raise CheckpointError if the checkpoint has tensors without a rule, which would be silently dropped."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     unknown = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
-    unknown = {name for name in unknown if not is_mtp(name, hf)}
+    unknown = {name for name in unknown if not is_carried(name, hf)}
     if hf.tie_word_embeddings:
         unknown.discard("lm_head.weight")
     if unknown:
