@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["slime_api"] = INTERFACES | {"models", "rewards", "rollout"}
 PARTS = set(ALLOWED)  # the packages above the parts may import all of them
 ALLOWED |= {
+    "agent": {"core", "errors", "rollout", "sessions"},
     "wiring": PARTS,
     "run": PARTS | {"wiring"},
     "commands": PARTS | {"wiring", "run"},

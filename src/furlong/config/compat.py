@@ -150,9 +150,12 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         ("--dumper-*", "batches are dumped and tensors are hashed",
          "use --save-debug-train-data, --debug-determinism"),
         ("--ci-*", "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
-        ("--custom-agent-function-path --generate-max-turns --generate-tool-* "
-         "--generate-execute-tool-function-path", "an agent is a function that calls the policy",
-         "write it for --custom-generate-function-path"),
+        ("--custom-agent-function-path", "furlong uses another name", "use --agent-function-path"),
+        ("--generate-max-turns --generate-tool-* --generate-execute-tool-function-path",
+         "an agent has its own loop and tools", "write it for --agent-function-path"),
+        ("--use-session-server --session-message-matcher --session-server-ip --session-server-instances --tito-model",
+         "every agent has a session, and templates are tested when a run starts",
+         "remove it; see --session-match and --session-history"),
         ("--use-miles-dashboard --dashboard-* --use-mlflow --mlflow-* --use-prometheus --prometheus-*",
          "trackers are metrics.jsonl, TensorBoard and --use-wandb", "add a tracker (docs/reference/metrics.md)"),
         ("--use-dynamic-global-batch-size",
@@ -162,9 +165,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         "not-yet",
         ("--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-outer-loras "
          "--check-lora-weight-equal", "adapters (LoRA) are not implemented", "remove it: all weights are trained"),
-        ("--use-session-server --session-* --tito-model --max-seq-len",
-         "there is no server between an agent and the engine",
-         "write the agent loop as a function for --custom-generate-function-path"),
+        ("--max-seq-len", "an episode is limited by the context", "use --rollout-max-context-len"),
         ("--true-on-policy-* --batch-invariant-mode --recompute-logprobs-via-prefill",
          "trainer and engine use different kernels", "correct the difference with --use-tis"),
         ("--eval-num-gpus* --eval-sglang-* --eval-hf-dir --eval-keep-snapshots --eval-max-in-flight "

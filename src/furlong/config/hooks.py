@@ -76,6 +76,7 @@ class Hooks:
     eval_function: Function | None = None
     custom_generate_function: Function | None = None
     rollout_sample_hook: tuple[Function, ...] = ()
+    agent_function: Function | None = None
     custom_rm: Function | None = None
     dynamic_sampling_filter: Function | None = None
     buffer_filter: Function | None = None
@@ -113,6 +114,13 @@ HOOKS: dict[str, Hook] = {
         "--rollout-sample-hook-path",
         ("args", "sample"),
         ("rollout_id", "evaluation"),
+        calling="either",
+        drops_keywords=True,
+    ),
+    "agent_function": Hook(
+        "--agent-function-path",
+        (),
+        ("base_url", "prompt", "request_kwargs", "metadata"),
         calling="either",
         drops_keywords=True,
     ),
@@ -157,7 +165,7 @@ BUILT_IN = (
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
 )
-_CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function")
+_CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
+AGENT_PATH = "furlong.rollout.agent_function:generate"  # runs the agents of --agent-function-path, --agent-command
 DEFAULT_MAX_TOKENS = 4096  # per micro-batch, if no flag sets the packing
 
 Derived = dict[str, tuple[Any, str]]
@@ -62,6 +63,8 @@ def derive(config: Config, explicit: frozenset[str]) -> Derived:
     _rollout(config, put)
     _engine(config, put)
     _algorithm(config, put)
+    if config.session.agent_function_path or config.session.agent_command:
+        put("custom_generate_function_path", AGENT_PATH, "--agent-function-path or --agent-command")
     context_len = derived.get("rollout_max_context_len")
     for name, origin in _EVAL_FROM_TRAINING.items():
         value = next(getattr(s, origin) for s in vars(config).values() if hasattr(s, origin))

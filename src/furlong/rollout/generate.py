@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Function, Hooks, accepted_keywords
@@ -40,6 +40,9 @@ from furlong.rollout.policy import Policy, seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT
 from furlong.sessions.samples import Leaves
 from furlong.sessions.session import Session, SessionSettings
+
+if TYPE_CHECKING:  # imports a web server, which most runs do not need
+    from furlong.sessions.server import SessionServer
 
 T = TypeVar("T")
 
@@ -76,6 +79,7 @@ class Generation:
     chat_format: ChatFormat | None = None
     session_settings: SessionSettings = field(default_factory=SessionSettings)
     session_leaves: Leaves = "all"
+    session_server: SessionServer | None = None
 
     def function_of(self, sample: Sample) -> Function | None:
         """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
@@ -226,15 +230,18 @@ async def _generate_custom(
 ) -> list[Sample]:
     group_index, params = sample.group_index, continuation(sample, generation)
     policy = _policy_of(sample, generation, params, continues)
-    produced = await call_generate_function(
-        function,
-        sample,
-        params,
-        policy,
-        args=generation.args,
-        evaluation=generation.evaluation,
-        timer=generation.blocking,
-    )
+    try:
+        produced = await call_generate_function(
+            function,
+            sample,
+            params,
+            policy,
+            args=generation.args,
+            evaluation=generation.evaluation,
+            timer=generation.blocking,
+        )
+    finally:
+        await policy.end_session()
     produced = session_samples(produced, policy, generation.session_leaves)
     for each in produced:
         differences = check_produced(
@@ -275,6 +282,7 @@ def _policy_of(sample: Sample, generation: Generation, params: SamplingParams, c
         conversation=conversation,
         load=generation.load,
         sample=generation.recorded(sample),
+        server=generation.session_server,
     )
     return policy
 

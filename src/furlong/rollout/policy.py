@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from furlong.core.routing import Routes, extend_routes
 from furlong.core.tracing import heartbeat
@@ -15,6 +15,9 @@ from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.sessions.session import FullContextError, Reply, Session
+
+if TYPE_CHECKING:  # imports a web server, which most runs do not need
+    from furlong.sessions.server import OpenSession, SessionServer
 
 MAX_FULL = 16  # calls with a full context
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls
@@ -77,6 +80,8 @@ class Policy:
     load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
     sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`
+    server: SessionServer | None = field(default=None, repr=False)
+    opened: list[OpenSession] = field(default_factory=list["OpenSession"], repr=False)
 
     async def chat(
         self,
@@ -104,6 +109,24 @@ class Policy:
                 raise
             done = await self._full_context([0] * (self.context_len or 0))
         return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
+
+    def open_session(self) -> OpenSession:
+        """Return the session of this sample on the session server. Raises RolloutError in a run without one."""
+        if self.server is None:
+            raise RolloutError(
+                "this run has no session server; it is started with --custom-generate-function-path or an agent flag"
+            )
+        if not self.opened:
+            self.opened.append(self.server.open(self.session_tree, lambda: self.engine.abort([self.session])))
+        return self.opened[0]
+
+    async def end_session(self) -> None:
+        """End the sample's conversations: later requests are refused, running ones are aborted."""
+        if self.conversation is not None:
+            self.conversation.end()
+        if self.server is not None:
+            for opened in self.opened:
+                await self.server.end(opened)
 
     @property
     def session_tree(self) -> Session:

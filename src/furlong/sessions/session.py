@@ -142,8 +142,7 @@ class Session:
         self._check_open()
         checked = checked_messages(list(messages))
         kwargs = dict(template_kwargs or {})
-        root = json.dumps([tools or None, kwargs, role], sort_keys=True, default=str)
-        request = self.tree.request(checked, root)
+        request = self._request(checked, tools, kwargs, role)
         await self._prove()
         prompt = self._prompt(request, tools, kwargs)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent):
@@ -167,6 +166,22 @@ class Session:
         node = await self._sample(_Prompt(parent, list(ids), ""), params, request=None, role=role)
         self.tree.commit(node)
         return _reply(node, {"role": "assistant", "content": node.completion.text})
+
+    async def count_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Return the number of prompt tokens that `chat` would have."""
+        kwargs = dict(template_kwargs or {})
+        request = self._request(checked_messages(list(messages)), tools, kwargs, "")
+        await self._prove()
+        return len(self._prompt(request, tools, kwargs).ids)
+
+    def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> Request:
+        return self.tree.request(messages, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
 
     def end(self) -> None:
         """Refuse further requests."""

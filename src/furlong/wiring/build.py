@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,12 @@ from furlong.wiring.input_parts import build_inputs
 from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout, build_source, pool_of
 from furlong.wiring.run_context import RunContext
+from furlong.wiring.session_parts import build_session_server
 from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
 
 if TYPE_CHECKING:
     from furlong.inference.server.gateway import Gateway
+    from furlong.sessions.server import SessionServer
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ class Built:
     files: Sequence[StepFile] = ()
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
-    gateway: Gateway | None = None
+    listeners: Sequence[Gateway | SessionServer] = ()
 
     async def start(self) -> None:
         """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
         for reward in self.rewards:
             await reward.start()
-        if self.gateway is not None:
-            await self.gateway.start()
+        for listener in self.listeners:
+            await listener.start()
         for stage in self.starting:
             await asyncio.gather(*(start() for start in stage))
 
@@ -75,8 +78,8 @@ class Built:
                 stack.callback(self.checkpoints.inputs.close)
             stack.push_async_callback(self.parts.trainer.close)
             stack.push_async_callback(self.serving.close)
-            if self.gateway is not None:
-                stack.push_async_callback(self.gateway.close)
+            for listener in self.listeners:
+                stack.push_async_callback(listener.close)
 
     def queues(self) -> dict[str, int]:
         """Return the number of running and waiting requests of the engine in this process."""
@@ -130,10 +133,12 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     serving = build_serving(context, training, cluster, watch, opened) if generates else ServingParts()
     engine = serving.engine
     routers, gateway = serving.router_addresses, None
+    session_server = None if engine is None else build_session_server(context, specs, opened)
     if engine is not None and not routers:
         gateway = build_gateway(context, engine, specs, opened)
         routers = {} if gateway is None else {MODEL: gateway.address}
-    rollout = build_rollout(context.with_routers(routers), engine, source, ledger, specs)
+    rollout_context = dataclasses.replace(context.with_routers(routers), session_server=session_server)
+    rollout = build_rollout(rollout_context, engine, source, ledger, specs)
     return Built(
         parts=Parts(
             trainer=training.trainer,
@@ -156,7 +161,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         files=context.files,
         starting=_stages(config, training, serving),
         cluster=cluster,
-        gateway=gateway,
+        listeners=[each for each in (gateway, session_server) if each is not None],
     )
 
 

@@ -40,6 +40,7 @@ from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile, read_rows
 from furlong.wiring.run_context import RunContext
+from furlong.wiring.session_parts import session_leaves, session_settings
 
 ORDER = "order.jsonl"
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
@@ -242,6 +243,9 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
         load=context.load,
+        session_settings=session_settings(context.config.session),
+        session_leaves=session_leaves(context.config.session),
+        session_server=context.session_server,
     )
 
 

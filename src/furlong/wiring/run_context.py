@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
+
+if TYPE_CHECKING:  # imports a web server, which most runs do not need
+    from furlong.sessions.server import SessionServer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class RunContext:
     verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
     files: list[StepFile] = field(default_factory=list[StepFile])
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
+    session_server: SessionServer | None = None
 
     @staticmethod
     def read(config: Config, hooks: Hooks, folder: Path) -> RunContext:

@@ -11,6 +11,7 @@ from furlong.config.sections.cluster import ClusterFlags, EnginesFlags, SyncFlag
 from furlong.config.sections.megatron import ArchitectureFlags, MegatronFlags, MoeFlags
 from furlong.config.sections.rollout import DataFlags, EvalFlags, RewardFlags, RolloutFlags
 from furlong.config.sections.run import CheckpointFlags, DebugFlags, FaultFlags, TrackFlags
+from furlong.config.sections.sessions import SessionFlags
 from furlong.config.sections.train import OptimFlags, TrainFlags
 
 
@@ -26,6 +27,7 @@ class Config:
     data: DataFlags = field(default_factory=DataFlags)
     reward: RewardFlags = field(default_factory=RewardFlags)
     eval: EvalFlags = field(default_factory=EvalFlags)
+    session: SessionFlags = field(default_factory=SessionFlags)
     algo: AlgoFlags = field(default_factory=AlgoFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
     megatron: MegatronFlags = field(default_factory=MegatronFlags)
@@ -62,6 +64,7 @@ __all__ = [
     "OptimFlags",
     "RewardFlags",
     "RolloutFlags",
+    "SessionFlags",
     "SyncFlags",
     "TrackFlags",
     "TrainFlags",

@@ -6,7 +6,6 @@ It answers with whatever engine the run has, and cannot change weights or pause 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from furlong.errors import EngineError, RolloutError
 from furlong.inference.embedded.request import Finished, RequestError
 from furlong.inference.server.app import CLIENT_GONE, ApiKey
 from furlong.inference.server.bodies import error_response, json_list, json_response, read_object
-from furlong.inference.server.connections import build_server
 from furlong.inference.server.fields import boolean
 from furlong.inference.server.generate_api import (
     UNSUPPORTED_FIELDS,
@@ -34,8 +32,8 @@ from furlong.inference.server.generate_api import (
     sample_requests,
     wants_log_probs,
 )
-from furlong.inference.server.http_server import bound_socket
 from furlong.inference.server.limits import Counts, LimitRequests, RefusedError, RequestGuard, ServerLimits
+from furlong.inference.server.listener import LoopServer
 from furlong.inference.server.streaming import DONE, GenerateRequest, event_stream, sse
 from furlong.interfaces import Completion, SamplingParams
 
@@ -62,27 +60,16 @@ class Gateway:
     ) -> None:
         self._complete, self._encode, self._facts = complete, encode, dict(facts)
         self._limits = ServerLimits()
-        self._listener = bound_socket(HOST, 0)
-        self.address: tuple[str, int] = (HOST, self._listener.getsockname()[1])
-        self._server = build_server(self._app(api_key), self._limits)
-        self._task: asyncio.Task[None] | None = None
+        self._server = LoopServer(self._app(api_key), HOST, 0, self._limits)
+        self.address = self._server.address
 
     async def start(self) -> None:
         """Answer requests on the running event loop. Raises EngineError if the server exits."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            if self._task.done():
-                await self._task
-                raise EngineError(f"the server of {HOST}:{self.address[1]} exited during start-up; its log shows why")
-            await asyncio.sleep(0.005)
+        await self._server.start()
 
     async def close(self) -> None:
         """Stop answering and close the port."""
-        self._server.should_exit = self._server.force_exit = True
-        if self._task is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        self._listener.close()
+        await self._server.close()
 
     def _app(self, api_key: str | None) -> Starlette:
         middleware = [Middleware(ApiKey, key=api_key)] if api_key else []

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 HEALTH_PATH = "/health"  # without limits and without a key
-GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS = ("/generate", "/completions", "/messages", "/responses")  # ends of paths
 WEIGHT_PATH = "/update_weights_from_tensor"
 SPARE_FILES = 128  # file descriptors that connections leave for weights, groups and the process itself
 
@@ -161,7 +161,7 @@ class RequestGuard:
 
     def open(self) -> None:
         """Count the request. Raises RefusedError (429) at a limit."""
-        slots = self._counts.generations if self._path in GENERATION_PATHS else self._counts.controls
+        slots = self._counts.generations if self._path.endswith(GENERATION_PATHS) else self._counts.controls
         self._stack.enter_context(slots.slot(self._client))
 
     def open_stream(self) -> None:

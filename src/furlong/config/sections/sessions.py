@@ -1,0 +1,50 @@
+"""Flags of agents and of their sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from furlong.config.flag_spec import flag
+
+
+@dataclass(frozen=True)
+class SessionFlags:
+    """Agents that talk to the policy, in this process or over HTTP."""
+
+    agent_function_path: str | None = flag(
+        None,
+        "User function that runs an agent: `f(base_url, prompt, request_kwargs, metadata)`, async or not. The agent "
+        "calls base_url + /v1/chat/completions, /v1/messages or /v1/responses.",
+    )
+    agent_command: str | None = flag(
+        None,
+        "Command that runs an agent, once per sample. OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the key are in its "
+        "environment, the task is JSON on stdin.",
+    )
+    session_server_host: str = flag("127.0.0.1", "Address that the session server listens on.")
+    session_server_port: int = flag(0, "Port of the session server; 0 chooses a free one.", within="[0, 65535]")
+    session_match: str = flag(
+        "echo",
+        "How messages are recognized as those of earlier turns: `echo` ignores what client libraries change (ids, "
+        "names, dropped reasoning, JSON formatting of arguments), `strict` compares reasoning and whitespace, too, and "
+        "FILE:fn is a function from a message to its key.",
+    )
+    session_history: str = flag(
+        "keep",
+        "History of a conversation: `keep` continues the stored token ids, `template` renders it again, and what "
+        "differs is a branch.",
+        choices=("keep", "template"),
+    )
+    session_leaves: str = flag(
+        "all",
+        "Branches of an episode to train on: `all`, `last`, `longest`, or FILE:fn, a function from the list of leaves "
+        "to those to keep.",
+    )
+    session_tool_parser: str = flag(
+        "auto",
+        "Parser of tool calls: `auto` (by the chat template), hermes, qwen3, qwen3_coder, llama3_json, mistral, glm45, "
+        "deepseek, gpt-oss, or FILE:fn, a function from (text, tools) to a ParsedReply.",
+    )
+    session_client_sampling: bool = flag(
+        False, "Let clients set temperature, top_p, top_k and min_p. By default those of the run apply."
+    )

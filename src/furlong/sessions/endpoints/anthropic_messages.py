@@ -1,0 +1,221 @@
+"""Anthropic's POST /v1/messages of a session, and the counting of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+
+from furlong.chat.messages import Message, MessageError, checked_messages, text_of
+from furlong.inference.embedded.request import RequestError
+from furlong.inference.server.fields import boolean, quote
+from furlong.sessions.endpoints.chat_completions import read_tool_choice
+from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.session import Reply
+
+HONORED = {
+    *("model", "messages", "system", "max_tokens", "tools", "tool_choice", "temperature", "top_p", "top_k"),
+    *("stop_sequences", "stream", "thinking"),
+}
+NEUTRAL = {"metadata", "service_tier", "betas", "anthropic_version"}
+OFF: Mapping[str, Sequence[Any]] = {"container": (), "mcp_servers": (), "context_management": ()}
+
+
+def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
+    """Check a request. Raises RequestError and MessageError naming the field."""
+    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    if body.get("max_tokens") is None and not counts_only:
+        raise RequestError("max_tokens is missing; it must be an integer of at least 1")
+    choice: Any = body.get("tool_choice") or {"type": "auto"}
+    if not isinstance(choice, dict):
+        raise RequestError(f"tool_choice is {quote(choice)}, must be an object with a type")
+    tools = [_tool(i, tool) for i, tool in enumerate(objects(body, "tools"))]
+    kind: Any = cast("dict[str, Any]", choice).get("type")
+    thinking: Any = body.get("thinking") or {}
+    kwargs = {}
+    if thinking:
+        mode = cast("dict[str, Any]", thinking).get("type") if isinstance(thinking, dict) else None
+        if mode not in ("enabled", "disabled", "adaptive"):
+            raise RequestError(f"thinking is {quote(thinking)}, must be an object with type enabled or disabled")
+        kwargs = {"enable_thinking": mode != "disabled"}
+    return ClientCall(
+        messages=checked_messages(_messages(body)),
+        tools=checked_tools(tools),
+        template_kwargs=kwargs,
+        sampling={
+            **{name: body.get(name) for name in ("temperature", "top_p", "top_k")},
+            "stop": body.get("stop_sequences"),
+        },
+        max_tokens=token_limit(body, "max_tokens"),
+        is_stream=boolean(body, "stream"),
+        reads_calls=read_tool_choice(kind if kind in ("auto", "none") else choice, has_tools=bool(tools)),
+        max_calls=1 if boolean(cast("dict[str, Any]", choice), "disable_parallel_tool_use") else None,
+        body=body,
+    )
+
+
+def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise RequestError(f"tools[{i}].type is {quote(tool['type'])}; only tools with an input_schema are supported")
+    function = {key: tool[key] for key in ("name", "description") if key in tool}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    """Return the messages in OpenAI's form."""
+    system, given = body.get("system"), objects(body, "messages")
+    messages: list[Message] = [{"role": "system", "content": text_of(system, "system")}] if system else []
+    for i, message in enumerate(given):
+        content: Any = message.get("content")
+        name = f"messages[{i}].content"
+        if not isinstance(content, list):
+            messages.append({"role": message.get("role"), "content": text_of(content, name)})
+        elif message.get("role") == "assistant":
+            messages.append(_assistant(cast("list[Any]", content), name))
+        else:
+            messages += _user(cast("list[Any]", content), name, message.get("role"))
+    return messages
+
+
+def _assistant(blocks: list[Any], name: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for j, block in enumerate(blocks):
+        match _kind(block, f"{name}[{j}]"):
+            case "text":
+                texts.append(block["text"])
+            case "thinking":
+                thoughts.append(block["thinking"])
+            case "tool_use":
+                function = {
+                    "name": block["name"],
+                    "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+                }
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case kind:
+                raise MessageError(f"{name}[{j}] has type {kind!r}, which an assistant's message cannot have")
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _user(blocks: list[Any], name: str, role: Any) -> list[Message]:
+    """Return the results of tools, each a message, and one with the text."""
+    results: list[Message] = []
+    texts: list[str] = []
+    for j, block in enumerate(blocks):
+        match _kind(block, f"{name}[{j}]"):
+            case "text":
+                texts.append(block["text"])
+            case "tool_result":
+                text = text_of(block.get("content"), f"{name}[{j}].content")
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            case kind:
+                raise MessageError(f"{name}[{j}] has type {kind!r}; only text and tool_result are supported")
+    if texts or not results:
+        results.append({"role": role, "content": "".join(texts)})
+    return results
+
+
+_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "name"}  # text that a block must have
+
+
+def _kind(block: Any, name: str) -> str:
+    kind: Any = cast("dict[str, Any]", block).get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise MessageError(f"{name} is {quote(block)}, must be an object with a type")
+    if kind in _FIELDS and not isinstance(block.get(_FIELDS[kind]), str):
+        raise MessageError(f"{name}.{_FIELDS[kind]} is {quote(block.get(_FIELDS[kind]))}, must be text")
+    return kind
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        function = call["function"]
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
+        )
+    return blocks
+
+
+def _stop_reason(reply: Reply) -> str:
+    if reply.finish_reason != "stop":
+        return "max_tokens"
+    return "tool_use" if reply.tool_calls else "end_turn"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    cached = reply.cached_tokens
+    return {
+        "input_tokens": reply.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": len(reply.tokens),
+    }
+
+
+def write(reply: Reply, model: str) -> dict[str, Any]:
+    """Return the body of the reply."""
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": _blocks(reply),
+        "stop_reason": _stop_reason(reply),
+        "stop_sequence": None,
+        "usage": _usage(reply),
+    }
+
+
+def stream(reply: Reply, model: str) -> Iterator[bytes]:
+    """Yield the events of a finished reply."""
+    whole = write(reply, model)
+    start = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield _event("message_start", message=start)
+    for index, block in enumerate(whole["content"]):
+        empty, delta = _parts(block)
+        yield _event("content_block_start", index=index, content_block=empty)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage=whole["usage"])
+    yield _event("message_stop")
+
+
+def _parts(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the empty block that begins a stream of this one, and the only delta."""
+    match block["type"]:
+        case "text":
+            return {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        case "thinking":
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {"type": "thinking", "thinking": "", "signature": ""}, delta
+        case _:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            return {**block, "input": {}}, delta
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+
+
+def error(message: str, status: int) -> dict[str, Any]:
+    """Return the body of an error."""
+    kinds = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+    }
+    kind = kinds.get(status, "rate_limit_error" if status == 429 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,194 @@
+"""OpenAI's POST /v1/chat/completions of a session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from furlong.chat.messages import checked_messages
+from furlong.inference.embedded.request import RequestError
+from furlong.inference.server.fields import boolean, quote
+from furlong.inference.server.generate_api import num_samples
+from furlong.inference.server.streaming import DONE, sse
+from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.session import Reply, Session
+
+HONORED = {
+    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "logprobs"),
+    *(
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "seed",
+    ),
+    *("return_token_ids", "chat_template_kwargs", "reasoning_effort", "min_tokens"),
+}
+NEUTRAL = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("request_id", "rid", "separate_reasoning", "stream_reasoning", "include_reasoning"),
+}
+OFF: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": (),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "functions": (),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True, False),
+}
+
+
+def read(body: Mapping[str, Any]) -> ClientCall:
+    """Check a request. Raises RequestError and MessageError naming the field."""
+    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    tools = checked_tools(objects(body, "tools"))
+    reads_calls = read_tool_choice(body.get("tool_choice"), has_tools=tools is not None)
+    kwargs: Any = body.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise RequestError(f"chat_template_kwargs is {quote(kwargs)}, must be an object")
+    if body.get("reasoning_effort") is not None:
+        kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
+    for name in ("logprobs", "return_token_ids"):
+        boolean(body, name)
+    options: Any = body.get("stream_options") or {}
+    if not isinstance(options, dict) or set(options) - {"include_usage", "continuous_usage_stats"}:
+        raise RequestError(f"stream_options is {quote(options)}, must be an object with include_usage")
+    stop = body.get("stop")
+    return ClientCall(
+        messages=checked_messages(body.get("messages")),
+        tools=tools,
+        template_kwargs=kwargs,
+        sampling={
+            "temperature": body.get("temperature"),
+            "top_p": body.get("top_p"),
+            "top_k": body.get("top_k"),
+            "min_p": body.get("min_p"),
+            "stop": stop,
+            "stop_token_ids": body.get("stop_token_ids"),
+            "min_new_tokens": body.get("min_tokens"),
+            "sampling_seed": body.get("seed"),
+        },
+        max_tokens=token_limit(body, "max_completion_tokens", "max_tokens"),
+        n=num_samples("n", body.get("n")),
+        is_stream=boolean(body, "stream"),
+        reads_calls=reads_calls,
+        max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,
+        body=body,
+    )
+
+
+def read_tool_choice(choice: Any, *, has_tools: bool) -> bool:
+    """Return whether tool calls are parsed. Raises RequestError for a choice that would constrain the model."""
+    if choice in (None, "auto"):
+        return True
+    if choice == "none":
+        return False
+    del has_tools
+    raise RequestError(
+        f"tool_choice is {quote(choice)}, but the policy samples freely: only 'auto' and 'none' are supported; ask for "
+        "the call in the prompt"
+    )
+
+
+def finish_reason(reply: Reply) -> str:
+    """Return OpenAI's finish reason."""
+    if reply.tool_calls and reply.finish_reason == "stop":
+        return "tool_calls"
+    return "stop" if reply.finish_reason == "stop" else "length"
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Return the tokens of a request; the prompt counts once."""
+    prompt = replies[0].prompt_tokens
+    sampled = sum(len(reply.tokens) for reply in replies)
+    cached = max(reply.cached_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def write(call: ClientCall, replies: Sequence[Reply], session: Session, model: str) -> dict[str, Any]:
+    """Return the body of the reply."""
+    body = {
+        **_head(replies, model, "chat.completion"),
+        "choices": [_choice(call, i, reply, session) for i, reply in enumerate(replies)],
+        "usage": usage(replies),
+    }
+    if call.body.get("return_token_ids"):
+        body["prompt_token_ids"] = _prompt_ids(replies[0])
+    return body
+
+
+def _head(replies: Sequence[Reply], model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{replies[0].id}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _prompt_ids(reply: Reply) -> list[int]:
+    return [] if reply.node is None else reply.node.ids()[: reply.prompt_tokens]
+
+
+def _choice(call: ClientCall, index: int, reply: Reply, session: Session) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": reply.message,
+        "finish_reason": finish_reason(reply),
+        "logprobs": log_probs(reply, session) if call.body.get("logprobs") else None,
+    }
+    if call.body.get("return_token_ids"):
+        choice["token_ids"] = reply.tokens
+    return choice
+
+
+def log_probs(reply: Reply, session: Session) -> dict[str, Any]:
+    """Return the log-probs of the sampled tokens."""
+    texts = [session.chat_format.decode([token]) for token in reply.tokens]
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, reply.log_probs, strict=True)
+        ]
+    }
+
+
+def stream(call: ClientCall, replies: Sequence[Reply], session: Session, model: str) -> Iterator[bytes]:
+    """Yield the events of finished replies."""
+    head = _head(replies, model, "chat.completion.chunk")
+
+    def event(index: int, delta: Mapping[str, Any], reason: str | None = None, **fields: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None, **fields}
+        return sse({**head, "choices": [choice]})
+
+    for index, reply in enumerate(replies):
+        yield event(index, {"role": "assistant", "content": ""})
+        if reply.reasoning:
+            yield event(index, {"reasoning_content": reply.reasoning})
+        if reply.content:
+            yield event(index, {"content": reply.content})
+        for i, made in enumerate(reply.tool_calls):
+            yield event(index, {"tool_calls": [{"index": i, **made}]})
+        choice = _choice(call, index, reply, session)
+        extra = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
+        yield event(index, {}, finish_reason(reply), **extra)
+    if (call.body.get("stream_options") or {}).get("include_usage"):
+        yield sse({**head, "choices": [], "usage": usage(replies)})
+    yield DONE

@@ -1,0 +1,113 @@
+"""What the protocols have in common: a checked call, its sampling parameters, and fields that are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, cast
+
+from furlong.chat.messages import Message
+from furlong.inference.embedded.request import RequestError
+from furlong.inference.server.fields import integer, quote
+from furlong.inference.server.generate_api import sampling_params
+from furlong.interfaces import SamplingParams
+from furlong.sessions.session import Session
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of the run, unless clients may set them
+MAX_TOKENS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class ClientCall:
+    """A request in any protocol. `messages` are in OpenAI's form; a request of token ids has `ids` instead.
+
+    sampling: sampling parameters that the client sent, under SGLang's names. reads_calls: tool calls are parsed.
+    """
+
+    messages: Sequence[Message] = ()
+    ids: Sequence[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_tokens: int | None = None
+    n: int = 1
+    is_stream: bool = False
+    reads_calls: bool = True
+    max_calls: int | None = None
+    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def params(self, session: Session, *, client_sampling: bool) -> SamplingParams:
+        """Return the sampling parameters: the run's, with the client's stops and a smaller limit of tokens.
+
+        With `client_sampling` the client's temperature and so on replace those of the run; otherwise the session counts
+        those that differ. Raises RequestError for values of the wrong type.
+        """
+        run = session.params
+        wanted = sampling_params({key: value for key, value in self.sampling.items() if value is not None})
+        limit = run.max_new_tokens if self.max_tokens is None else min(self.max_tokens, run.max_new_tokens)
+        changes: dict[str, Any] = {
+            "max_new_tokens": limit,
+            "min_new_tokens": min(max(run.min_new_tokens, wanted.min_new_tokens), limit),
+            "stop": (*run.stop, *wanted.stop),
+            "stop_token_ids": (*run.stop_token_ids, *wanted.stop_token_ids),
+        }
+        for name in SAMPLING:
+            if self.sampling.get(name) is not None and getattr(wanted, name) != getattr(run, name):
+                if client_sampling:
+                    changes[name] = getattr(wanted, name)
+                else:
+                    session.counts[f"overridden_{name}"] += 1
+        if self.sampling.get("sampling_seed") is not None:
+            session.counts["overridden_seed"] += 1
+        return dataclasses.replace(run, **changes)
+
+
+def check_fields(
+    body: Mapping[str, Any], *, honored: set[str], neutral: set[str], off: Mapping[str, Sequence[Any]]
+) -> None:
+    """Raise RequestError naming a field that would change the result and is not implemented.
+
+    neutral: fields without an effect on the result. off: fields that must be absent or have one of these values.
+    """
+    for name, value in body.items():
+        if name in honored or name in neutral or value is None:
+            continue
+        if name not in off:
+            raise RequestError(f"{name} is not a field of this endpoint; remove it")
+        if value not in (*off[name], [], {}, ""):
+            raise RequestError(f"{name} is {quote(value)}, which is not supported here; remove it")
+
+
+def check_model(asked: Any, served: str) -> None:
+    """Raise RequestError for a model that is not served; the last part of its path will do."""
+    if asked not in (None, "", "default", "actor", served, PurePath(served).name):
+        raise RequestError(f"model is {quote(asked)}, but this server has {quote(served)}; use that name, or 'default'")
+
+
+def token_limit(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first limit of new tokens that the body has."""
+    name = next((name for name in names if body.get(name) is not None), None)
+    return None if name is None else integer(body, name, low=1, high=MAX_TOKENS)
+
+
+def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return a field that is a list of objects; [] if it is absent."""
+    value: Any = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in cast("list[Any]", value)):
+        raise RequestError(f"{name} is {quote(value)}, must be a list of objects")
+    return cast("list[dict[str, Any]]", value)
+
+
+def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return tools in OpenAI's form. Raises RequestError for a tool that is not a function with a name."""
+    for i, tool in enumerate(tools):
+        function: Any = tool.get("function")
+        if tool.get("type", "function") != "function":
+            raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
+        if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
+            raise RequestError(f"tools[{i}].function is {quote(function)}, must be an object with a name")
+    return tools or None

@@ -1,0 +1,281 @@
+"""Clients of the session server: protocols, retries, ends, and fields that are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from chat_zoo import TOOLS, Script, bpe_tokenizer
+from furlong.chat.template_boundary import ChatFormat
+from furlong.core.sample import Sample
+from furlong.interfaces import SamplingParams
+from furlong.sessions.samples import samples_from_session
+from furlong.sessions.server import OpenSession, SessionServer
+from furlong.sessions.session import Session
+
+USER = {"role": "user", "content": "what is the sum?"}
+CALL = 'let me see\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+async def nothing() -> None:
+    pass
+
+
+@asynccontextmanager
+async def serving(script: Script, **options: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, OpenSession]]:
+    server = SessionServer(**{"model_name": "models/tiny", **options})
+    await server.start()
+    session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
+    opened = server.open(session, nothing)
+    try:
+        async with httpx.AsyncClient(timeout=30) as client:
+            yield client, opened
+    finally:
+        await server.end(opened)
+        await server.close()
+
+
+def run(script: Script, body: Callable[[httpx.AsyncClient, OpenSession], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        async with serving(script, **options) as (client, opened):
+            return await body(client, opened)
+
+    return asyncio.run(main())
+
+
+def qwen(*answers: str) -> Script:
+    return Script(bpe_tokenizer("qwen"), *answers)
+
+
+def events(reply: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_chat_completions_over_a_session():
+    script = qwen(CALL, "3", "four")
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        messages: list[Any] = [USER]
+        fields = {"tools": TOOLS, "logprobs": True, "return_token_ids": True, "model": "tiny", "temperature": 0.2}
+        url = f"{opened.url}/v1/chat/completions"
+        reply = (await client.post(url, json={"messages": messages, **fields})).json()
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "let me see"
+        assert choice["token_ids"] == opened.session.tree.nodes[0].sampled
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == reply["usage"]["completion_tokens"]
+        assert reply["prompt_token_ids"] == script.asked[0]
+        call = choice["message"]["tool_calls"][0]
+        messages += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        streamed = events(await client.post(url, json={"messages": messages, **fields, "stream": True}))
+        assert streamed[-1] == "[DONE]"
+        assert "".join(e["choices"][0]["delta"].get("content") or "" for e in streamed[:-1]) == "3"
+        bearer = {"Authorization": f"Bearer {opened.key}"}
+        base = opened.url.partition("/sessions")[0]
+        messages += [{"role": "assistant", "content": "3"}, USER]
+        last = await client.post(
+            f"{base}/v1/chat/completions", json={"messages": messages, "tools": TOOLS}, headers=bearer
+        )
+        assert last.json()["choices"][0]["message"]["content"] == "four"
+        models = (await client.get(f"{base}/v1/models", headers=bearer)).json()
+        assert models["data"][0]["max_model_len"] == 400
+        assert opened.session.counts["overridden_temperature"] == 2
+        assert len(samples_from_session(opened.session, Sample(index=0))) == 1
+
+    run(script, body)
+
+
+def test_anthropic_messages_over_a_session():
+    script = qwen("<think>\nhm\n</think>\n\n" + CALL, "3")
+    tool = {"name": "add", "description": "Add two numbers.", "input_schema": TOOLS[0]["function"]["parameters"]}
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        fields = {
+            "system": [{"type": "text", "text": "You add.", "cache_control": {}}],
+            "tools": [tool],
+            "max_tokens": 99,
+        }
+        messages: list[Any] = [{"role": "user", "content": "1+2"}]
+        count = await client.post(f"{opened.url}/v1/messages/count_tokens", json={**fields, "messages": messages})
+        reply = (await client.post(f"{opened.url}/v1/messages", json={**fields, "messages": messages})).json()
+        assert count.json() == {"input_tokens": reply["usage"]["input_tokens"]}
+        assert [block["type"] for block in reply["content"]] == ["thinking", "text", "tool_use"]
+        assert (reply["stop_reason"], reply["content"][2]["input"]) == ("tool_use", {"a": 1, "b": 2})
+        result = {
+            "type": "tool_result",
+            "tool_use_id": reply["content"][2]["id"],
+            "content": [{"type": "text", "text": "3"}],
+        }
+        messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": [result]}]
+        streamed = await client.post(f"{opened.url}/v1/messages", json={**fields, "messages": messages, "stream": True})
+        kinds = [event["type"] for event in events(streamed)]
+        assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
+        assert kinds[-2:] == ["message_delta", "message_stop"]
+        assert len(opened.session.tree.leaves()) == 1
+
+    run(script, body)
+
+
+def test_responses_over_a_session():
+    script = qwen(CALL, "3", "four")
+    tool = {"type": "function", "name": "add", "parameters": TOOLS[0]["function"]["parameters"]}
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        url = f"{opened.url}/v1/responses"
+        first = (await client.post(url, json={"input": "1+2", "instructions": "You add.", "tools": [tool]})).json()
+        assert [item["type"] for item in first["output"]] == ["message", "function_call"]
+        items = [{"role": "user", "content": "1+2"}, *first["output"]]
+        items.append({"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "3"})
+        second = (await client.post(url, json={"input": items, "instructions": "You add.", "tools": [tool]})).json()
+        assert second["output"][0]["content"][0]["text"] == "3"
+        third = {"input": "and?", "previous_response_id": second["id"], "instructions": "You add.", "tools": [tool]}
+        streamed = events(await client.post(url, json={**third, "stream": True}))
+        assert streamed[-1]["type"] == "response.completed"
+        assert len(opened.session.tree.leaves()) == 1
+
+    run(script, body)
+
+
+def test_token_ids_over_a_session():
+    tokenizer = bpe_tokenizer("plain")
+    script = Script(tokenizer, "one", "two")
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        ids = tokenizer.encode("a b c")
+        request = {"token_ids": ids, "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+        reply = (await client.post(f"{opened.url}/inference/v1/generate", json=request)).json()
+        (choice,) = reply["choices"]
+        assert [each["token"] for each in choice["logprobs"]["content"]] == [
+            f"token_id:{t}" for t in choice["token_ids"]
+        ]
+        ids += [*choice["token_ids"], *tokenizer.encode(" d")]
+        await client.post(f"{opened.url}/inference/v1/generate", json={**request, "token_ids": ids})
+        assert len(opened.session.tree.leaves()) == 1
+
+    run(script, body)
+
+
+def test_a_retry_gets_the_same_answer_from_one_engine_call():
+    tokenizer = bpe_tokenizer("plain")
+    script = Script(tokenizer, "one", "two")
+    release = asyncio.Event()
+
+    class Slow(Script):
+        async def __call__(self, *args: Any) -> Any:
+            await release.wait()
+            return await super().__call__(*args)
+
+    slow = Slow(tokenizer, *script.answers)
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        url, request = f"{opened.url}/v1/chat/completions", {"messages": [USER]}
+        both = [asyncio.create_task(client.post(url, json=request)) for _ in range(2)]
+        while opened.session.counts["retries"] < 1:
+            await asyncio.sleep(0.005)
+        release.set()
+        first, second = await asyncio.gather(*both)
+        again = await client.post(url, json=request, headers={"x-stainless-retry-count": "1"})
+        assert first.json()["choices"] == second.json()["choices"] == again.json()["choices"]
+        assert len(slow.asked) == 1
+        deliberate = await client.post(url, json=request)
+        assert deliberate.json()["choices"] != first.json()["choices"]
+        assert opened.session.tree.branch_reasons == {"retry": 1}
+
+    run(slow, body)
+
+
+def test_n_answers_are_siblings():
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        reply = await client.post(f"{opened.url}/v1/chat/completions", json={"messages": [USER], "n": 2})
+        assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1]
+        assert len(opened.session.tree.leaves()) == 2
+
+    run(qwen("one", "two"), body)
+
+
+def test_an_ended_session_aborts_its_requests_and_is_gone():
+    class Endless(Script):
+        async def __call__(self, *args: Any) -> Any:
+            self.asked.append([])
+            await asyncio.Event().wait()
+
+    endless = Endless(bpe_tokenizer("plain"))
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        url = f"{opened.url}/v1/chat/completions"
+        waiting = asyncio.create_task(client.post(url, json={"messages": [USER]}))
+        while not endless.asked:
+            await asyncio.sleep(0.005)
+        await client.post(f"{opened.url}/end")
+        assert (await waiting).status_code == 410
+        later = await client.post(url, json={"messages": [USER]})
+        assert (later.status_code, later.json()["error"]["code"]) == (410, "session_ended")
+
+    run(endless, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "named"),
+    [
+        ("v1/chat/completions", {"presence_penalty": 1}, 400, "presence_penalty"),
+        ("v1/chat/completions", {"tool_choice": "required"}, 400, "tool_choice"),
+        ("v1/chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("v1/chat/completions", {"model": "gpt-9"}, 400, "model"),
+        ("v1/chat/completions", {"made_up": 1}, 400, "made_up"),
+        ("v1/chat/completions", {"max_tokens": 0}, 400, "max_tokens"),
+        ("v1/chat/completions", {"temperature": "hot"}, 400, "temperature"),
+        ("v1/chat/completions", {"tools": [{"type": "web_search"}]}, 400, r"tools[0]"),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 400}]}, 400, "context length"),
+        ("v1/messages", {"messages": [USER]}, 400, "max_tokens"),
+        ("v1/responses", {"input": "x", "background": True, "messages": None}, 400, "background"),
+        ("inference/v1/generate", {"token_ids": ["a"], "messages": None}, 400, "token_ids"),
+        ("v1/embeddings", {}, 404, "not served"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(path, fields, status, named):
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        reply = await client.post(f"{opened.url}/{path}", json={"messages": [USER], **fields})
+        assert reply.status_code == status
+        assert named in reply.json()["error"]["message"]
+        if "context" in named:
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+    run(qwen(), body)
+
+
+def test_a_key_and_an_id_are_required():
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        base = opened.url.partition("/sessions")[0]
+        request = {"messages": [USER]}
+        assert (await client.post(f"{base}/v1/chat/completions", json=request)).status_code == 401
+        assert (await client.post(f"{base}/sessions/x/v1/chat/completions", json=request)).status_code == 404
+        assert (await client.post(f"{base}/update_weights_from_disk", json={})).status_code == 404
+        assert (await client.get(f"{base}/health")).status_code == 200
+
+    run(qwen(), body)
+
+
+def test_clients_set_the_temperature_only_if_they_may():
+    class Recording(Script):
+        async def __call__(self, ids: Any, params: SamplingParams, part: Any = None) -> Any:
+            used.append(params)
+            return await super().__call__(ids, params, part)
+
+    used: list[SamplingParams] = []
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        fields = {"messages": [USER], "temperature": 0.5, "max_tokens": 7, "stop": ["x"]}
+        await client.post(f"{opened.url}/v1/chat/completions", json=fields)
+
+    for may in (False, True):
+        run(Recording(bpe_tokenizer("plain"), "one"), body, client_sampling=may)
+    assert [params.temperature for params in used] == [1.0, 0.5]
+    assert [(params.max_new_tokens, params.stop) for params in used] == [(7, ("x",))] * 2
