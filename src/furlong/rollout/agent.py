@@ -40,7 +40,6 @@ from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
 from furlong.rollout.policy import Policy, dict_from_params
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
-from furlong.sessions.samples import Leaves, samples_from_session
 
 T = TypeVar("T")
 
@@ -136,22 +135,6 @@ async def call_generate_function(
             "it must return a Sample of furlong or a non-empty list of them"
         )
     return produced
-
-
-def session_samples(produced: list[Sample], policy: Policy, leaves: Leaves) -> list[Sample]:
-    """Return the samples of the function's conversations if it returned a sample without a response.
-
-    Raises GenerateFunctionError if the conversations are not what would be trained.
-    """
-    session = policy.conversation
-    if session is None or not session.tree.nodes or len(produced) != 1 or produced[0].response_length:
-        return produced
-    if produced[0].status in (Status.ABORTED, Status.FAILED):
-        return produced
-    try:
-        return samples_from_session(session, produced[0], leaves=leaves)
-    except RolloutError as error:
-        raise GenerateFunctionError(error) from error
 
 
 def check_produced(

@@ -32,14 +32,14 @@ from furlong.rollout.agent import (
     check_sample,
     copy_identity,
     load_generate_function,
-    session_samples,
 )
 from furlong.rollout.asked_context import ContextDifference
 from furlong.rollout.episode_load import EpisodeLoad, RewardWait
-from furlong.rollout.policy import Policy, seed_of_part, shortened
+from furlong.rollout.policy import seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT
-from furlong.sessions.samples import Leaves
-from furlong.sessions.session import Session, SessionSettings
+from furlong.rollout.sample_session import policy_of_sample, session_samples
+from furlong.sessions.samples import LEAF, Leaves
+from furlong.sessions.session import SessionSettings
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.server import SessionServer
@@ -229,7 +229,7 @@ async def _generate_custom(
     function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
 ) -> list[Sample]:
     group_index, params = sample.group_index, continuation(sample, generation)
-    policy = _policy_of(sample, generation, params, continues)
+    policy = policy_of_sample(sample, generation, params, continues, session=session_of(sample))
     try:
         produced = await call_generate_function(
             function,
@@ -255,36 +255,6 @@ async def _generate_custom(
         if differences:
             generation.log_other_context(each, differences)
     return produced
-
-
-def _policy_of(sample: Sample, generation: Generation, params: SamplingParams, continues: Callable[[], bool]) -> Policy:
-    """Return the policy that the generate function of a sample calls."""
-    session = session_of(sample)
-    context_len = generation.max_context_len or generation.max_tokens
-    conversation = None
-    if generation.chat_format is not None:
-        conversation = Session(
-            generation.chat_format,
-            lambda ids, params, part: policy.complete(ids, params, part),
-            name=session,
-            params=params,
-            settings=generation.session_settings,
-            context_len=context_len,
-        )
-    policy = Policy(
-        generation.engine,
-        generation.tokenizer,
-        session,
-        generation.params.return_routed_experts,
-        reward=generation.reward,
-        context_len=context_len,
-        continues=continues,
-        conversation=conversation,
-        load=generation.load,
-        sample=generation.recorded(sample),
-        server=generation.session_server,
-    )
-    return policy
 
 
 async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:
@@ -377,7 +347,8 @@ async def _episode(
 async def score(samples: Sequence[Sample], generation: Generation) -> None:
     """Compute the rewards that user code has not set, and check those that it has.
 
-    A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged.
+    A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged. The leaves of a session
+    share the reward of the last one.
     """
     unscored: list[Sample] = []
     for sample in samples:
@@ -390,8 +361,19 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
         else:
             sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
             generation.log_failure("the reward", sample, outcome.reason)
-    if not unscored:
-        return
+    decisive = [sample for sample in unscored if LEAF not in sample.metadata]
+    if decisive:
+        await _score(decisive, generation)
+    by_index = {sample.index: sample for sample in samples if LEAF not in sample.metadata}
+    for leaf in unscored:
+        if LEAF in leaf.metadata:
+            last = by_index[leaf.index]
+            leaf.outcome, leaf.reward = last.outcome, last.reward
+            leaf.status = Status.FAILED if last.status is Status.FAILED else leaf.status
+
+
+async def _score(unscored: list[Sample], generation: Generation) -> None:
+    """Call the reward function on samples, and record its outcomes."""
     before = [vars(sample).copy() for sample in unscored]
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
         outcomes = await generation.reward(unscored)

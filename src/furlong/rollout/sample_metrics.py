@@ -21,6 +21,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
+from furlong.sessions.samples import EPISODE
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
 REPETITION_RATIO = 10.0
@@ -43,6 +44,7 @@ def rollout_metrics(
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
+    With sessions of agents `session/*` and `rollout/episode_versions`.
     If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
     `rollout/other_context`, samples whose tokens were sampled in another context than they are trained in, and
     `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
@@ -63,6 +65,7 @@ def rollout_metrics(
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
         metrics["rollout/other_context"] = total(count)
+    metrics |= _episodes(samples)
     if track.log_reward_category is not None:
         metrics |= _under("rollout/error_cat", _categories(samples, track.log_reward_category))
     if track.log_passrate:
@@ -75,6 +78,25 @@ def rollout_metrics(
         metrics |= _under("perf/non_generation_time", seconds)
     if track.log_multi_turn:
         metrics |= _under("multi_turn", _turns(samples))
+    return metrics
+
+
+def _episodes(samples: Sequence[Sample]) -> Metrics:
+    """Measure the sessions of agents: {} without any."""
+    episodes: list[dict[str, Any]] = [s.metadata[EPISODE] for s in samples if EPISODE in s.metadata]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    metrics = {
+        f"session/{name}": mean(sum(episode[name] for episode in episodes) / count, count)
+        for name in ("leaves", "turns", "prefix_kept_frac")
+    }
+    metrics["rollout/episode_versions"] = mean(sum(episode["versions"] for episode in episodes) / count, count)
+    for name, key in (("branches", "session/branch_reason"), ("counts", "session")):
+        totals: Counter[str] = Counter()
+        for episode in episodes:
+            totals.update(episode[name])
+        metrics |= {f"{key}/{each}": total(number) for each, number in totals.items()}
     return metrics
 
 

@@ -16,6 +16,8 @@ from furlong.sessions.tree import Node, hash_of
 
 MESSAGES = "messages"  # sample metadata: the conversation of the leaf
 TURNS = "session_turns"  # sample metadata: answers on the leaf's path
+EPISODE = "session"  # metadata of the last leaf's sample: counts of the episode
+LEAF = "session_leaf"  # metadata of the other leaves' samples: their number
 
 Leaves = Literal["all", "last", "longest"] | Callable[[Sequence[Node]], Sequence[Node]]
 
@@ -49,9 +51,28 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
         trained.update(leaf.path)
         samples.append(sample)
     last = samples[-1]
+    for number, sample in enumerate(samples[:-1]):
+        sample.metadata[LEAF] = number
+    last.metadata[EPISODE] = _counts(session, len(kept))
     if session.counts["full_contexts"] and last.status is Status.COMPLETED:
         last.status = Status.TRUNCATED
     return samples
+
+
+def _counts(session: Session, num_leaves: int) -> dict[str, Any]:
+    """Return what metrics need of an episode."""
+    nodes = session.tree.nodes
+    num_attached = sum(0 if node.parent is None else node.parent.num_ids for node in nodes)
+    num_read = sum(node.num_ids - len(node.sampled) for node in nodes)
+    versions = {version for node in nodes for version in node.completion.versions}
+    return {
+        "leaves": num_leaves,
+        "turns": len(nodes),
+        "prefix_kept_frac": num_attached / num_read if num_read else 0.0,
+        "versions": len(versions),
+        "branches": dict(session.tree.branch_reasons),
+        "counts": {name: count for name, count in session.counts.items() if count},
+    }
 
 
 def _kept(leaves: Sequence[Node], choice: Leaves) -> list[Node]:

@@ -23,7 +23,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
-from furlong.config.resolve import COPIES, derive
+from furlong.config.resolve import AGENT_PATH, COPIES, derive
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Problem
@@ -296,6 +296,12 @@ def _rewards(config: Config) -> Problems:
                     f"{flag} {value} has no effect with --loss-type sft_loss, which computes no rewards, without "
                     "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
                 )
+    agent = config.session.agent_function_path or config.session.agent_command
+    if agent is not None and config.rollout.custom_generate_function_path != AGENT_PATH:
+        yield (
+            f"--custom-generate-function-path {config.rollout.custom_generate_function_path} and the agent {agent} are "
+            "both given, but one of them generates a sample; remove one"
+        )
     is_custom = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
     replay = debug.load_debug_rollout_data
     scored = reward.rm_type or reward.custom_rm_path or is_custom or replay

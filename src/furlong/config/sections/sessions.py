@@ -20,6 +20,7 @@ class SessionFlags:
         None,
         "Command that runs an agent, once per sample. OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the key are in its "
         "environment, the task is JSON on stdin.",
+        excludes="agent_function_path",
     )
     session_server_host: str = flag("127.0.0.1", "Address that the session server listens on.")
     session_server_port: int = flag(0, "Port of the session server; 0 chooses a free one.", within="[0, 65535]")

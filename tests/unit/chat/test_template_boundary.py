@@ -1,0 +1,43 @@
+"""Whether templates can be extended is proven on random conversations."""
+
+from __future__ import annotations
+
+import pytest
+
+from chat_zoo import TEMPLATES, bpe_tokenizer
+from furlong.chat.template_boundary import ChatFormat
+from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
+
+
+@pytest.mark.parametrize("family", set(TEMPLATES) - {"mistral"})
+def test_templates_that_append_are_proven(family):
+    assert ChatFormat(bpe_tokenizer(family)).proof().reasons == {}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_templates_are_proven(name):
+    assert ChatFormat(bpe_tokenizer("qwen"), chat_template=read_template(name)).proof().reasons == {}
+
+
+def test_the_template_of_the_quickstart_is_proven():
+    assert ChatFormat(build_tokenizer()).proof().reasons == {}
+
+
+def test_a_template_that_moves_its_tools_is_not_proven_with_tools():
+    proof = ChatFormat(bpe_tokenizer("mistral")).proof()
+    assert set(proof.reasons) == {(True, "user"), (True, "assistant")}
+    assert "AVAILABLE_TOOLS" in proof.reasons[True, "user"]
+    assert proof.problem([{"role": "tool"}], has_tools=True) is None
+    assert proof.problem([{"role": "user"}], has_tools=False) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+        "{% for m in messages %}[{{ m.role }}{% if loop.last %}!{% endif %}]{{ m.content }}{% endfor %}",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.revindex < 3 else '...' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_rewrites_earlier_text_is_not_proven(source):
+    assert (False, "user") in ChatFormat(bpe_tokenizer("plain"), chat_template=source).proof().reasons

@@ -1,0 +1,253 @@
+"""`policy().chat` and agents over HTTP in the generation of samples: one batch, whatever way an agent speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from chat_zoo import bpe_tokenizer
+from fakes_engine import reference_log_probs, source_of, tiny_engine, tiny_model
+from furlong.agent import policy, session
+from furlong.chat.template_boundary import ChatFormat
+from furlong.config.hooks import Hooks
+from furlong.core.outcome import Outcome
+from furlong.core.sample import Group, Sample, Status
+from furlong.interfaces import SamplingParams
+from furlong.rollout import agent_function
+from furlong.rollout.episode_load import RewardWait
+from furlong.rollout.generate import Generation, run_group
+from furlong.rollout.sample_metrics import rollout_metrics
+from furlong.sessions.server import SessionServer
+
+TURNS = 6
+
+
+class Rewards:
+    def __init__(self) -> None:
+        self.scored = 0
+
+    async def __call__(self, group: Any) -> list[Outcome]:
+        self.scored += len(group)
+        return [Outcome.scored(float(len(sample.tokens) % 3)) for sample in group]
+
+
+def question(turn: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"and the sum of {turn} and 12?"}
+
+
+async def in_process(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    messages: list[Any] = list(sample.prompt)
+    for turn in range(TURNS):
+        reply = await policy().chat(messages)
+        messages += [reply.message, question(turn)]
+    return sample
+
+
+async def over_http(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any) -> None:
+    messages = list(prompt)
+    async with httpx.AsyncClient(timeout=60) as client:
+        for turn in range(TURNS):
+            body = {"messages": messages, **request_kwargs}
+            reply = await client.post(f"{base_url}/v1/chat/completions", json=body)
+            messages += [reply.json()["choices"][0]["message"], question(turn)]
+
+
+async def with_token_ids(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    opened, form = session(sample), ChatFormat(policy().tokenizer)
+    ids = form.encode(form.render(sample.prompt))
+    async with httpx.AsyncClient(timeout=60) as client:
+        for turn in range(TURNS):
+            reply = await client.post(f"{opened.url}/inference/v1/generate", json={"token_ids": ids})
+            sampled = reply.json()["choices"][0]["token_ids"]
+            end = form.decode(sampled[-1:]) if sampled[-1] == form.tokenizer.eos_token_id else ""
+            text = form.appended({"role": "assistant", "content": ""}, end, [question(turn)])
+            ids = [*ids, *sampled, *form.encode(text)]
+    return sample
+
+
+SUBPROCESS = f"""
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+messages = task["prompt"]
+for turn in range({TURNS}):
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + key}}
+    body = json.dumps({{"messages": messages}}).encode()
+    reply = json.load(urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)))
+    messages += [reply["choices"][0]["message"], {{"role": "user", "content": f"and the sum of {{turn}} and 12?"}}]
+print(json.dumps({{"said": "done"}}))
+"""
+
+
+def episodes(
+    function: Callable[..., Any],
+    *,
+    num_groups: int = 2,
+    family: str = "qwen",
+    during: Callable[[Any, Any], Any] | None = None,
+    **args: Any,
+) -> tuple[list[Sample], Any, Rewards]:
+    """Run groups of two samples with a tiny engine; returns the samples, the model and the rewards."""
+    tokenizer = bpe_tokenizer(family)
+    config, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=1024)
+    config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+
+    async def main() -> tuple[list[Sample], Any, Rewards]:
+        engine = tiny_engine(config, model.state_dict(), tokenizer=tokenizer)
+        server = SessionServer()
+        await server.start()
+        rewards = Rewards()
+        generation = Generation(
+            engine=engine,
+            tokenizer=tokenizer,
+            reward=rewards,
+            params=SamplingParams(max_new_tokens=8, skip_special_tokens=False),
+            hooks=Hooks(custom_generate_function=function),
+            vocab_size=416,
+            max_tokens=1024,
+            args=SimpleNamespace(agent_function_path=None, agent_command=None, **args),
+            chat_format=ChatFormat(tokenizer),
+            session_server=server,
+        )
+        groups = [
+            Group(g, [Sample(g, 2 * g + i, prompt=[question(g)], tokens=[2], seed=7 + 2 * g + i) for i in range(2)])
+            for g in range(num_groups)
+        ]
+        works = [
+            run_group(group, generation, rollout_id=0, continues=lambda: True, wait=RewardWait()) for group in groups
+        ]
+        try:
+            running = asyncio.gather(*works)
+            if during is not None:
+                await during(engine, running)
+            done = await running
+            assert server.num_open == 0
+            return [sample for group in done for sample in group.samples], model, rewards
+        finally:
+            await server.close()
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def columns(samples: list[Sample]) -> list[Any]:
+    names = ("index", "tokens", "response_length", "loss_mask", "rollout_log_probs", "token_versions", "status")
+    return [[getattr(sample, name) for name in names] for sample in samples]
+
+
+@pytest.mark.slow
+def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_probs():
+    samples, model, _ = _http(num_groups=32)
+    assert len(samples) == 64
+    tokenizer, changed = bpe_tokenizer("qwen"), 0
+    for sample in samples:
+        assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
+        assert sample.metadata["session"]["turns"] == TURNS
+        assert "sampled_in_another_context" not in sample.metadata
+        assert "retokenised_from" not in sample.metadata
+        changed += tokenizer.encode(tokenizer.decode(sample.tokens), add_special_tokens=False) != sample.tokens
+    assert changed > 32
+    for sample in samples[::8]:
+        n = sample.prompt_length
+        known = reference_log_probs(model, sample.tokens[:n], sample.tokens[n:])
+        for value, expected, is_trained in zip(
+            sample.rollout_log_probs or (), known, sample.loss_mask or (), strict=True
+        ):
+            assert not is_trained or abs(value - float(expected)) < 1e-4
+
+
+def _http(**options: Any) -> tuple[list[Sample], Any, Rewards]:
+    async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        await over_http(session(sample).url, sample.prompt, agent_function.request_kwargs(sampling_params), {})
+        return sample
+
+    return episodes(generate, **options)
+
+
+def test_one_agent_in_process_over_http_in_a_subprocess_and_with_token_ids_gives_one_batch(tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(SUBPROCESS)
+
+    async def command(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        args.agent_function_path, args.agent_command = None, f"{sys.executable} {script}"
+        return await agent_function.generate(args, sample, sampling_params)
+
+    here = episodes(in_process)[0]
+    assert columns(here) == columns(_http()[0])
+    outside = episodes(command)[0]
+    assert columns(here) == columns(outside)
+    assert outside[0].metadata["said"] == "done"
+    assert columns(here) == columns(episodes(with_token_ids)[0])
+
+
+@pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
+def test_clients_do_not_notice_weight_updates(mode):
+    _, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=1024)
+    state = model.state_dict()
+
+    async def update(engine: Any, running: Any) -> None:
+        for version in range(1, 4):
+            generated = engine.stats().tokens_generated
+            while engine.stats().tokens_generated < generated + 20 and not running.done():
+                await asyncio.sleep(0.001)
+            await engine.pause(mode)
+            await engine.load_weights(source_of(state), version)
+            await engine.resume()
+
+    samples, _, _ = _http(during=update)
+    assert len(samples) == 4
+    for sample in samples:
+        versions = [
+            v for v, is_trained in zip(sample.token_versions, sample.loss_mask or (), strict=True) if is_trained
+        ]
+        assert versions == sorted(versions)
+        assert sample.metadata["session"]["turns"] == TURNS
+        assert "sampled_in_another_context" not in sample.metadata
+    assert max(max(sample.token_versions) for sample in samples) > 0
+
+
+def test_leaves_share_the_reward_of_the_last_one():
+    async def forks(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        await policy().chat([{"role": "system", "content": "you plan"}, *sample.prompt])
+        await policy().chat(sample.prompt)
+        return sample
+
+    samples, _, rewards = episodes(forks, num_groups=1)
+    assert rewards.scored == 2
+    assert [sample.index for sample in samples] == [0, 0, 1, 1]
+    assert [sample.reward for sample in samples[::2]] == [sample.reward for sample in samples[1::2]]
+    metrics = rollout_metrics([Group(0, samples)])
+    assert metrics["session/leaves"].value == 2
+    assert metrics["session/branch_reason/subagent"].value == 2
+
+
+def test_an_agent_that_fails_or_never_asks_fails_its_sample():
+    async def silent(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        args.agent_command = "exit 3"
+        return await agent_function.generate(args, sample, sampling_params)
+
+    async def quiet(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        args.agent_command = "true"
+        return await agent_function.generate(args, sample, sampling_params)
+
+    for function, reason in ((silent, "exited with code 3"), (quiet, "without an answer")):
+        samples, _, _ = episodes(function, num_groups=1)
+        assert all(sample.status is Status.FAILED for sample in samples)
+        assert all(reason in sample.outcome.reason for sample in samples if sample.outcome)
+
+
+def test_results_of_agents_become_rewards_and_metadata():
+    sample = Sample()
+    agent_function.record_result(sample, {"reward": 0.5, "steps": 3})
+    assert (sample.reward, sample.metadata["steps"]) == (0.5, 3)
+    agent_function.record_result(sample, 1)
+    assert sample.reward == 1.0
+    agent_function.record_result(sample, json.dumps("text"))
+    assert sample.metadata["agent_result"] == '"text"'
