@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+
+import pytest
+
 from changed_bytes import DAMAGE, HARMLESS, REFUSED, SavedRun, outcomes
+from furlong.cli import main
+from privileges import modes_apply
 
 
 def test_a_changed_byte_of_any_file_is_refused_by_name_or_changes_nothing(tmp_path):
@@ -19,3 +26,24 @@ def test_a_file_damaged_in_another_way_is_refused_by_name_or_changes_nothing(tmp
     results = list(outcomes(SavedRun(tmp_path), draws * len(DAMAGE), seed=2, kinds=DAMAGE))
     assert [each for each in results if each[1] not in (REFUSED, HARMLESS)] == []
     assert sum(outcome == REFUSED for _, outcome, _ in results) > len(results) / 2
+
+
+@pytest.mark.parametrize("kind", ["not readable", "a disk error"])
+def test_commands_name_the_file_of_a_run_that_cannot_be_read(kind, tmp_path, capsys):
+    saved = SavedRun(tmp_path)
+    run, other = saved.folder / "run", saved.folder / "other"
+    shutil.copytree(run, other)
+    for name in ("ledger.jsonl", "metrics.jsonl", "events.jsonl", "config.json"):
+        content = (run / name).read_bytes()
+        DAMAGE[kind](run / name, [], random.Random(0))
+        with modes_apply():
+            codes = [
+                main(["report", str(run)]),
+                main(["diff", str(run), str(other)]),
+                main(["doctor", "--run", str(run)]),
+            ]
+        assert max(codes) > 0
+        assert str(run / name) in capsys.readouterr().err
+        (run / name).unlink()
+        (run / name).write_bytes(content)
+    assert main(["report", str(run)]) == 0

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from faults.world import names, only
 from faults_marker import fault
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name
+from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name, read_manifest, write_manifest
 from stored_models import expert_layer, write_stored_model
 
 
@@ -25,8 +25,7 @@ def write_checkpoint(save: Path, step: int, *, optimizer: bool = True) -> Path:
     for name in [*names, *(["trainer_optimizer.safetensors"] if optimizer else [])]:
         (folder / "trainer" / name).write_bytes(b"12345678")
     (folder / "state.json").write_text(json.dumps({"ahead": [], "ledger": {}, "source": {}}))
-    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": step, "files": sizes}))
+    write_manifest(folder, step)
     (save / TRACKER).write_text(f"{step}\n")
     return folder
 
@@ -162,9 +161,7 @@ def test_saved_rollouts_that_do_not_fill_optimizer_steps_are_reported_before_a_r
     (folder / "state.json").write_text(json.dumps({"ahead": ["a", "b"], "ledger": {}, "source": {}}))
     save_file({"rollout_ids": np.repeat(np.arange(16), 3)}, folder / "a")  # each fanned out into three
     save_file({"rollout_ids": np.arange(20)}, folder / "b")
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"]["state.json"] = (folder / "state.json").stat().st_size
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(folder, 3)
     sizes = {"load": save, "num_rollout": 9, "n_samples_per_prompt": 4, "async_buffer_size": 2}
     found = of_row("CFG01", world.look(**sizes, rollout_batch_size=4))[0]
     assert names(found.finding, "20 samples", "--global-batch-size 16")
@@ -283,6 +280,17 @@ def test_checkpoints_whose_newest_is_not_named(world):
     assert names(found.remedy, "2, 4", "--ckpt-step")
     only(world.look(**own, ckpt_step=4), "CKPT06", "info")
     assert [each.id for each in world.look(load=save, num_rollout=9)] == ["CKPT01", "CKPT06"]
+
+
+@fault("CKPT01")
+def test_a_checkpoint_without_checksums_is_a_warning(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 2)
+    sizes = {name: record.num_bytes for name, record in read_manifest(folder).items()}
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": 2, "files": sizes}))
+    found, start = world.look(load=save, num_rollout=9)
+    assert (found.id, found.severity, start.id) == ("CKPT01", "warning", "CKPT06")
+    assert names(found.finding, "--load", str(folder), "without checksums")
 
 
 @fault("CKPT01")

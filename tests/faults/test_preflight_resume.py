@@ -11,6 +11,7 @@ import pytest
 from faults.test_preflight_checkpoints import write_checkpoint
 from faults.world import names, only
 from faults_marker import fault
+from furlong.core.checkpoint_folder import write_manifest
 from furlong.core.sample import Group, Sample
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
@@ -25,9 +26,7 @@ def with_weights(folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def rewrite_manifest(folder: Path) -> None:
-    path = folder / "manifest.json"
-    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file() and p != path}
-    path.write_text(json.dumps({"format": 1, "step": 3, "files": sizes}))
+    write_manifest(folder, 3)
 
 
 @fault("CKPT01")

@@ -1,7 +1,8 @@
 """What happens when a file of a checkpoint or run folder, or one that a run stands on, is damaged.
 
 `python tests/helpers/changed_bytes.py 2600` prints the table in docs/internals/evidence.md: one changed byte at a time.
-`python tests/helpers/changed_bytes.py 336 damage` does the same with the other forms of `DAMAGE`.
+`python tests/helpers/changed_bytes.py 364 damage` does the same with the other forms of `DAMAGE`. A third word
+is the seed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from furlong.errors import FurlongError
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
 from furlong.tracking.rollout_dump import load_samples
 from furlong.wiring.build import build
+from privileges import modes_apply
 from runs import flags, train, write_model, write_prompts
 
 REFUSED, HARMLESS, SILENT, NO_NAME, TRACEBACK = (
@@ -85,7 +87,9 @@ class SavedRun:
     def resume(self) -> str:
         """Restore everything as a resumed run does; return a digest of the restored state."""
         ledger = self.folder / "run" / "ledger.jsonl"
-        content = ledger.read_bytes() if ledger.is_file() else None
+        content = None
+        with contextlib.suppress(OSError):
+            content = ledger.read_bytes()
         try:
             return asyncio.run(self._restored())
         finally:
@@ -161,9 +165,9 @@ def _replace_by_folder(path: Path, _: list[Path], __: random.Random) -> None:
     path.mkdir()
 
 
-def _replace_by_loop(path: Path, _: list[Path], __: random.Random) -> None:
+def _replace_by_link(path: Path, target: str) -> None:
     path.unlink()
-    path.symlink_to(path.name)
+    path.symlink_to(target)
 
 
 # Each damages the file; the second argument is the list of all files.
@@ -178,8 +182,9 @@ DAMAGE: dict[str, Damage] = {
     "another file": lambda path, others, draw: path.write_bytes(draw.choice(others).read_bytes()) and None,
     "deleted": lambda path, _, __: path.unlink(),
     "a folder": _replace_by_folder,
-    "a link to itself": _replace_by_loop,
-    "not readable": lambda path, _, __: path.chmod(0),  # no effect for root
+    "a link to itself": lambda path, _, __: _replace_by_link(path, path.name),
+    "not readable": lambda path, _, __: path.chmod(0),
+    "a disk error": lambda path, _, __: _replace_by_link(path, "/proc/self/mem"),  # EIO at the first byte
 }
 
 
@@ -197,7 +202,8 @@ def outcomes(
         content, mode = path.read_bytes(), path.stat().st_mode
         kinds[kind](path, list(readers), draw)
         try:
-            outcome, details = _outcome(readers[path], expected[readers[path]], path.name)
+            with modes_apply():
+                outcome, details = _outcome(readers[path], expected[readers[path]], path.name)
         finally:
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
@@ -228,9 +234,10 @@ def table(results: list[tuple[Path, str, str]]) -> list[str]:
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    chosen = DAMAGE if sys.argv[2:] == ["damage"] else {"": _change_byte}
+    number, form, seed = (*sys.argv[1:], "byte", "0")[:3] if len(sys.argv) < 3 else (*sys.argv[1:], "0")[:3]
+    chosen = DAMAGE if form == "damage" else {"": _change_byte}
     with tempfile.TemporaryDirectory() as temporary:
-        measured = list(outcomes(SavedRun(Path(temporary)), int(sys.argv[1]), kinds=chosen))
+        measured = list(outcomes(SavedRun(Path(temporary)), int(number), int(seed), kinds=chosen))
     print("\n".join(table(measured)))  # noqa: T201
     for path, outcome, details in measured:
         if outcome in (SILENT, NO_NAME, TRACEBACK):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,6 @@ FORMAT = 3  # of the manifest
 WITHOUT_BLOCKS = 2  # an older format, without checksums of blocks
 WITHOUT_CHECKSUMS = 1  # an older format, which has the sizes of files only
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -50,8 +47,10 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
     set `load_dir`. Raises CheckpointError if the checkpoint is missing or incomplete, or if the folder contains
     something else.
     """
+    named_by = ""
     if step is None:
         step = newest_step(load_dir)
+        named_by = f", which {load_dir / TRACKER} names," if tracker_text(load_dir) == str(step) else ""
     if step is None:
         if is_first_start(load_dir, save_dir):
             return None
@@ -66,7 +65,7 @@ def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, 
     if not (folder / MANIFEST).exists():
         complete = [step_from_folder(p) for p in find_complete_folders(load_dir)]
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; complete steps: {complete}; "
+            f"{folder}{named_by} is not a complete checkpoint: it has no {MANIFEST}; complete steps: {complete}; "
             "select one with --ckpt-step"
         )
     check_manifest(folder)
@@ -291,10 +290,13 @@ def check_manifest(folder: Path) -> None:
         if actual != record.num_bytes:
             state = "is missing" if actual is None else f"has {actual} bytes"
             raise CheckpointError(f"{path} {state}, expected {record.num_bytes} bytes{_other(folder)}")
-    if any(record.checksum is None for record in records.values()):
-        logger.warning(
-            "%s was saved without checksums by an older version: changes of its content cannot be detected", folder
-        )
+
+
+def checksum_warning(folder: Path) -> str | None:
+    """Return that a checkpoint has no checksums to compare; None if it has. Raises CheckpointError."""
+    if all(record.checksum is not None for record in read_manifest(folder).values()):
+        return None
+    return f"{folder} was saved without checksums by an older version: changes of its content cannot be detected"
 
 
 @contextmanager

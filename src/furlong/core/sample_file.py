@@ -106,9 +106,7 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
     except (OSError, ValueError, SafetensorError) as error:
-        with path.open("rb") as file:
-            start = file.read(2)
-        if start in PICKLED:
+        if _start(path) in PICKLED:
             raise DataError(
                 f"the rollout dump {path} was written with torch.save or pickle, as slime does: it contains pickled "
                 "objects, which furlong does not load; write it again with furlong's --save-debug-rollout-data"
@@ -124,6 +122,15 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
             f"{path} contains the dump of rollout {metadata.get('rollout_id')}, but its name is that of rollout "
             f"{rollout_id}; restore the dump of rollout {rollout_id}, or rename the file"
         )
+
+
+def _start(path: Path) -> bytes:
+    """Return the first two bytes of a file; b"" if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(2)
+    except OSError:
+        return b""
 
 
 def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump:

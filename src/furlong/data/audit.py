@@ -95,16 +95,22 @@ def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
     A group that is open at the end is in flight, unless its rollout was trained on and `lag` or more steps have passed
     since the group's last event: then it is lost. A returned group may wait longer if user code selects from the
     buffer. If the run is `finished`, the only open groups may be those in the data source, and those of later rollouts
-    that a checkpoint contains for a resume. Raises DataError if there is no ledger.
+    that a checkpoint contains for a resume. Raises DataError if there is no ledger, or if it cannot be read.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"no ledger at {path}; expected ledger.jsonl in the run's folder")
     result = Audit(str(path))
-    alive = _alive(path, result)
     replay = _Replay(result)
-    for number, event in _events(path, alive, result):
-        replay.apply(number, event)
+    try:
+        alive = _alive(path, result)
+        for number, event in _events(path, alive, result):
+            replay.apply(number, event)
+    except OSError as error:
+        raise DataError(
+            f"the ledger {path} cannot be read: {error.strerror or error}; fix its permissions, or restore it from an "
+            "intact copy"
+        ) from error
     replay.finish(finished=finished, lag=lag)
     return result
 

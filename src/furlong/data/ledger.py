@@ -230,14 +230,20 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
         )
     ledger_id, lines, rest = None, 0, int(mark["bytes"])
     last, digest = b"\n", xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while rest and (line := file.readline(rest)):
-            rest -= len(line)
-            lines += 1
-            last = line[-1:]
-            digest.update(line)
-            if line.startswith(b'{"e":"start"') and (event := parse_event(line)) is not None:
-                ledger_id = event.get("id")
+    try:
+        with path.open("rb") as file:
+            while rest and (line := file.readline(rest)):
+                rest -= len(line)
+                lines += 1
+                last = line[-1:]
+                digest.update(line)
+                if line.startswith(b'{"e":"start"') and (event := parse_event(line)) is not None:
+                    ledger_id = event.get("id")
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint continues the ledger {path}, which cannot be read: {error.strerror or error}; fix its "
+            "permissions, or restore it from an intact copy"
+        ) from error
     if rest or last != b"\n" or lines != mark["events"] or ledger_id != mark["id"]:
         raise CheckpointError(
             f"{path} is not the ledger that the checkpoint continues: the mark is {mark}, the file has {lines} events "

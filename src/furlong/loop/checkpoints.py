@@ -41,7 +41,6 @@ from furlong.core.checkpoint_folder import (
     find_complete_folders,
     folder_name,
     read_state,
-    recovery,
     start_problem,
     step_from_folder,
     write_manifest,
@@ -127,8 +126,6 @@ class Checkpoints:
                     "no checkpoint yet in %s (both --load and --save): starting from the beginning", self.load_dir
                 )
             return self.start or 0, []
-        if self.load_step is None and self.load_dir is not None and (why := recovery(self.load_dir)) is not None:
-            logger.warning("%s, from which the run resumes", why)
         step = step_from_folder(folder)
         if problem := start_problem(self.start, folder):
             raise CheckpointError(problem)

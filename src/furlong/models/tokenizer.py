@@ -58,6 +58,10 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises a plain Exception for any damage
         _template_of(path, read_json(path / "tokenizer_config.json"))  # raises, naming the file, if that is damaged
         read_json(path / "special_tokens_map.json")
+        if (path / "config.json").is_file():
+            from furlong.models.hf_model import load_config  # imports this module
+
+            load_config(path)  # raises, naming the file, if the tokenizer's class could not be found because of it
         name = "tokenizer.json" if (path / "tokenizer.json").is_file() else "it has no file tokenizer.json"
         raise ConfigError(f"cannot load the tokenizer of {path} ({name}): {type(error).__name__}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)

@@ -16,6 +16,7 @@ from furlong.core.checkpoint_folder import (
     MANIFEST,
     TRACKER,
     check_manifest,
+    checksum_warning,
     damaged_files,
     find_checkpoint,
     find_complete_folders,
@@ -148,6 +149,9 @@ def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
             raise CheckpointError(f"{folder} has no {MANIFEST}, which is written last: the save was interrupted")
         if with_values and (damaged := damaged_files(folder)):
             raise CheckpointError("; ".join(damaged))
+        if (why := checksum_warning(folder)) is not None:
+            remedy = "no action needed to resume; the next save writes checksums"
+            diagnoses.append(diagnosis("CKPT01", why, cause="", remedy=remedy, severity="warning"))
     except CheckpointError as error:
         return [diagnosis("CKPT01", str(error), remedy="resume from another checkpoint with --ckpt-step")]
     shards: dict[str, Shard] = {}

@@ -174,7 +174,10 @@ def read_rows(path: Path, *keys: str) -> Iterator[JsonRow]:
 
 
 def read_intact_rows(path: Path, *keys: str) -> tuple[list[JsonRow], list[int]]:
-    """Return the valid rows of a file that may be damaged or missing, and the numbers of the invalid lines."""
+    """Return the valid rows of a file that may be damaged or missing, and the numbers of the invalid lines.
+
+    Raises DataError if it cannot be read.
+    """
     parsed = list(_parsed(path, keys)) if path.is_file() else []
     return [row for _, _, row in parsed if row is not None], [number for number, _, row in parsed if row is None]
 
@@ -190,20 +193,29 @@ def read_steps(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 def torn_lines(path: Path, numbers: Collection[int]) -> list[int]:
     """Return those of the invalid lines `numbers` that end in the middle of an object, as a kill leaves them."""
-    with path.open("rb") as file:
-        return [number for number, line in enumerate(file, 1) if number in numbers and not line.endswith(b"}\n")]
+    return [number for number, line in _lines(path) if number in numbers and not line.endswith(b"}\n")]
 
 
 def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, JsonRow | None]]:
     """Yield the number of each line, the line, and its row, None if it is invalid; skip an incomplete last line."""
     has_right_fields = CHECKS.get(path.name, lambda _: True)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            row = _row(line, keys)
-            if row is not None and not has_right_fields(row):
-                row = None
-            if row is not None or line.endswith(b"\n"):
-                yield number, line, row
+    for number, line in _lines(path):
+        row = _row(line, keys)
+        if row is not None and not has_right_fields(row):
+            row = None
+        if row is not None or line.endswith(b"\n"):
+            yield number, line, row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and content of each line. Raises DataError if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}; fix its permissions, or restore it from an intact copy"
+        ) from error
 
 
 def _row(line: bytes, keys: tuple[str, ...]) -> JsonRow | None:

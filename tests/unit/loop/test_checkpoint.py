@@ -12,7 +12,13 @@ import torch
 
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.core import files
-from furlong.core.checkpoint_folder import check_manifest, find_complete_folders, saved_num_threads, step_from_folder
+from furlong.core.checkpoint_folder import (
+    check_manifest,
+    find_complete_folders,
+    recovery,
+    saved_num_threads,
+    step_from_folder,
+)
 from furlong.core.checksums import file_checksum
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
@@ -228,23 +234,29 @@ def test_ckpt_step_picks_a_checkpoint_even_without_tracker(tmp_path):
     assert found.name == "iter_0000002"
 
 
-def test_newest_complete_checkpoint_is_resumed_without_a_usable_tracker(tmp_path, caplog):
+def test_newest_complete_checkpoint_is_resumed_without_a_usable_tracker(tmp_path):
     save(tmp_path, 2, 4)
     path = tmp_path / "latest_checkpointed_iteration.txt"
     (tmp_path / "iter_0000006").mkdir()  # without a manifest
     for damage in (path.unlink, lambda: path.symlink_to(path.name), lambda: path.unlink() or path.mkdir()):
         damage()
         for save_dir in (tmp_path, None):
-            caplog.clear()
             assert asyncio.run(Checkpoints(load_dir=tmp_path, save_dir=save_dir).restore(fake_parts(World())))[0] == 4
-            [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
-            assert str(path) in warning
-            assert f"{tmp_path / 'iter_0000004'}, from which" in warning
+        why = recovery(tmp_path)  # the preflight warns
+        assert why.startswith(str(path))
+        assert why.endswith(str(tmp_path / "iter_0000004"))
     path.rmdir()
     path.write_text("2\n")  # a kill before the tracker names 4
-    caplog.clear()
     assert asyncio.run(Checkpoints(load_dir=tmp_path).restore(fake_parts(World())))[0] == 2
-    assert [each for each in caplog.records if each.levelname == "WARNING"] == []
+    assert recovery(tmp_path) is None
+
+
+def test_a_tracker_that_names_no_checkpoint_is_named(tmp_path):
+    save(tmp_path, 2)
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    path.write_text("24\n")
+    with pytest.raises(CheckpointError, match=rf"iter_0000024, which {path} names, is not a complete.*\[2\]"):
+        Checkpoints(load_dir=tmp_path).find()
 
 
 @pytest.mark.parametrize("text", ["", "release", "\0", "é"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ from transformers import AutoTokenizer
 
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
-from furlong.models.tokenizer import SHIPPED, JsonTokenizer, build_tokenizer, read_template
+from furlong.models.tokenizer import SHIPPED, JsonTokenizer, build_tokenizer, load_tokenizer, read_template
 from furlong.tools.conversations import CONVERSATIONS
 
 TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
@@ -60,6 +62,15 @@ def test_a_damaged_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n")
     with pytest.raises(ConfigError, match="git lfs pull"):
         JsonTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"layer_types": ["full_attention", "Gull_attention"]}, {"num_hidden_layers": 32}])
+def test_a_config_that_keeps_the_tokenizer_from_loading_is_named(change, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"} | change))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_tokenizer(folder)
 
 
 def test_it_needs_neither_torch_nor_transformers():

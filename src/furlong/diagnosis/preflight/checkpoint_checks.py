@@ -16,6 +16,7 @@ from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import (
     TRACKER,
+    checksum_warning,
     find_checkpoint,
     find_complete_folders,
     find_foreign_weights,
@@ -76,6 +77,8 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
     for source in _sources(context):
         if (problem := _no_checkpoint(source)) is not None:
             yield problem
+        if (unsealed := _without_checksums(source)) is not None:
+            yield unsealed
     flags = context.config.checkpoint
     if flags.load is not None and _is_run(Path(flags.load)):
         saved = json.loads((Path(flags.load) / "config.json").read_text())["config"]["checkpoint"]["save"]
@@ -138,6 +141,25 @@ def _recovered(source: _Source) -> Diagnosis | None:
         cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing it.",
         remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, source.steps))} "
         f"(use {source.step_flag}); to start over, use another folder",
+        severity="warning",
+        evidence=source.evidence,
+    )
+
+
+def _without_checksums(source: _Source) -> Diagnosis | None:
+    """Report a complete checkpoint of a version that wrote no checksums."""
+    try:
+        folder = find_checkpoint(source.folder, step=source.step, save_dir=source.save, flag=source.flag)
+        why = None if folder is None else checksum_warning(folder)
+    except CheckpointError:  # reported by _no_checkpoint
+        return None
+    if why is None:
+        return None
+    return diagnosis(
+        "CKPT01",
+        f"{source.flag}: {why}",
+        cause="Versions before checksums recorded the sizes of files only.",
+        remedy="no action needed; what this run saves has checksums",
         severity="warning",
         evidence=source.evidence,
     )
