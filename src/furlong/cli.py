@@ -16,10 +16,14 @@ from furlong.errors import ConfigError, FurlongError
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its summary, and the module and name of the function that runs it."""
+    """A command: its summary, and the module and name of the function that runs it.
+
+    runs_user_code: processes that user code started are killed after it.
+    """
 
     summary: str
     target: str
+    runs_user_code: bool = False
 
 
 GROUPS: dict[str, dict[str, Command]] = {
@@ -28,12 +32,16 @@ GROUPS: dict[str, dict[str, Command]] = {
         "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train:train"),
     },
     "check before a run": {
-        "doctor": Command("check a launch command without starting it", "furlong.commands.doctor:doctor"),
+        "doctor": Command(
+            "check a launch command without starting it", "furlong.commands.doctor:doctor", runs_user_code=True
+        ),
         "plan": Command("predict the GPU memory of each phase", "furlong.commands.plan:plan"),
         "data": Command(
             "check every row of the data, or tokenize it to a file", "furlong.commands.data_and_reward:data"
         ),
-        "reward": Command("test a reward function on rows of the data", "furlong.commands.data_and_reward:reward"),
+        "reward": Command(
+            "test a reward function on rows of the data", "furlong.commands.data_and_reward:reward", runs_user_code=True
+        ),
         "template": Command("test a chat template over several turns", "furlong.commands.template:template"),
         "check": Command(
             "check the files and values of a model or checkpoint", "furlong.commands.weight_folders:check"
@@ -78,9 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def call() -> int:
         check_encoding(words)
-        return getattr(import_module(module), function)(words[1:])
+        run = getattr(import_module(module), function)
+        if not command.runs_user_code or "--run" in words:
+            return run(words[1:])
+        from furlong.core.user_processes import ending_user_processes
 
-    return _exit_code(f"furlong {words[0]}", call)
+        with ending_user_processes():
+            return run(words[1:])
+
+    return _leave(_exit_code(f"furlong {words[0]}", call), owns_process=argv is None)
 
 
 def check_encoding(words: Sequence[str]) -> None:
@@ -123,6 +137,19 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as error:  # of a run that SIGTERM ended
+        if not isinstance(error.code, int):
+            raise
+        return error.code
+
+
+def _leave(code: int, *, owns_process: bool) -> int:
+    """Return the exit code. If user code was imported, its threads and pools cannot keep the process running."""
+    if owns_process and "furlong.core.user_processes" in sys.modules:
+        from furlong.core.process_exit import EXIT_WITHIN_S, exit_within
+
+        exit_within(EXIT_WITHIN_S, code)
+    return code
 
 
 def main_async(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +169,7 @@ def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
         check_encoding(words)
         return train(words, preset)
 
-    return _exit_code("furlong", call)
+    return _leave(_exit_code("furlong", call), owns_process=argv is None)
 
 
 def _usage() -> str:

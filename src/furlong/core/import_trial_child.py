@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from furlong.core.import_trial import REPORT, STACKS
-from furlong.core.process_state import ProcessState
+from furlong.core.process_state import TORCH_DEFAULTS, ProcessState, imported_replacements, torch_settings
 from furlong.core.process_tree import die_with_parent
 from furlong.core.user_code import describe_exception, is_user_file
 from furlong.core.user_modules import import_module_of
@@ -53,7 +53,7 @@ def main() -> None:
             _EXIT(1)
         finally:
             sys.settrace(None)
-        if changes := [*state.changes(), *_torch_changes()]:
+        if changes := _changes(state):
             place = "" if tracer is None or tracer.place is None else f" at {tracer.place}"
             report.write(event="changes", path=path, changes=changes, place=place)
             break  # later modules would be imported in a changed process
@@ -102,23 +102,19 @@ class _Tracer:
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:  # noqa: ARG002
         if self.place is None and event in ("line", "return"):
-            if self._last and (self._state.changes() or _torch_changes()):
+            if self._last and _changes(self._state):
                 self.place = self._last
                 return None
             self._last = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return self._line
 
 
-def _torch_changes() -> list[str]:
-    """Return changes of PyTorch's global defaults, if it is imported."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_default_dtype"):
-        return []
-    changes: list[str] = []
-    if torch.get_default_dtype() is not torch.float32:
-        changes.append(f"it set PyTorch's default dtype to {torch.get_default_dtype()}")
-    if hasattr(torch, "get_default_device") and torch.get_default_device().type != "cpu":
-        changes.append(f"it set PyTorch's default device to {torch.get_default_device()}")
-    if not torch.is_grad_enabled():
-        changes.append("it disabled PyTorch's gradients")
-    return changes
+def _changes(state: ProcessState) -> list[str]:
+    """Return the changes of this process, which had imported no library before."""
+    now = torch_settings()
+    of_torch = [
+        f"it set PyTorch's {name} to {now[name]}"
+        for name, usual in TORCH_DEFAULTS.items()
+        if now and now[name] != usual
+    ]
+    return [*state.changes(), *imported_replacements(), *of_torch]

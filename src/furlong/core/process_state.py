@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import locale
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -22,6 +23,18 @@ MODULES = (
     *("queue", "random", "re", "select", "selectors", "shutil", "signal", "socket", "struct", "subprocess", "sys"),
     *("tempfile", "threading", "time", "traceback", "uuid"),
 )
+# Modules and classes of libraries that the run uses. Libraries replace functions of each other, so that only functions
+# in files of the user, and deleted ones, count as replaced.
+LIBRARIES = ("torch", "torch.nn.functional", "psutil", "safetensors.torch")
+CLASSES = (("torch", "Tensor"), ("torch.nn", "Module"), ("pathlib", "Path"))
+LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
+# Settings of PyTorch after its import; gradients are a setting of each thread.
+TORCH_DEFAULTS = {
+    "default dtype": "torch.float32",
+    "default device": "cpu",
+    "deterministic algorithms": False,
+    "gradients": True,
+}
 UNUSED = {"print", "breakpoint", "breakpointhook", "displayhook", "excepthook", "unraisablehook"}  # libraries set them
 TOLERATED = {"nest_asyncio", "socks"}  # libraries that replace functions by equivalent ones
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGPIPE)
@@ -34,7 +47,9 @@ _Functions = dict[str, Callable[..., Any]]
 class ProcessState:
     """The state of this process when the object is created; `changes` compares it with the present.
 
-    A comparison takes about 30 us. `is_worker` compares only functions, descriptors and the recursion limit: a worker
+    A comparison takes about 100 us, without libraries 40.
+
+    `is_worker` compares only functions, descriptors and the recursion limit: a worker
     that runs one reward function does not depend on the rest. Call `close` to close the descriptor that it opens.
 
     >>> state = ProcessState()
@@ -51,11 +66,18 @@ class ProcessState:
         self._recursion_limit = sys.getrecursionlimit()
         self._modules = {name: module for name in MODULES if (module := sys.modules.get(name)) is not None}
         self._functions: dict[str, _Functions] = {name: _public(vars(m)) for name, m in self._modules.items()}
+        self._libraries = {} if is_worker else _library_functions()
         self._place = {} if is_worker else _place()
+        self._limits = {} if is_worker else _limits()
+        self._torch = {} if is_worker else torch_settings()
 
-    def changes(self) -> list[str]:
-        """Describe each change since creation, such as "it replaced time.monotonic"; [] if there is none."""
-        return [*self._replaced(), *self._closed(), *self._moved()]
+    def changes(self, *, libraries: bool = True) -> list[str]:
+        """Describe each change since creation, such as "it replaced time.monotonic"; [] if there is none.
+
+        `libraries`: also compare functions of libraries, which takes most of the time.
+        """
+        of_libraries = self._replaced_in_libraries() if libraries else ()
+        return [*self._replaced(), *of_libraries, *self._closed(), *self._moved(), *self._lowered()]
 
     def restore(self) -> None:
         """Undo changes, as far as possible: closed descriptors stay closed."""
@@ -64,6 +86,14 @@ class ProcessState:
             for attribute, value in self._functions[name].items():
                 if vars(module).get(attribute) is not value:
                     setattr(module, attribute, value)
+        for name, (owner, functions) in self._libraries.items():
+            for attribute, value in functions.items():
+                if _is_replaced(name, attribute, value, vars(owner).get(attribute)):
+                    delattr(owner, attribute) if value is None else setattr(owner, attribute, value)
+        for name, before in self._limits.items():
+            with contextlib.suppress(OSError, ValueError):  # a lowered hard limit stays
+                resource.setrlimit(getattr(resource, name), before)
+        _restore_torch(self._torch)
         if sys.getrecursionlimit() < self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
         if self._place:
@@ -93,6 +123,25 @@ class ProcessState:
                 if new is not value and _is_foreign(new):
                     yield f"it {'deleted' if attribute not in now else 'replaced'} {name}.{attribute}"
 
+    def _replaced_in_libraries(self) -> Iterator[str]:
+        for name, (owner, functions) in self._libraries.items():
+            now = vars(owner)
+            if [*map(now.get, functions)] == [*functions.values()]:
+                continue
+            for attribute, value in functions.items():
+                if _is_replaced(name, attribute, value, now.get(attribute)):
+                    yield f"it {'deleted' if attribute not in now else 'replaced'} {name}.{attribute}"
+
+    def _lowered(self) -> Iterator[str]:
+        for name, before in self._limits.items():
+            now = resource.getrlimit(getattr(resource, name))
+            if now != before and _number(now[0]) < _number(before[0]):
+                yield f"it lowered {name} from {_shown_limit(before[0])} to {now[0]}"
+        now = torch_settings() if self._torch else {}
+        for name, before in self._torch.items():
+            if name != "gradients" and now[name] != before:
+                yield f"it changed PyTorch's {name} from {before} to {now[name]}"
+
     def _closed(self) -> Iterator[str]:
         for number, before in self._descriptors.items():
             now = _identity(number)
@@ -117,6 +166,78 @@ def _public(names: dict[str, Any]) -> _Functions:
     """Return the public functions and classes of a module."""
     kinds = (FunctionType, BuiltinFunctionType, type)
     return {n: v for n, v in names.items() if isinstance(v, kinds) and not n.startswith("_") and n not in UNUSED}
+
+
+def imported_replacements() -> list[str]:
+    """Describe functions of libraries that files of the user have replaced, whatever they were before."""
+    return [
+        f"it replaced {name}.{attribute}"
+        for name, (_, functions) in _library_functions().items()
+        for attribute, value in functions.items()
+        if _is_of_user(value)
+    ]
+
+
+def _library_functions() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Return the public functions of the libraries and classes that are imported, and where they are."""
+    owners: dict[str, Any] = {name: sys.modules[name] for name in LIBRARIES if name in sys.modules}
+    found: dict[str, tuple[Any, Mapping[str, Any]]] = {
+        name: (owner, _public(vars(owner))) for name, owner in owners.items()
+    }
+    for module, name in CLASSES:
+        owner: Any = getattr(sys.modules.get(module), name, None)
+        if owner is not None:  # None for inherited methods: a replacement is then a new attribute of the class
+            methods = {each: vars(owner).get(each) for each in dir(owner) if not each.startswith("_")}
+            found[f"{module}.{name}"] = owner, methods
+    return found
+
+
+def _is_replaced(owner: str, attribute: str, before: object, now: object) -> bool:
+    """Return whether the user replaced a function of a library; `torch.load` has a default that many change."""
+    return now is not before and (owner, attribute) != ("torch", "load") and (now is None or _is_of_user(now))
+
+
+def _is_of_user(function: object) -> bool:
+    """Return whether a function is defined in a file of the user."""
+    from furlong.core.user_code import is_user_file  # imports this module
+
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and is_user_file(code.co_filename)
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return PyTorch's settings that apply to the whole process, and its number of threads; {} if not imported."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_device"):
+        return {}
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": torch.get_default_device().type,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _restore_torch(before: Mapping[str, Any]) -> None:
+    torch: Any = sys.modules.get("torch")
+    if before and torch_settings() != before:
+        torch.set_default_dtype(getattr(torch, before["default dtype"].removeprefix("torch.")))
+        torch.use_deterministic_algorithms(before["deterministic algorithms"])
+        torch.set_num_threads(before["threads"])
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    """Return soft and hard limits of this process."""
+    return {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS if hasattr(resource, name)}
+
+
+def _number(limit: int) -> float:
+    return float("inf") if limit == resource.RLIM_INFINITY else limit
+
+
+def _shown_limit(limit: int) -> str:
+    return "no limit" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def _is_foreign(value: object) -> bool:

@@ -19,6 +19,7 @@ from furlong.errors import FurlongError, HookError, TerminatedError
 FRAMES = 3  # frames of a traceback that are shown
 MAX_CHARS = 600  # of a message or a line of code
 _FURLONG = str(Path(__file__).parent.parent)
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # also of another environment on the path
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -32,12 +33,14 @@ _EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end thi
 
 def is_user_file(name: str) -> bool:
     """Return whether a file name in a traceback is not one of furlong or of an installed library."""
-    return not name.startswith((_FURLONG, "<", *LIBRARIES))
+    return not name.startswith((_FURLONG, "<")) and not is_library_file(name)
 
 
 def is_library_file(name: str) -> bool:
     """Return whether a file name in a traceback is one of Python or of an installed package other than furlong."""
-    return name.startswith(("<", *LIBRARIES)) and not name.startswith(_FURLONG)
+    if name.startswith(_FURLONG):
+        return False
+    return name.startswith(("<", *LIBRARIES)) or any(part in name for part in _INSTALLED)
 
 
 def describe_exception(error: BaseException) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import mmap
 import os
 import secrets
 import shlex
@@ -13,7 +15,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import psutil
+from psutil import STATUS_ZOMBIE, AccessDenied, NoSuchProcess, Process, pids, wait_procs
 
 from furlong.core.text import abbreviate
 
@@ -31,66 +33,125 @@ _PACKAGES = (str(Path(__file__).parent.parent), sysconfig.get_path("purelib"), s
 def ending_user_processes() -> Generator[None]:
     """Kill every process that was started here in the body and still runs after it, and log their commands.
 
-    These are the descendants of this process, and (Linux) processes with its mark in their environment whose parent
-    has exited. Processes that ran before, and helpers of Python and of installed packages, which end by themselves,
-    are not touched. Only for a program that starts nothing else meanwhile, such as `furlong train`.
+    These are the descendants of this process, and (Linux) processes with its mark whose parent has exited. Processes
+    that ran before, and helpers of Python and of installed packages, which end by themselves, are not touched. Only
+    for a program that starts nothing else meanwhile, such as `furlong train`. May be nested.
     """
-    mark, before = secrets.token_hex(8), set(_descendants())
-    os.environ[MARK] = mark
+    started = _Started()
+    _ACTIVE.append(started)
     try:
         yield
     finally:
+        _ACTIVE.remove(started)
+        started.close()
+        started.kill()
+
+
+def kill_user_processes() -> None:
+    """Kill what the open `ending_user_processes` would kill at its end, before this process exits without it."""
+    for started in reversed(_ACTIVE):
+        started.kill()
+
+
+class _Started:
+    """The processes that were started in this process since the object was created.
+
+    Linux: a process whose parent has exited has the mark in its environment, if it was started as a program, or shares
+    a mapping with the mark as its name, if it was forked.
+    """
+
+    def __init__(self) -> None:
+        self._mark, self._before = secrets.token_hex(8), {*_descendants()}
+        self._outer = os.environ.get(MARK)
+        self._address = _map_name(self._mark)
+        os.environ[MARK] = self._mark
+
+    def close(self) -> None:
+        """Remove the mark from this process."""
         os.environ.pop(MARK, None)
-        ended: dict[psutil.Process, str] = {}
+        if self._outer is not None:
+            os.environ[MARK] = self._outer
+        if self._address is not None:
+            ctypes.CDLL(None).munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(mmap.PAGESIZE))
+
+    def kill(self) -> None:
+        """Kill the processes, and log their commands."""
+        ended: dict[Process, str] = {}
         num_empty = 0
         for _ in range(_PASSES):
-            found = _started_since(before, mark)
+            found = self._find()
             num_empty = 0 if found.keys() - ended.keys() else num_empty + 1
             if num_empty == 2:  # a process that forks during one pass is seen by the next
                 break
             ended |= found
             for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(list(found), timeout=_KILLED_WITHIN_S)
+            wait_procs(list(found), timeout=_KILLED_WITHIN_S)
         if ended:
             shown = abbreviate([f"{command} (process {process.pid})" for process, command in ended.items()])
             count = f"{len(ended)} process{'es' * (len(ended) != 1)}"
             logger.warning("killed %s that user code had started and that still ran: %s", count, shown)
 
-
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
-def _started_since(before: set[psutil.Process], mark: str) -> dict[psutil.Process, str]:
-    """Return the processes to kill, with their commands."""
-    found: dict[psutil.Process, str] = {}
-    left_alone: set[int] = {process.pid for process in before} | _helpers_of_python()
-    for process in [*_descendants(), *_marked(mark)]:  # parents come before their children
-        if process in found or process in before:
-            continue
-        try:
-            words = process.cmdline()
-            is_helper = process.pid in left_alone or process.ppid() in left_alone or _is_of_package(words)
-            if is_helper or process.status() == psutil.STATUS_ZOMBIE:
-                left_alone.add(process.pid)
+    def _find(self) -> dict[Process, str]:
+        """Return the processes to kill, with their commands."""
+        found: dict[Process, str] = {}
+        left_alone: set[int] = {process.pid for process in self._before} | _helpers_of_python()
+        for process in [*_descendants(), *_marked(self._mark)]:  # parents come before their children
+            if process in found or process in self._before:
                 continue
-            found[process] = _shown(words or [process.name()])
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or belongs to another user
-            continue
-    return found
+            try:
+                words = process.cmdline()
+                is_helper = process.pid in left_alone or process.ppid() in left_alone or _is_of_package(words)
+                if is_helper or process.status() == STATUS_ZOMBIE:
+                    left_alone.add(process.pid)
+                    continue
+                found[process] = _shown(words or [process.name()])
+            except (NoSuchProcess, AccessDenied):  # it has ended, or belongs to another user
+                continue
+        return found
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+_ACTIVE: list[_Started] = []
+
+
+def _descendants() -> list[Process]:
+    return Process().children(recursive=True)
+
+
+def _map_name(name: str) -> int | None:
+    """Map a page of a memory file of this name, which processes inherit that are forked; returns its address.
+
+    `mmap.mmap` is not used because it keeps a descriptor, which user code may close.
+    """
+    if sys.platform != "linux":
+        return None
+    file = os.memfd_create(name)
+    try:
+        os.ftruncate(file, mmap.PAGESIZE)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+    finally:
+        os.close(file)
+    return None if address == ctypes.c_void_p(-1).value else address
+
+
+def _marked(mark: str) -> list[Process]:
     """Return the other processes that inherited the mark, oldest first; they have left the tree of this process."""
     if sys.platform != "linux":
         return []
-    text, found = f"{MARK}={mark}".encode(), list[psutil.Process]()
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # of other users, or ended
-            if pid != os.getpid() and text in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(psutil.Process(pid))
+    variable, mapping, found = f"{MARK}={mark}".encode(), f"/memfd:{mark} ".encode(), list[Process]()
+    program = os.readlink("/proc/self/exe")
+    for pid in pids():
+        with contextlib.suppress(OSError, NoSuchProcess):  # of other users, or ended
+            folder = Path(f"/proc/{pid}")
+            if pid != os.getpid() and (
+                variable in (folder / "environ").read_bytes().split(b"\0")
+                or (os.readlink(folder / "exe") == program and mapping in (folder / "maps").read_bytes())
+            ):
+                found.append(Process(pid))
     return sorted(found, key=lambda process: process.create_time())
 
 

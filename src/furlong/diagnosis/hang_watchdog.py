@@ -26,8 +26,10 @@ from typing import Any, TextIO
 import psutil
 
 from furlong.core.event_loop import LoopProbe, is_event_loop
+from furlong.core.process_exit import STDERR
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import exit_process, is_library_file, is_user_file
+from furlong.core.user_processes import kill_user_processes
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class HangWatchdog:
             heartbeat.reset()
             heartbeat.beat("start")
             self._thread = threading.Thread(target=self._watch, name="furlong-hang-watch", daemon=True)
+            self._await_lock()
             self._thread.start()
         return self
 
@@ -94,6 +97,7 @@ class HangWatchdog:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
 
     def attach(self, task: asyncio.Task[Any]) -> None:
         """Set the run's task. Call it from the task's event loop."""
@@ -103,6 +107,7 @@ class HangWatchdog:
         probe = None
         reported = 0.0  # the last heartbeat before the hang that was reported
         while not self._done.wait(min(self._seconds / 4, 5.0)):
+            self._await_lock()
             if probe is None and self._loop is not None:
                 probe = LoopProbe(self._loop)
             if probe is not None:
@@ -118,6 +123,13 @@ class HangWatchdog:
                 self._loop.call_soon_threadsafe(self._task.cancel)
                 self._end_if_needed()
                 return
+
+    def _await_lock(self) -> None:
+        """Have the stacks printed, and the process exit with --on-hang stop, if this is not called again in time.
+
+        Compiled code that keeps the interpreter lock stops every thread of Python; faulthandler needs no lock.
+        """
+        faulthandler.dump_traceback_later(self._seconds + self._grace_s, exit=self._stops, file=STDERR)
 
     def _report_blocking(self, place: str | None) -> None:
         """Report user code that has kept the event loop from running for `BLOCKED_S`, once for each place."""
@@ -237,6 +249,7 @@ class HangWatchdog:
         message = f"the run did not end within {self._grace_s:g} s after it was cancelled; exiting"
         logger.error("%s", message)
         self._observer.notify("failed", error="Hang", message=message)
+        kill_user_processes()
         exit_process(HUNG)
 
 

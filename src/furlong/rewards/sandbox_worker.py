@@ -102,7 +102,7 @@ async def _answer(call: _RewardCall, request: Message) -> None:
     _REQUEST.set(request["id"])
     before = orjson.loads(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
     samples = [Sample.from_dict(data) for data in request["samples"]]
-    scoring = asyncio.create_task(call.function.score(call.args, samples))
+    scoring = asyncio.create_task(_score(call, samples))
     done, _ = await asyncio.wait({scoring}, timeout=call.timeout_s if call.function.is_async else None)
     if done:
         outcomes = scoring.result()
@@ -112,6 +112,7 @@ async def _answer(call: _RewardCall, request: Message) -> None:
     if changed := call.state.changes():
         where = location_of(call.function.call)
         reason = f"the reward function ({where}) changed its process: {' and '.join(changed)}; undo it, or use a child"
+        call.state.restore()  # the reply needs what it changed
         _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
         exit_process(1)
     try:
@@ -120,6 +121,17 @@ async def _answer(call: _RewardCall, request: Message) -> None:
     except (AttributeError, TypeError, ValueError) as error:
         reason = f"the reward or the changed sample cannot be returned from the sandbox: {error}"
         _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
+
+
+async def _score(call: _RewardCall, samples: list[Sample]) -> list[Outcome]:
+    """Call the function. A process that it forked and that returns from it ends here."""
+    pid = os.getpid()
+    outcomes = await call.function.score(call.args, samples)
+    if os.getpid() != pid:
+        where = location_of(call.function.call)
+        os.write(2, f"the reward function ({where}) forked, and its child returned; call os._exit() in it\n".encode())
+        exit_process(1)
+    return outcomes
 
 
 def _reply(

@@ -116,7 +116,7 @@ async def call_generate_function(
     try:
         result = await timer.timed(
             lambda: function(args, sample, sampling_params, **extra),
-            after_step=lambda: process_guard.check(function, "the custom generate function"),
+            after_step=lambda: process_guard.check(function, "the custom generate function", is_step=True),
         )
     except BaseException as error:
         if isinstance(error, ProcessChangedError) or not is_raised_by_user(error):

@@ -13,6 +13,7 @@ from typing import Literal
 
 from furlong.core.event_loop import LoopProbe, user_frame
 from furlong.core.user_code import exit_process
+from furlong.core.user_processes import kill_user_processes
 from furlong.errors import TerminatedError
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class EndSignals:
         while not probe.has_run and not self._done.wait(PAUSE_S):
             if time.monotonic() > deadline_s and (place := probe.blocked_at()) is not None:
                 logger.error("%s does not end; exiting without waiting for it", place)
+                kill_user_processes()
                 exit_process(EXIT_CODES[self._reason])
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         self._is_interrupting = False

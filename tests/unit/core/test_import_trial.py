@@ -73,6 +73,9 @@ def test_a_module_that_hangs_is_named_with_its_line_after_the_limit(problems: Pr
         ("import os\nos.close(1)", "descriptor 1 (stdout)", 2),
         ("import os\nos.chdir('/')", "working directory", 2),
         ("import sys\nsys.setrecursionlimit(100)", "recursion limit", 2),
+        ("import torch\nx = 1\ntorch.exp = lambda x: x", "torch.exp", 3),
+        ("import torch\n\ntorch.use_deterministic_algorithms(True)", "deterministic algorithms to True", 3),
+        ("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))", "RLIMIT_NOFILE", 2),
         ("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)", "SIGTERM", 2),
     ],
 )

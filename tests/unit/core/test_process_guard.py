@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.user_code import exits_fail_the_run, exits_raise, with_hook_errors
@@ -27,16 +30,74 @@ def move():
     os.chdir("/")
 
 
+def patch_torch():
+    torch.exp = lambda x: x
+
+
+def patch_tensors():
+    torch.Tensor.sum = lambda self: None
+
+
+def patch_paths():
+    Path.write_text = lambda *_: 0
+
+
+def set_dtype():
+    torch.set_default_dtype(torch.float64)
+
+
+def limit_files():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+
+
 @pytest.mark.parametrize(
-    ("function", "what"), [(patch_clock, "time.monotonic"), (lower_limit, "recursion limit"), (move, "directory")]
+    ("function", "what"),
+    [
+        (patch_clock, "time.monotonic"),
+        (lower_limit, "recursion limit"),
+        (move, "directory"),
+        (patch_torch, "torch.exp"),
+        (patch_tensors, "torch.Tensor.sum"),
+        (patch_paths, "pathlib.Path.write_text"),
+        (set_dtype, "default dtype from torch.float32 to torch.float64"),
+        (limit_files, "RLIMIT_NOFILE"),
+    ],
 )
 def test_a_hook_that_changes_the_process_is_named_and_undone(function, what):
-    before = time.monotonic, sys.getrecursionlimit(), os.getcwd()
+    before = state()
     with process_guard.watching(), pytest.raises(ProcessChangedError) as caught:
         with_hook_errors(function, "--x-path: f")()
     assert what in str(caught.value)
     assert f"{__file__}:{function.__code__.co_firstlineno}" in str(caught.value)
-    assert (time.monotonic, sys.getrecursionlimit(), os.getcwd()) == before
+    assert state() == before
+
+
+def state():
+    return (
+        *(time.monotonic, sys.getrecursionlimit(), os.getcwd(), torch.exp, torch.Tensor.sum, Path.write_text),
+        *(torch.get_default_dtype(), resource.getrlimit(resource.RLIMIT_NOFILE)),
+    )
+
+
+def test_libraries_and_the_user_may_add_functions_to_torch(monkeypatch):
+    def extend():
+        monkeypatch.setattr(torch, "my_own_function", lambda: 0, raising=False)
+        monkeypatch.setattr(torch, "load", lambda *_, **__: 0)
+
+    with process_guard.watching():
+        with_hook_errors(extend, "--x-path: f")()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_does_not_continue_the_run(capfd):
+    with process_guard.watching():
+        pid, parent = with_hook_errors(os.fork, "--x-path: f")(), os.getpid()
+        assert os.getpid() == parent
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "os._exit()" in capfd.readouterr().err
 
 
 def test_a_failure_of_furlong_after_a_change_names_the_function():

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from furlong.core import user_processes
-from furlong.core.user_processes import MARK, ending_user_processes
+from furlong.core.user_processes import MARK, ending_user_processes, kill_user_processes
 
 DAEMON = (
     f"{os.getpid()}; import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
@@ -38,6 +38,41 @@ def run_until_orphaned() -> None:
         time.sleep(0.01)
     time.sleep(0.3)  # until the second fork is done
     assert len(orphans()) == 1
+
+
+def fork_until_orphaned() -> None:
+    """Fork a process that leaves the tree of this one without starting a program."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
+            for number in range(3, 256):
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            time.sleep(1000)
+        os._exit(0)
+    os.waitpid(child, 0)
+    FORKED.append(psutil.Process(int(os.read(read, 20))))
+
+
+FORKED: list[psutil.Process] = []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("end", ["body", "exit"])
+def test_a_forked_process_that_left_the_tree_is_killed(end):
+    with ending_user_processes(), ending_user_processes():
+        fork_until_orphaned()
+        orphan = FORKED.pop()
+        assert orphan.is_running()
+        if end == "exit":
+            kill_user_processes()
+            assert not psutil.pid_exists(orphan.pid) or orphan.status() == psutil.STATUS_ZOMBIE
+    assert not psutil.pid_exists(orphan.pid) or orphan.status() == psutil.STATUS_ZOMBIE
+    assert MARK not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RewardError
 from furlong.rewards.sandbox import Limits, Sandbox
 
+pytestmark = pytest.mark.slow  # starts processes
+
 FUNCTIONS = """
 import asyncio, os, time, ctypes
-
-pytestmark = pytest.mark.slow  # starts processes
 
 def length(args, sample, **kw):
     return float(len(sample.response))
