@@ -49,12 +49,15 @@ def unreadable_errors() -> tuple[type[Exception], ...]:
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Raises ConfigError if its files are missing or unreadable."""
-    from transformers import AutoTokenizer
+    """Load the tokenizer; one with Python code of its own, which is never run, from tokenizer.json.
 
+    Raises ConfigError if its files are missing or unreadable.
+    """
     path = check_folder(folder, tokenizer=True)
+    if problem := _tiktoken_problem(path):
+        raise ConfigError(problem)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = _read_tokenizer(path)
     except Exception as error:  # tokenizers raises a plain Exception for any damage
         _template_of(path, read_json(path / "tokenizer_config.json"))  # raises, naming the file, if that is damaged
         read_json(path / "special_tokens_map.json")
@@ -65,6 +68,35 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         name = "tokenizer.json" if (path / "tokenizer.json").is_file() else "it has no file tokenizer.json"
         raise ConfigError(f"cannot load the tokenizer of {path} ({name}): {type(error).__name__}: {error}") from error
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return AutoTokenizer.from_pretrained(path, **options)
+    except ValueError:
+        settings = read_json(path / "tokenizer_config.json")
+        if "auto_map" not in settings or not (path / "tokenizer.json").is_file():
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(path, **options)  # its class is code of the folder
+
+
+def _tiktoken_problem(folder: Path) -> str:
+    """Return why a folder with tiktoken.model has no usable tokenizer; "" if it has one.
+
+    The file has the tokens alone: transformers would split text by another model's pattern.
+    """
+    if (folder / "tokenizer.json").is_file() or not (folder / "tiktoken.model").is_file():
+        return ""
+    return (
+        f"{folder} has tiktoken.model but no tokenizer.json: how text is split and which tokens are special is in "
+        "Python code of the folder, which is never run; write tokenizer.json once, in an environment with tiktoken: "
+        "TikTokenConverter(vocab_file, pattern=..., extra_special_tokens=[...]).converted().save('tokenizer.json') of "
+        "transformers.convert_slow_tokenizer, with vocab_file the path of tiktoken.model, and the pattern (`pat_str`) "
+        "and special tokens of the folder's tokenization_*.py"
+    )
 
 
 def build_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
@@ -114,7 +146,7 @@ class JsonTokenizer:
                 raise ConfigError(
                     f"{path} is a Git LFS pointer: the repository was cloned without Git LFS; run `git lfs pull` there"
                 ) from error
-            raise ConfigError(f"cannot load the tokenizer of {folder}: {error}") from error
+            raise ConfigError(_tiktoken_problem(folder) or f"cannot load the tokenizer of {folder}: {error}") from error
         self._core.no_padding()
         self._core.no_truncation()
         settings = read_json(folder / "tokenizer_config.json")

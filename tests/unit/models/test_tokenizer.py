@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -79,3 +80,30 @@ def test_it_needs_neither_torch_nor_transformers():
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+REMOTE = {
+    "tokenizer_class": "TikTokenTokenizer",
+    "auto_map": {"AutoTokenizer": ["tokenization_x.TikTokenTokenizer", None]},
+}
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, JsonTokenizer])
+@pytest.mark.parametrize("settings", [REMOTE, {}])
+def test_a_file_of_tokens_alone_is_refused_with_what_is_missing(load, settings, tmp_path):
+    tokens = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    (tmp_path / "tiktoken.model").write_text(tokens)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"tiktoken\.model but no tokenizer\.json.*never run; write tokenizer\.json"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_read_from_its_json(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | REMOTE))
+    (tmp_path / "tiktoken.model").write_text("")
+    (tmp_path / "tokenization_x.py").write_text("raise SystemExit")
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k2"}')
+    assert load_tokenizer(tmp_path).encode("a+b") == build_tokenizer().encode("a+b")
