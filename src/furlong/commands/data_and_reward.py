@@ -149,9 +149,9 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
 
 
 def _tokenize(config: Config, options: argparse.Namespace) -> int:
+    from furlong.data.dataset import open_reader
     from furlong.data.prompt import PromptFormat
     from furlong.data.prompt_path import PromptDataPath
-    from furlong.data.row_readers import open_reader
     from furlong.data.tokenized import write_tokenized
     from furlong.wiring.run_context import read_tokenizer
 
@@ -164,7 +164,7 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     started = time.perf_counter()
     written = write_tokenized(
         location,
-        open_reader(location, prompt_format.columns),
+        open_reader(location, prompt_format),
         options.output,
         tokenizer=read_tokenizer(Path(str(config.rollout.hf_checkpoint)), config.data.chat_template_path),
         prompt_format=prompt_format,

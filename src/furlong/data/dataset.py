@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
-from furlong.data.row_readers import Cursor, RawRow, RowReader, open_reader
+from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader
 from furlong.data.source import PromptTable, prompt_settings, shuffled
+from furlong.data.task_rows import TaskRows
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError
 
@@ -47,11 +48,25 @@ def open_rows(
     """Open a file's rows and their renderer. Raises ConfigError if the rows were tokenized with other settings."""
     if (settings := read_tokenizer_settings(location)) is not None:
         check_settings(location, settings, tokenizer, prompt_format)
-        return open_reader(location, [*prompt_format.columns, TOKENS]), TokenizedRenderer(
+        return open_reader(location, prompt_format, TOKENS), TokenizedRenderer(
             prompt_format, None if tokenizer is None else 1 + max(tokenizer.get_vocab().values(), default=-1)
         )
-    reader = open_reader(location, prompt_format.columns)
+    reader = open_reader(location, prompt_format)
     return reader, PromptRenderer(tokenizer, prompt_format, num_workers=num_workers)
+
+
+def open_reader(location: PromptDataPath, prompt_format: PromptFormat, *columns: str) -> RowReader:
+    """Open the rows of a run's data. Table formats decode only the columns of the format, and `columns`."""
+    names = [*prompt_format.columns, *columns]
+    match location.kind:
+        case "jsonl":
+            return JsonLines(location.path)
+        case "parquet":
+            return ParquetRows(location.path, names)
+        case "arrow":
+            return ArrowRows(location.path, location.files(), names)
+        case "tasks":
+            return TaskRows(str(location.path), prompt_format)
 
 
 class PromptStream:

@@ -1,13 +1,15 @@
-"""Where the prompts of a run are: a data file or folder with a slice of its rows, its format and its files."""
+"""Where the prompts of a run are: a data file, folder or task with a slice of its rows, its format and its files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import xxhash
 
+from furlong.config.checks.task_specs import PACKAGE, is_task
 from furlong.config.checks.value_checks import split_slice
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
@@ -17,12 +19,12 @@ from furlong.errors import ConfigError, DataError
 HASHED_BYTES = 1 << 20
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # in folders of save_to_disk
 
-DataKind = Literal["jsonl", "parquet", "arrow"]
+DataKind = Literal["jsonl", "parquet", "arrow", "tasks"]
 
 
 @dataclass(frozen=True)
 class PromptDataPath:
-    """A data file or folder and a slice of its rows, as in `--prompt-data`.
+    """A data file or folder, or procedural tasks, and a slice of its rows, as in `--prompt-data`.
 
     >>> PromptDataPath.parse("math.jsonl@[100:]")
     PromptDataPath(path=PosixPath('math.jsonl'), start=100, stop=None)
@@ -51,6 +53,8 @@ class PromptDataPath:
     def kind(self) -> DataKind:
         """The format, from the suffix or the content of the folder. Raises DataError if it is unknown."""
         path = self.path
+        if is_task(str(path)):
+            return "tasks"
         if path.is_dir():
             if (path / STATE).is_file():
                 return "arrow"
@@ -75,11 +79,15 @@ class PromptDataPath:
             )
 
     def files(self) -> list[Path]:
-        """Return the files with rows, in row order."""
+        """Return the files with rows, in row order; [] for procedural tasks."""
+        if self.kind == "tasks":
+            return []
         return arrow_files(self.path) if self.kind == "arrow" else [self.path]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what identifies the data, not its path: size, hashes of the first and last MiB, and the slice."""
+        if self.kind == "tasks":
+            return {"tasks": str(self.path), "package": version(PACKAGE), "slice": self.slice_text}
         files = [SourceFile(path) for path in self.files()]
         return {
             "size": sum(file.num_bytes for file in files),

@@ -51,17 +51,6 @@ class RowReader(Protocol):
         ...
 
 
-def open_reader(location: PromptDataPath, columns: list[str]) -> RowReader:
-    """Open a data file; table formats decode only `columns`, if the file has them."""
-    match location.kind:
-        case "jsonl":
-            return JsonLines(location.path)
-        case "parquet":
-            return ParquetRows(location.path, columns)
-        case "arrow":
-            return ArrowRows(location.path, location.files(), columns)
-
-
 def read_slice(reader: RowReader, location: PromptDataPath) -> Iterator[RawRow]:
     """Return the rows of the path's slice, with Python's slice semantics."""
     start, stop = location.start or 0, location.stop

@@ -380,6 +380,7 @@ _ROWS = (
     Verifier("f1", f1_score),
     Verifier("gpqa", gpqa_score),
     Verifier("ifbench", slow="furlong.rewards.instructions.ifbench_score", wants_metadata=True),
+    Verifier("reasoning_gym", slow="furlong.rewards.tasks.task_score", wants_metadata=True),
     Verifier("remote_rm", kind="server"),
     Verifier("random", kind="sample"),
 )

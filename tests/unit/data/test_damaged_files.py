@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
-from furlong.data.dataset import open_prompts
+from furlong.data.dataset import open_prompts, open_reader
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
-from furlong.data.row_readers import Cursor, open_reader
+from furlong.data.row_readers import Cursor
 from furlong.data.source import RolloutDataSource
 from furlong.data.tokenized import write_tokenized
 from furlong.errors import ConfigError, DataError
@@ -121,7 +121,7 @@ def test_a_changed_page_with_a_checksum_is_never_read_as_other_values(tmp_path: 
 def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
     location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
     chunk = pq.read_metadata(file).row_group(0).column(3)
     content = bytearray(file.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
@@ -138,7 +138,7 @@ def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_pa
 def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path, column: str, value: Any) -> None:
     tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
     location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
-    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
     table = pq.read_table(file)
     rows = table.to_pylist()
     rows[1][column] = value
@@ -150,7 +150,7 @@ def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: P
 def test_a_tokenized_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
     location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
-    write_tokenized(location, open_reader(location, FORM.columns), file, tokenizer=tokenizer, prompt_format=FORM)
+    write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
     pq.write_table(pq.read_table(file).drop_columns(["furlong_tokens"]), file)
     with pytest.raises(DataError, match=r"tokens\.parquet .*other columns"):
         open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
@@ -259,7 +259,7 @@ def test_an_undamaged_file_of_each_format_has_the_same_rows(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_reading_starts_at_any_row(kind: str, tmp_path: Path) -> None:
     file = WRITERS[kind](tmp_path)
-    reader = open_reader(PromptDataPath(file if kind != "arrow" else file.parent), FORM.columns)
+    reader = open_reader(PromptDataPath(file if kind != "arrow" else file.parent), FORM)
     rows = list(reader.read(Cursor()))
     for start in (0, 1, 15, 16, 17, 39):
         cursor = rows[start - 1].after if start else Cursor()

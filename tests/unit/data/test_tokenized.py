@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from data_zoo import chat_tokenizer, write_jsonl
-from furlong.data.dataset import open_prompts, open_rows
+from furlong.data.dataset import open_prompts, open_reader, open_rows
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
-from furlong.data.row_readers import open_reader
 from furlong.data.tokenized import write_tokenized
 from furlong.errors import ConfigError, DataError
 
@@ -28,7 +27,7 @@ def tokenizer():
 
 def tokenized(tmp_path, tokenizer, rows=ROWS, form=FORM, name="tokens.parquet", **options):
     location = PromptDataPath.parse(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
-    reader = open_reader(location, form.columns)
+    reader = open_reader(location, form)
     path = tmp_path / name
     return path, write_tokenized(location, reader, path, tokenizer=tokenizer, prompt_format=form, **options)
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from furlong.config.checks.task_specs import is_task, tasks_problem
 from furlong.config.compat import VALUES
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate, did_you_mean
@@ -19,7 +20,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
 SHOWN = 5  # directory entries in a message
 HEAD_BYTES = 1 << 16  # of a file whose suffix is not known, to see what it contains
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")  # `rewards.verifiers.REWARDS`
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "reasoning_gym", "remote_rm", "random")
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
 
@@ -39,6 +40,8 @@ def split_slice(path: str) -> tuple[str, int | None, int | None]:
 
 def prompt_file_problem(flag: str, path: str) -> str | None:
     """Return why `path`, with an optional slice, cannot be read as prompts; None if it can."""
+    if is_task(path):
+        return tasks_problem(flag, split_slice(path)[0])
     file = Path(split_slice(path)[0])
     if "@[" in file.name or (_NEARLY_SLICE.search(file.name) and not os.path.exists(file)):
         return f"{flag} {path}: the part after @ is not a slice; write FILE@[start:stop] with whole numbers"
