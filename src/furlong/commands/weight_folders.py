@@ -12,6 +12,7 @@ from furlong.commands.output import command_parser, findings_code, show, show_fi
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
 from furlong.core.files import atomic_folder, write_atomically
+from furlong.diagnosis.saved_files import check_saved
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.memory_plan import size_text
 from furlong.tools.weight_values import check_weights
@@ -32,17 +33,32 @@ LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
 
 
 def check(words: list[str]) -> int:
-    """Check a Hugging Face model, a --save directory or a Megatron-LM checkpoint; exit code 1 on a problem."""
+    """Check a model, a --save directory, a Megatron-LM checkpoint, a run's directory, dumps of rollouts or a bundle.
+
+    Exit code 1 on a problem.
+    """
     parser = command_parser("check", check.__doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="model, --save directory, or one iter_* of it")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        help="model, --save directory or one iter_* of it, run directory, directory of dumps; or a dump or bundle",
+    )
     parser.add_argument("--headers-only", action="store_true", help="do not read tensor values")
     parser.add_argument(
         "--hf-checkpoint", metavar="DIR", type=Path, help="also check that a Megatron-LM checkpoint matches this model"
     )
     options = parser.parse_args(words)
-    findings = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
+    records = check_saved(options.folder)
+    if records is not None and options.hf_checkpoint is not None:
+        raise ConfigError(f"--hf-checkpoint has no effect: {options.folder} has no weights; remove it")
+    findings = records
+    if findings is None:
+        findings = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
     if options.json:
         show_json(findings, folder=str(options.folder))
+    elif records is not None:
+        show_findings(findings, well=f"{options.folder}: all files are intact")
     else:
         what = "files and layers" if options.headers_only else "files, layers and values"
         show_findings(findings, well=f"{options.folder}: {what} are complete")

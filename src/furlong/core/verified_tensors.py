@@ -150,7 +150,7 @@ class TensorFile:
         done = 0
         try:
             while done < len(block):
-                size = os.preadv(self._file.fileno(), [block[done:]], place + done)
+                size = os.preadv(self._file.fileno(), [block[done : done + BLOCK_BYTES]], place + done)
                 if not size:
                     raise CheckpointError(f"{self.path} was cut off at byte {place + done} while it was read")
                 done += size
