@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  documented
+
+
+def wire_view(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as collectives send it: FP8, which gloo does not know, as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def join_group(

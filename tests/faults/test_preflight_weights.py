@@ -17,11 +17,15 @@ from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import TRACKER
+from furlong.core.quantization.fp8 import Fp8Blocks
+from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_model import load_model
+from furlong.tools.quantize_folder import quantize_folder
 from runs import write_model
 from stored_models import dense_layer, write_safetensors, write_stored_model
 
+INT4 = Int4Groups(16)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -61,6 +65,84 @@ def test_quantized_weights_are_refused_by_doctor_and_loading_alike(world, own, f
     with pytest.raises(ConfigError) as refused:
         load_model(other)
     assert f"--{flag.replace('_', '-')} {refused.value}" == f"{found[0].finding}; {found[0].remedy}"
+
+
+def quantized_copy(world, own, form=INT4):
+    target = world.folder / "quantized"
+    target.mkdir()
+    quantize_folder(own, target, form)
+    return target
+
+
+@fault("QNT03")
+@pytest.mark.parametrize("form", [INT4, Fp8Blocks()], ids=["int4", "fp8"])
+def test_a_quantized_folder_alone_names_the_two_ways_to_train(world, own, form):
+    folder = quantized_copy(world, own, form)
+    found = only(world.look(hf_checkpoint=folder), "QNT03")
+    assert names(found.finding, f"--hf-checkpoint {folder}", "quant")
+    assert names(found.remedy, "--ref-load", "--dequantize")
+    assert world.look(hf_checkpoint=folder, dequantize=True) == []
+    assert [each.severity for each in world.look(hf_checkpoint=folder, ref_load=own)] == ["info"]  # it is the start
+    assert [each.id for each in world.look(hf_checkpoint=folder, ref_load=own, use_kl_loss=True)] == []
+
+
+@fault("QNT03")
+def test_a_quantized_reference_needs_dequantize(world, own):
+    folder = quantized_copy(world, own)
+    found = only(world.look(hf_checkpoint=own, ref_load=folder, use_kl_loss=True), "QNT03")
+    assert names(found.finding, f"--ref-load {folder}", "compressed-tensors")
+    assert world.look(hf_checkpoint=own, ref_load=folder, use_kl_loss=True, dequantize=True) == []
+
+
+@fault("QNT03")
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"actorder": "group"}, "actorder"),
+        ({"symmetric": False}, "symmetric"),
+        ({"num_bits": 3}, "num_bits 3"),
+        ({"strategy": "channel"}, "strategy 'channel'"),
+    ],
+)
+def test_formats_that_are_not_supported_are_refused_with_their_settings(world, own, changes, seen):
+    folder = quantized_copy(world, own)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings["config_groups"]["group_0"]["weights"] |= changes
+    edit(folder, quantization_config=settings)
+    found = [each for each in world.look(hf_checkpoint=folder, dequantize=True) if each.id == "QNT03"]
+    assert names(found[0].finding + found[0].remedy, seen)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_other_methods_are_refused_by_name(world, own, method):
+    folder = quantized_copy(world, own)
+    edit(folder, quantization_config={"quant_method": method})
+    found = [each for each in world.look(hf_checkpoint=folder, dequantize=True) if each.id == "QNT03"]
+    assert names(found[0].finding, method.upper() if method != "bitsandbytes" else method)
+
+
+@fault("QNT01")
+@pytest.mark.parametrize("form", [INT4, Fp8Blocks()], ids=["int4", "fp8"])
+def test_an_ignore_list_that_covers_quantized_weights_is_reported(world, own, form):
+    folder = quantized_copy(world, own, form)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    key = "ignore" if "ignore" in settings else "modules_to_not_convert"
+    edit(folder, quantization_config=settings | {key: [*settings[key], "re:.*down_proj$"]})
+    found = only(world.look(hf_checkpoint=folder, dequantize=True), "QNT01")
+    assert names(found.finding, "covers", "down_proj")
+    assert "down_proj" in found.remedy
+
+
+@fault("QNT01")
+def test_an_ignore_list_that_lacks_a_plain_weight_is_reported(world, own):
+    folder = world.folder / "quantized"
+    folder.mkdir()
+    quantize_folder(own, folder, Fp8Blocks(), ignore=["re:.*o_proj$"])
+    assert world.look(hf_checkpoint=folder, dequantize=True) == []
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit(folder, quantization_config=settings | {"modules_to_not_convert": []})
+    found = only(world.look(hf_checkpoint=folder, dequantize=True), "QNT01")
+    assert names(found.finding, "does not cover", "o_proj")
 
 
 @fault("QNT03")

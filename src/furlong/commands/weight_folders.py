@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.commands.quantize import dequantize, hf_to_fp8, hf_to_int4
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
 from furlong.core.files import atomic_folder, write_atomically
@@ -20,6 +21,9 @@ from furlong.tools.weight_values import check_weights
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 FORMS = """usage: furlong convert hf-to-megatron SOURCE TARGET ...
        furlong convert megatron-to-hf SOURCE TARGET --hf-checkpoint DIR ...
+       furlong convert hf-to-fp8 SOURCE TARGET [--ignore PATTERN ...] ...
+       furlong convert hf-to-int4 SOURCE TARGET [--ignore PATTERN ...] ...
+       furlong convert dequantize SOURCE TARGET
        furlong convert check DIR ...
 
 hf-to-megatron writes a Megatron-LM checkpoint (torch_dist), which any parallel
@@ -27,6 +31,8 @@ layout can load, from a Hugging Face model or a furlong checkpoint.
 megatron-to-hf writes a Hugging Face model from a Megatron-LM checkpoint or a
 furlong checkpoint. Conversion runs in one process on the CPU, one parameter at
 a time; the result is read back and compared.
+hf-to-fp8 and hf-to-int4 quantize the weights of a Hugging Face model, file by
+file, for engines; dequantize makes them whole again.
 check is the same as `furlong check`.
 `furlong convert hf-to-megatron --help` lists the options."""
 LAYOUT_FLAGS = ("tensor", "pipeline", "expert", "context")
@@ -99,6 +105,9 @@ def convert(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "hf-to-megatron": hf_to_megatron,
         "megatron-to-hf": megatron_to_hf,
+        "hf-to-fp8": hf_to_fp8,
+        "hf-to-int4": hf_to_int4,
+        "dequantize": dequantize,
         "check": check,
     }
     if not words or words[0] in ("-h", "--help"):

@@ -84,8 +84,8 @@ def _base_of(folder: Path) -> str:
         return ""
 
 
-def quantization_problem(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
-    """Return why a folder cannot be trained from because its weights are quantized; None if they are not.
+def quantization_seen(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
+    """Return what shows that a folder's weights are quantized; None if they are not.
 
     `config` is its config.json, `dtypes` the safetensors dtype of each stored tensor, as far as they are known.
     """
@@ -94,12 +94,7 @@ def quantization_problem(folder: Path, config: Mapping[str, Any], dtypes: Mappin
     if not settings and not names:
         return None
     method = settings.get("quant_method", "of an unknown method") if isinstance(settings, dict) else "unknown"
-    seen = f"quantization_config in config.json: {method}" if settings else f"{names[0]} is {dtypes[names[0]]}"
-    return (
-        f"{folder}: its weights are quantized ({seen}), but furlong loads weights in bfloat16, float16 or float32; use "
-        "the model's folder in bfloat16, which most quantized models name as their base model, or convert this one to "
-        "bfloat16 and remove quantization_config from its config.json"
-    )
+    return f"quantization_config in config.json: {method}" if settings else f"{names[0]} is {dtypes[names[0]]}"
 
 
 def _is_quantized(name: str, kind: str) -> bool:

@@ -20,11 +20,16 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
-from furlong.core.safetensors_header import read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
@@ -33,10 +38,10 @@ from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
     check_folder,
-    quantization_problem,
     read_weight_map,
 )
 from furlong.models.packed_attention import IMPLEMENTATION
+from furlong.models.quantized_folder import folder_scheme
 from furlong.models.tokenizer import unreadable_errors
 
 log = logging.getLogger(__name__)
@@ -85,6 +90,8 @@ def load_config(folder: Path | str) -> PretrainedConfig:
     if config is not whole:
         _report_vision(Path(folder))
     register_model(type(config))
+    if getattr(config, "quantization_config", None) is not None:
+        delattr(config, "quantization_config")  # `core.quantization` makes weights whole, not transformers
     return config
 
 
@@ -133,38 +140,28 @@ def num_experts(folder: Path | str) -> int | None:
     return next((number for number in counts if isinstance(number, int)), None)
 
 
-def _stored_dtypes(folder: Path) -> dict[str, str]:
-    """Return the dtype of each stored tensor. Raises CheckpointError that names a damaged file."""
-    dtypes: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            shard = read_header(path)
-            if shard.needed_bytes != shard.file_bytes:
-                raise CheckpointError(f"{path.name} has {shard.file_bytes} bytes, its header {shard.needed_bytes}")
-        except CheckpointError as error:
-            raise CheckpointError(f"cannot load the weights of {folder}: {error}; download the file again") from error
-        dtypes |= {name: tensor.dtype for name, tensor in shard.tensors.items()}
-    return dtypes
-
-
 def load_model(
     folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a causal language model in `dtype`, with packed attention and dropout off.
+    """Load a causal language model in `dtype`, with packed attention and dropout off. Quantized weights become whole.
 
-    Raises ConfigError if the folder is not a model, its weights are quantized, or the family does not support packed
-    attention, CheckpointError if weights are missing or of other shapes.
+    Raises ConfigError if the folder is not a model, its weights are quantized in an unsupported format, or the family
+    does not support packed attention, CheckpointError if weights are missing or of other shapes.
     """
     path = check_folder(folder, weights=True)
-    if problem := quantization_problem(path, read_json(path / "config.json"), _stored_dtypes(path)):
-        raise ConfigError(problem)
     config = without_dropout(load_config(path))
+    state = None
+    if folder_scheme(path) is not None:
+        with open_tensors(path) as tensors:
+            state = {name: tensors.read(name).to(dtype) for name in sorted(tensors.names)}
     transformers.utils.logging.disable_progress_bar()
-    try:
+    try:  # a state dict needs the family's own class
+        loader: Any = AutoModelForCausalLM if state is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            AutoModelForCausalLM.from_pretrained(
-                path,
+            loader.from_pretrained(
+                path if state is None else None,
+                state_dict=state,
                 config=config,
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
@@ -412,7 +409,10 @@ class TensorSource(Protocol):
 
 
 class StoredTensors:
-    """The tensors of a folder opened by `open_tensors`; those of a language model have the names of a text model."""
+    """The tensors of a folder opened by `open_tensors`; those of a language model have the names of a text model.
+
+    Quantized weights have their whole names and values.
+    """
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -423,14 +423,22 @@ class StoredTensors:
         else:
             self._files = dict.fromkeys(self._open(single).keys(), single)
         self._stored = {text_name(name): name for name in self._files}
+        self._scheme = folder_scheme(folder)
+        self._names = frozenset(self._stored) if self._scheme is None else self._scheme.whole_names(self._stored)
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
-        return frozenset(self._stored)
+        return self._names
 
     def read(self, name: str) -> Tensor:
         """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
+        scheme = self._scheme
+        if scheme is not None and name in scheme.names:
+            return scheme.dequantize(name, {part: self._read(part) for part in scheme.part_names(name)})
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(

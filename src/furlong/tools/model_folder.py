@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
+from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
@@ -222,6 +223,7 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _FLOATS = ("F16", "BF16", "F32")
+# Matrices that engines never load quantized, whatever the ignore list says; compressed-tensors must list some of them.
 _NEVER_LINEAR = re.compile(
     r"(^|\.)(lm_head|embed_tokens|wte|wpe|word_embeddings|gate|router|shared_expert_gate|eh_proj)\.weight"
 )
@@ -232,7 +234,16 @@ def quantization(model: StoredModel) -> list[Diagnosis]:
     settings = quantization_config(model)
     if not settings:
         return []
-    return [*_unprotected(model, settings), *_without_companions(model, settings)]
+    key = "ignore" if settings.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
+    entries = settings.get(key) or ()
+    ignore = [str(entry) for entry in entries] if isinstance(entries, (list, tuple)) else []
+    place = f"{model.folder}/config.json: quantization_config.{key}"
+    try:
+        checked_ignore(ignore)
+    except ConfigError as error:
+        return [diagnosis("QNT01", f"{place}: {error}", remedy=f"correct the pattern in quantization_config.{key}")]
+    found = [*_unprotected(model, settings, ignore, key), *_wrongly_quantized(model, ignore, key)]
+    return [*found, *_without_companions(model, settings)]
 
 
 def quantization_config(model: StoredModel) -> Mapping[str, Any]:
@@ -240,50 +251,62 @@ def quantization_config(model: StoredModel) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", model.config.get("quantization_config") or {})
 
 
-def is_ignored(name: str, ignore: Iterable[str]) -> bool:
-    """Whether compressed-tensors' `ignore` covers a parameter, by its name or its module's.
-
-    >>> is_ignored("model.layers.0.mlp.gate.weight", ["re:.*mlp.gate$"])
-    True
-    """
-    module = name.removesuffix(".weight")
-    for entry in ignore:
-        if entry in (name, module):
-            return True
-        if entry.startswith("re:") and any(re.match(entry[3:], text) for text in (name, module)):
-            return True
-    return False
-
-
-def _unprotected(model: StoredModel, settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """QNT01: two-dimensional weights that are stored unquantized, but not covered by `ignore`."""
-    if settings.get("quant_method") != "compressed-tensors":
+def _unprotected(model: StoredModel, settings: Mapping[str, Any], ignore: list[str], key: str) -> Iterator[Diagnosis]:
+    """QNT01: two-dimensional weights that are stored unquantized, but not covered by the ignore list."""
+    open_weights = [
+        name
+        for name, tensor in model.tensors.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOATS
+        if not is_ignored(name, ignore)
+    ]
+    is_compressed = settings.get("quant_method") == "compressed-tensors"
+    if not _quantized_weights(model):  # not quantized yet: report only what must never be
+        open_weights = [name for name in open_weights if is_compressed and _NEVER_LINEAR.search(name)]
+    elif not is_compressed:  # engines know routers and embeddings of FP8 models
+        open_weights = [name for name in open_weights if not is_ignored(name, NEVER_QUANTIZED)]
+    if not open_weights or settings.get("quant_method") not in ("compressed-tensors", "fp8"):
         return
-    ignore = [str(entry) for entry in settings.get("ignore") or ()]
-    try:
-        open_weights = [
-            name
-            for name, tensor in model.tensors.items()
-            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOATS
-            if not is_ignored(name, ignore)
-        ]
-    except re.error as error:
-        finding = f"{model.folder}/config.json: quantization_config.ignore has an invalid pattern: {error}"
-        yield diagnosis("QNT01", finding, remedy="correct the pattern in quantization_config.ignore")
-        return
-    is_packed = any(name.endswith(".weight_packed") for name in model.tensors)
-    if not is_packed:  # not quantized yet: report only what must never be
-        open_weights = [name for name in open_weights if _NEVER_LINEAR.search(name)]
-    if not open_weights:
-        return
-    patterns = sorted({_pattern_of(name) for name in open_weights})
+    patterns = sorted({_pattern_of(name) if is_compressed else module_of(name) for name in open_weights})
     yield diagnosis(
         "QNT01",
-        f"{model.folder}/config.json: quantization_config.ignore does not cover {len(open_weights)} two-dimensional "
+        f"{model.folder}/config.json: quantization_config.{key} does not cover {len(open_weights)} two-dimensional "
         f"weights that are stored unquantized: {abbreviate(sorted(open_weights), SHOWN)}",
-        remedy="add to quantization_config.ignore: " + ", ".join(json.dumps(pattern) for pattern in patterns),
+        remedy=f"add to quantization_config.{key}: " + ", ".join(json.dumps(pattern) for pattern in patterns),
         evidence={"folder": str(model.folder), "weights": sorted(open_weights)[:SHOWN], "patterns": patterns},
     )
+
+
+def _quantized_weights(model: StoredModel) -> list[str]:
+    """Return the names of the quantized weights."""
+    packed = [name for name in model.tensors if name.endswith(".weight_packed")]
+    eight = [n for n, tensor in model.tensors.items() if n.endswith(".weight") and tensor.dtype in _EIGHT_BITS]
+    return sorted([*(name.removesuffix("_packed") for name in packed), *eight])
+
+
+def _wrongly_quantized(model: StoredModel, ignore: list[str], key: str) -> Iterator[Diagnosis]:
+    """QNT01: weights that are stored quantized, but that the ignore list covers or engines load unquantized."""
+    weights = _quantized_weights(model)
+    never = [name for name in weights if _NEVER_LINEAR.search(name)]
+    if never:
+        yield diagnosis(
+            "QNT01",
+            f"{model.folder}: {len(never)} weights are stored quantized that engines load unquantized (routers, "
+            f"embeddings, output layers): {abbreviate(never, SHOWN)}",
+            cause="The conversion quantized every matrix, or its ignore list was incomplete.",
+            remedy="convert the bfloat16 model again with `furlong convert hf-to-fp8` or `hf-to-int4`",
+            evidence={"folder": str(model.folder), "weights": never[:SHOWN]},
+        )
+    covered = [name for name in weights if name not in never and is_ignored(name, ignore)]
+    if covered:
+        entries = [entry for entry in ignore if any(is_ignored(name, [entry]) for name in covered)]
+        yield diagnosis(
+            "QNT01",
+            f"{model.folder}/config.json: quantization_config.{key} covers {len(covered)} weights that are stored "
+            f"quantized: {abbreviate(covered, SHOWN)}",
+            cause="The list is of another conversion. Engines build these layers unquantized and skip what is stored.",
+            remedy=f"remove from quantization_config.{key}, or narrow: {', '.join(json.dumps(e) for e in entries)}",
+            evidence={"folder": str(model.folder), "weights": covered[:SHOWN], "entries": entries},
+        )
 
 
 def _pattern_of(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import LocalChecksums
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.tracing import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer, WeightSync
@@ -27,6 +28,7 @@ class MemorySync(WeightSync):
         as_stored: Returns a tensor in the precision and on the device in which the engine stores this name.
         engine_checksums: Reads all tensors of the engine back. If given, the first update is done twice, and what the
             engine had in between must equal what is sent the second time (`--check-weight-update-equal`).
+        scheme: How the engine stores quantized weights; None if it has none.
         verbose: Whether to log every tensor.
     """
 
@@ -37,11 +39,17 @@ class MemorySync(WeightSync):
         *,
         as_stored: Callable[[str, Tensor], Tensor],
         engine_checksums: Callable[[], Awaitable[dict[str, str]]] | None = None,
+        scheme: QuantizationScheme | None = None,
         verbose: bool = False,
     ) -> None:
         self._trainer, self._engine = trainer, engine
         self._as_stored, self._verbose = as_stored, verbose
-        self._engine_checksums = engine_checksums
+        self._engine_checksums, self._scheme = engine_checksums, scheme
+
+    def _weights(self) -> WeightSource:
+        """Return the trainer's weights as the engine stores them."""
+        source = self._trainer.weights()
+        return source if self._scheme is None else self._scheme.quantized(source)
 
     async def update_weights(self, version: int) -> SyncReport:
         """Load the trainer's weights into the engine. Raises SyncError (CKPT03) if a checksum differs."""
@@ -72,7 +80,7 @@ class MemorySync(WeightSync):
                 sent.append((name, tuple(tensor.shape), tensor.dtype))
                 yield name, tensor
 
-        source = self._trainer.weights()
+        source = self._weights()
         logger.debug("weight_sync start: version %d", version)
         loaded = await self._engine.load_weights(WeightSource(recording), version)
         before = time.perf_counter()
@@ -81,7 +89,7 @@ class MemorySync(WeightSync):
         if self._verbose:
             for name, shape, dtype in sent:
                 logger.info("weight_sync version %d: %s %s %s %s", version, name, shape, dtype, checksums[name])
-        compare_checksums(checksums, loaded, version=version, source=self._trainer.weights())
+        compare_checksums(checksums, loaded, version=version, source=self._weights())
         seconds = time.perf_counter() - started
         logger.info(
             "weight_sync done: version %d, %d tensors, %d bytes, %.3f s, every checksum verified",

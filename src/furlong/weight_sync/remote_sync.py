@@ -268,8 +268,11 @@ class RankSync:
         opened: Iterator[NamedTensor] | None = None
         has_part = self._rank == 0 or self._transport.every_rank
         async with self._connect(addresses) as servers:
-            sent = record_for(servers)
+            scheme = self._transport.context.scheme
+            sent = record_for(servers, is_quantized=scheme is not None)
             weights = source or self._weights()
+            if scheme is not None and has_part:
+                weights = scheme.quantized(weights)
             if self._rank == 0:
                 weights = sent.recording(weights)
 

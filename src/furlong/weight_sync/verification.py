@@ -116,15 +116,16 @@ def _description(source: WeightSource | None, name: str) -> str:
     return ""
 
 
-def record_for(servers: Sequence[WeightServer]) -> WeightRecord:
+def record_for(servers: Sequence[WeightServer], *, is_quantized: bool = False) -> WeightRecord:
     """Make an empty record of what verifying these servers will need."""
     dtypes = [server.checksum_dtype for server in servers]
-    on_device = [server for server in servers if server.device_dtypes]
+    on_device = [server for server in servers if server.device_dtypes and not is_quantized]
     return WeightRecord(
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
         frozenset().union(*(server.device_dtypes for server in on_device)),
         frozenset(server.sharding for server in on_device if not server.rearranges_tensors),
+        is_quantized=is_quantized,
     )
 
 
@@ -184,7 +185,9 @@ class WeightVerifier:
             )
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
-        if server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
+        if sent.is_quantized:  # kernels rearrange quantized weights
+            self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
+        elif server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
             return result
         await finished
         num_compared = await self._compare_rows(server, sent, version)

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
+from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, TensorShard, WeightSource, checksum
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
@@ -39,6 +40,7 @@ class WeightRecord:
     sums: by precision and name. fused: by shard and SGLang's name, from `FusedChecksums.digests`.
     wrong, unhashed: SGLang's tensors that were sent incorrectly, or whose checksum cannot be known, and why.
     uncut, uncut_experts: numbers of processes whose shards have no known checksum, and why.
+    is_quantized: whether some weights were sent quantized; rows are kept of the others.
     checksums: the trainer's checksums by its own names; for tensors on a GPU sent to SGLang, by SGLang's names.
     verify_s: seconds spent on checksums.
 
@@ -58,6 +60,7 @@ class WeightRecord:
     uncut_experts: dict[int, str] = field(default_factory=dict[int, str])
     checksums: dict[str, str] = field(default_factory=dict[str, str])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    is_quantized: bool = False
     has_head: bool = False
     num_tensors: int = 0
     num_bytes: int = 0
@@ -151,7 +154,7 @@ class _Recorder:
         for dtype in record.dtypes:
             is_same = tensor.dtype == dtype or not tensor.is_floating_point()
             record.sums.setdefault(dtype, {})[name] = record.checksums[name] if is_same else checksum(tensor.to(dtype))
-        if record.keep_rows:
+        if record.keep_rows and not (record.is_quantized and is_stored_part(name, tensor.dtype)):
             self._rows_of_all.offer(name, tensor)
             if tensor.ndim == 1:
                 self._rows_of_vectors.offer(name, tensor)

@@ -28,6 +28,7 @@ from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engi
 from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
+from furlong.models.quantized_folder import trained_scheme
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
@@ -105,6 +106,7 @@ def _build_embedded(context: RunContext, trainer: Trainer, opened: contextlib.Ex
         engine,
         as_stored=table.as_stored,
         engine_checksums=resident if config.debug.check_weight_update_equal else None,
+        scheme=trained_scheme(context.model_dir, engine.config),
         verbose=bool(config.debug.debug_weight_sync),
     )
     return ServingParts(engine, sync)

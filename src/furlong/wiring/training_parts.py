@@ -20,12 +20,20 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
+from furlong.core.model_config import read_json
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
+from furlong.models.quantized_folder import (
+    is_quantized,
+    stored_dtypes,
+    trained_scheme,
+    trainer_folders,
+    training_problem,
+)
 from furlong.tracking.run_files import StepFile
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue
@@ -109,8 +117,9 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
             initial_optimizer = optimizer_to_continue(
                 start, loads_states=not checkpoint.no_load_optim, start=config.data.start_rollout_id
             )
-    if start is None and not config.algo.uses_reference:
+    if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
+    _check_quantized(context)
     return BackendSettings(
         hf_checkpoint=context.model_dir,
         initial_weights=start,
@@ -128,6 +137,19 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         checkpoint=checkpoint,
         hooks=_megatron_hooks(context),
     )
+
+
+def _check_quantized(context: RunContext) -> None:
+    """Raise ConfigError for a quantized folder that the trainer would load, without --dequantize."""
+    flags, algo = context.config.checkpoint, context.config.algo
+    if flags.dequantize:
+        return
+    folders = trainer_folders(flags, context.model_dir, uses_reference=algo.uses_reference)
+    for flag, folder in folders.items():
+        if (folder / "config.json").is_file():
+            problem = training_problem(flag, folder, read_json(folder / "config.json"), stored_dtypes(folder))
+            if problem is not None:
+                raise ConfigError(problem)
 
 
 def _megatron_hooks(context: RunContext) -> MegatronHooks:
@@ -178,6 +200,7 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
             world_size=ranks.world_size,
             verbose=bool(config.debug.debug_weight_sync),
             after_write=None if after_write is None else partial(after_write, context.args),
+            scheme=trained_scheme(context.model_dir, hf.load_config(context.model_dir)),
         )
     )
 

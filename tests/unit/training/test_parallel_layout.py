@@ -49,7 +49,6 @@ def test_a_model_that_fits_has_no_problem(config, layout):
         (QWEN3 | {"hidden_act": "gelu"}, Layout(), "hidden_act gelu"),
         (QWEN3 | {"rope_parameters": {"rope_type": "longrope"}}, Layout(), "longrope"),
         (QWEN3 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, Layout(), "0.5"),
-        (QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, Layout(), "fp8"),
         (GPT_OSS | {"attention_bias": False}, Layout(), "attention_bias False"),
         (GPT_OSS | {"swiglu_alpha": 1.5}, Layout(), "swiglu_alpha 1.5"),
         (GPT_OSS, Layout(expert_tensor=2), "--expert-tensor-parallel-size 1"),

@@ -56,6 +56,11 @@ class CheckpointFlags:
         "Reference model: a checkpoint directory, a Megatron-LM checkpoint or a Hugging Face model. Default: "
         "--hf-checkpoint. Without a KL term it gives the initial weights, unless --load does.",
     )
+    dequantize: bool = flag(
+        False,
+        "Train from the quantized weights of --hf-checkpoint, --load or --ref-load, made whole. Without it, a "
+        "quantized --hf-checkpoint is for the engines, and --load or --ref-load give the trainer's weights.",
+    )
     ref_ckpt_step: int | None = flag(
         None,
         "Step of the checkpoint to load from --ref-load. Default: the newest.",

@@ -110,8 +110,9 @@ ROWS = (
         symptom="A router or an embedding of an INT4 model is all zeros.",
         cause="quantization_config.ignore does not cover them, and the engine skips quantized names that it does not "
         "have.",
-        checked="quantization_config.ignore against every two-dimensional weight that is not a linear layer, and those "
-        "that are stored unquantized.",
+        checked="quantization_config.ignore (FP8: modules_to_not_convert) against every two-dimensional weight: none "
+        "that is stored unquantized may be missing in it, none that is stored quantized may be covered, and no router, "
+        "embedding or output layer may be stored quantized.",
         remedy="Add the patterns that the message prints to quantization_config.ignore in config.json.",
         guides=(SD,),
     ),
@@ -132,11 +133,12 @@ ROWS = (
         "P",
         "error",
         symptom="Loading a model ends with an ImportError of a quantization library.",
-        cause="The folder has weights in FP8, INT4 or another quantized format; trainer and embedded engine compute in "
-        "bfloat16, float16 or float32.",
+        cause="The folder has weights in FP8 or INT4, and the trainer would start from them; or its format is one that "
+        "furlong does not read.",
         checked="quantization_config in the config.json of --hf-checkpoint, --load and --ref-load, and the names and "
         "dtypes of their tensors.",
-        remedy="Use the model's folder in bfloat16, or convert this one to bfloat16.",
+        remedy="Give the trainer's weights in bfloat16 with --ref-load or --load, or train from the quantized values "
+        "with --dequantize.",
     ),
     Row(
         "CFG01",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,8 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import is_known_family
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import check_folder, quantization_problem
-from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, read_model
+from furlong.models.hf_folder import check_folder, quantization_seen
+from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, quantization, read_model
 from furlong.tools.template_test import read_tokenizer
 
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
@@ -85,10 +85,45 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         incomplete = list(completeness(each.model))
         yield from incomplete
         dtypes = {name: tensor.dtype for name, tensor in each.model.tensors.items()}
-        if problem := quantization_problem(each.folder, each.model.config, dtypes):
-            yield from_problem(f"{each.flag} {problem}", {"folder": str(each.folder)}, "QNT03")
-        elif not incomplete and _is_loaded(context):
-            yield from _shapes(each.flag, each.model)
+        shapes = {name: tensor.shape for name, tensor in each.model.tensors.items()}
+        if quantization_seen(each.model.config, dtypes) is not None:
+            found = list(quantization(each.model))
+            yield from found
+            whole, problem = _quantized(context, each, dtypes, shapes)
+            if problem:
+                yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
+            if problem or found or whole is None:
+                continue
+            shapes = whole
+        if not incomplete and _is_loaded(context):
+            yield from _shapes(each.flag, each.model, shapes)
+
+
+def _quantized(
+    context: PreflightContext, each: _Weights, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]] | None, str]:
+    """Return the shapes of the whole weights of a quantized folder, and why the run cannot use it."""
+    with import_without_gc("furlong.models.quantized_folder"):
+        from furlong.models import quantized_folder as quantized  # imports torch
+
+    assert each.model is not None
+    try:
+        scheme = quantized.scheme_of(each.folder, each.model.config, dtypes)
+        assert scheme is not None
+        config, whole = context.config, scheme.whole_shapes(shapes)
+        if config.debug.debug_rollout_only or config.checkpoint.dequantize:
+            return whole, ""
+        assert context.model_dir is not None or each.flag != "--hf-checkpoint"
+        trained = quantized.trainer_folders(
+            config.checkpoint, context.model_dir or each.folder, uses_reference=config.algo.uses_reference
+        )
+    except ConfigError as error:
+        return None, f"{each.flag} {error}"
+    except CheckpointError:  # reported with the checkpoint
+        return None, ""
+    if each.folder not in trained.values():
+        return whole, ""
+    return whole, quantized.training_problem(each.flag, each.folder, each.model.config, dtypes) or ""
 
 
 def _is_loaded(context: PreflightContext) -> bool:
@@ -96,7 +131,7 @@ def _is_loaded(context: PreflightContext) -> bool:
     return not context.config.debug.debug_rollout_only or context.config.cluster.engine == "embedded"
 
 
-def _shapes(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
+def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnosis]:
     """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model.
 
     transformers builds the model on the meta device, as the run does.
@@ -107,7 +142,7 @@ def _shapes(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
         from furlong.models.hf_model import misfits  # imports torch
 
     try:
-        missing, shapes = misfits(model.folder, {name: tensor.shape for name, tensor in model.tensors.items()})
+        missing, shapes = misfits(model.folder, stored)
     except ConfigError as error:
         yield from_problem(f"{flag}: {error}", {"folder": str(model.folder)}, "CKPT07")
         return

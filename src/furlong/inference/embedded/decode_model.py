@@ -15,7 +15,7 @@ kernels at 16 * 16 * 16 multiply-adds; only toy widths, with heads under 32, are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.device_checksum import LocalChecksums
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.routing import Routes, RoutingShape
 from furlong.core.text import abbreviate
 from furlong.core.weights import WeightSource, checksum
@@ -42,18 +43,46 @@ class WeightTable:
     tied: Names that are optional in a load.
     parts: For a fused tensor, the names of the pieces that may be loaded instead (the experts of a checkpoint).
     num_writes: Number of tensors written, to detect changes.
+    whole: By name, the storage of weights that are loaded quantized: `views` then has their stored tensors, and these
+        are computed from them.
     """
 
     views: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     tied: set[str] = field(default_factory=set[str])
     parts: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     num_writes: int = 0
+    whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _scheme: QuantizationScheme | None = None
+    _owners: dict[str, str] = field(default_factory=dict[str, str])  # stored tensor -> its weight
     _released: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list[tuple[torch.UntypedStorage, int]])
+
+    def quantize(self, scheme: QuantizationScheme, names: Iterable[str]) -> None:
+        """Store these weights as `scheme` does. Raises SyncError for one that the model does not have.
+
+        Loads and checksums are of the stored tensors, and the model computes with the values that they stand for.
+        """
+        self._scheme = scheme
+        for name in names:
+            dense = self.whole[name] = self.view(name)
+            for fused in [fused for fused, pieces in self.parts.items() if name in pieces]:
+                del self.views[fused], self.parts[fused]  # its pieces are loaded one by one
+            del self.views[name]
+            for part, (shape, dtype) in scheme.parts(name, tuple(dense.shape)).items():
+                self.views[part] = torch.zeros(shape, dtype=dtype, device=dense.device)
+                self._owners[part] = name
+
+    def refresh_whole(self, part: str, loaded: Collection[str]) -> None:
+        """Compute the weight of a stored tensor if all stored tensors of that weight are in `loaded`."""
+        if (name := self._owners.get(part)) is None:
+            return
+        assert self._scheme is not None
+        if all(each in loaded for each in self._scheme.part_names(name)):
+            self.whole[name].copy_(self._scheme.dequantize(name, self.views))
 
     def release(self) -> int:
         """Release the memory of all weights; returns the number of bytes. No access until `restore`."""
         freed = 0
-        for view in self.views.values():
+        for view in (*self.views.values(), *self.whole.values()):
             storage = view.untyped_storage()
             if (size := storage.nbytes()) and storage.resizable():
                 self._released.append((storage, size))
@@ -85,6 +114,11 @@ class WeightTable:
     def view(self, name: str) -> Tensor:
         """Storage of `name`. Raises SyncError if the model has no such tensor."""
         self._check_resident()
+        if name in self.whole and name not in self.views:
+            raise SyncError(
+                f"the engine stores {name} quantized; send its stored tensors, or start the engine from a folder in "
+                "bfloat16"
+            )
         if name not in self.views:
             raise SyncError(f"the engine's model has no tensor {name!r}; it has {abbreviate(sorted(self.views))}")
         return self.views[name]
@@ -151,6 +185,7 @@ class WeightLoad:
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor into place. Raises SyncError if it is unexpected, mis-shaped or repeated."""
         self.expect(name, tensor.shape).copy_(tensor.detach())
+        self._table.refresh_whole(name, self.loaded)
         self._table.num_writes += 1
 
     def expect(self, name: str, shape: Sequence[int]) -> Tensor:

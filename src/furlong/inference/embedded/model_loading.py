@@ -16,6 +16,8 @@ from torch import Tensor
 
 from furlong.core.model_config import read_json
 from furlong.core.onednn_caches import bound_onednn_caches
+from furlong.core.quantization.scheme import QuantizationScheme
+from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
@@ -30,6 +32,7 @@ from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, text_name
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
+from furlong.models.quantized_folder import trained_scheme
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,7 @@ def build_model(
     `weights` is a Hugging Face folder, or a complete state dict under Hugging Face names.
     """
     bound_onednn_caches()
+    scheme = trained_scheme(weights, config) if isinstance(weights, Path) else None
     reason = unsupported_by_fused(config)
     model: DecodeModel
     if reason:
@@ -106,21 +110,33 @@ def build_model(
         from furlong.inference.embedded.transformers_model import TransformersModel
 
         register_model(type(config))
-        if isinstance(weights, Path):
+        if isinstance(weights, Path) and scheme is None:
             network = AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype, local_files_only=True)
             model = TransformersModel(network, dtype=dtype, device=device)
         else:
             network = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
             model = TransformersModel(network, dtype=dtype, device=device)
-            model.table.load(WeightSource(weights.items))
+            load_weights(model.table, config, weights, scheme)
         model.check()
     else:
         model = FusedDenseModel(config, dtype=dtype, device=device, max_length=max_length)
-        source = source_from_folder(weights, config) if isinstance(weights, Path) else WeightSource(weights.items)
-        model.table.load(source)
+        load_weights(model.table, config, weights, scheme)
     why = f" (the fused implementation does not support {reason})" if reason else ""
-    logger.info("embedded engine: %s in %s on %s%s", model.description, model.dtype, model.device, why)
+    stored = "" if scheme is None else f", {len(scheme.names)} weights stored in {scheme.form.description}"
+    logger.info("embedded engine: %s in %s on %s%s%s", model.description, model.dtype, model.device, stored, why)
     return model
+
+
+def load_weights(
+    table: WeightTable, config: Any, weights: Path | Mapping[str, Tensor], scheme: QuantizationScheme | None
+) -> None:
+    """Load a folder or a state dict; with a scheme, the weights are stored quantized from then on."""
+    if scheme is not None:
+        try:
+            table.quantize(scheme, sorted(scheme.names))
+        except QuantizationError as error:
+            raise EngineError(str(error)) from error
+    table.load(source_from_folder(weights, config) if isinstance(weights, Path) else WeightSource(weights.items))
 
 
 def chosen_context_len(config: Any, requested: int | None) -> int:

@@ -26,7 +26,7 @@ from furlong.core.weights import NamedTensor
 from furlong.errors import EngineError
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import integer, name_of, quote, required
-from furlong.process_group import join_group
+from furlong.process_group import join_group, wire_view
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ class WeightGroups:
             tensors = [
                 torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
-            works = [dist.broadcast(tensor, src=0, group=group.process_group, async_op=True) for tensor in tensors]
+            sent = map(wire_view, tensors)
+            works = [dist.broadcast(tensor, src=0, group=group.process_group, async_op=True) for tensor in sent]
             for work in works:
                 if work is not None:
                     work.wait()

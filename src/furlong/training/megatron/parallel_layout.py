@@ -90,9 +90,6 @@ def _architecture_problems(config: Mapping[str, Any], family: Family) -> Iterato
             yield f"config.json has {name} {config[name]}, which --train-backend megatron does not support; {USE_FSDP}"
     if kinds := {str(kind) for kind in config.get("layer_types") or ()} - set(family.layer_kinds):
         yield f"the model has {', '.join(sorted(kinds))} layers; --train-backend megatron has none; {USE_FSDP}"
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown method")
-        yield f"the weights are quantized ({method}); use a folder with weights in bfloat16"
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROTARY:

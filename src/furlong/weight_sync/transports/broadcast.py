@@ -23,7 +23,7 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
-from furlong.process_group import join_group
+from furlong.process_group import join_group, wire_view
 from furlong.weight_sync.transports.transport import (
     Connect,
     Transport,
@@ -106,7 +106,7 @@ class BroadcastTransport(Transport):
 
     def _broadcast(self, tensors: Sequence[NamedTensor], group: Any) -> None:
         with tracer.span("broadcast bucket", num_tensors=len(tensors)):
-            works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
+            works = [dist.broadcast(wire_view(tensor), src=0, group=group, async_op=True) for _, tensor in tensors]
             for work in works:
                 if work is not None:
                     work.wait()

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from furlong.core.delta import Delta, DeltaWriter, bytes_of
+from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import SyncError
@@ -238,7 +239,7 @@ class DeltaTransport(DiskTransport):
         self, servers: Sequence[WeightServer], base_version: int
     ) -> tuple[list[WeightServer], list[WeightServer]]:
         """Split the servers into those that can apply a delta to `base_version`, and the others."""
-        dtypes = {tensor.dtype for tensor in self._base.values()}
+        dtypes = {tensor.dtype for name, tensor in self._base.items() if not is_stored_part(name, tensor.dtype)}
         appliers: list[WeightServer] = []
         for server in servers:
             if server.checksum_dtype is None:

@@ -1,0 +1,134 @@
+"""FP8 weights (E4M3): with a scale per block of 128 x 128, as DeepSeek's models, per row, or per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from furlong.core.quantization.weight_format import WEIGHT, QuantizationError, check_finite, check_matrix
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+SMALLEST_AMAX = 1e-12  # of a block, so that the scale of a block of zeros is not zero
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """DeepSeek's format: `weight` in E4M3, and `weight_scale_inv`, by which the values of each block are multiplied.
+
+    Blocks at the right and lower edge may be smaller. With `is_power_of_two`, scales are rounded up to powers of two
+    (`scale_fmt` "ue8m0").
+    """
+
+    block: tuple[int, int] = (128, 128)
+    scale_dtype: torch.dtype = torch.float32
+    is_power_of_two: bool = False
+
+    @property
+    def description(self) -> str:
+        """The format in a few words."""
+        return f"FP8 E4M3 in blocks of {self.block[0]} x {self.block[1]}"
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return WEIGHT, "weight_scale_inv"
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each part."""
+        rows, columns = check_matrix(shape)
+        grid = -(-rows // self.block[0]), -(-columns // self.block[1])
+        return {WEIGHT: ((rows, columns), E4M3), "weight_scale_inv": (grid, self.scale_dtype)}
+
+    def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of a weight from the shapes of its parts."""
+        return shapes[WEIGHT]
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Divide each block by its largest magnitude / 448 and round to E4M3."""
+        (grid, _) = self.parts(tuple(weight.shape))["weight_scale_inv"]
+        height, width = self.block
+        padding = (0, grid[1] * width - weight.shape[1], 0, grid[0] * height - weight.shape[0])
+        blocks = functional.pad(weight.detach().float(), padding).view(grid[0], height, grid[1], width)
+        largest = blocks.abs().amax(dim=(1, 3))
+        check_finite(largest)
+        scale = largest.clamp(min=SMALLEST_AMAX) / LARGEST
+        if self.is_power_of_two:
+            mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2 ** exponent with 0.5 <= mantissa < 1
+            scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        scale = scale.to(self.scale_dtype)
+        rounded = _rounded(blocks / scale.float()[:, None, :, None])
+        whole = rounded.view(grid[0] * height, grid[1] * width)
+        return {WEIGHT: whole[: weight.shape[0], : weight.shape[1]].contiguous(), "weight_scale_inv": scale}
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Multiply in float32, and round to `dtype`."""
+        weight, scale = parts[WEIGHT], parts["weight_scale_inv"].float()
+        rows, columns = weight.shape
+        expanded = scale.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
+        return (weight.float() * expanded).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Scaled:
+    """`weight` in E4M3, and `weight_scale` per output channel [rows, 1] or for the whole tensor [1].
+
+    Computes in `scale_dtype`. That is the weight's own dtype in the folders of compressed-tensors, whose results these
+    are bit for bit, and float32 for `quant_method` "fp8".
+    """
+
+    per: Literal["channel", "tensor"]
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def description(self) -> str:
+        """The format in a few words."""
+        return f"FP8 E4M3 per {self.per}"
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return WEIGHT, "weight_scale"
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each part."""
+        rows, columns = check_matrix(shape)
+        scale_shape = (rows, 1) if self.per == "channel" else (1,)
+        return {WEIGHT: ((rows, columns), E4M3), "weight_scale": (scale_shape, self.scale_dtype)}
+
+    def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of a weight from the shapes of its parts."""
+        return shapes[WEIGHT]
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Divide by the largest magnitude / 448 and round to E4M3."""
+        check_matrix(tuple(weight.shape))
+        values = weight.detach().to(self.scale_dtype)
+        largest = values.abs().amax(dim=1, keepdim=True) if self.per == "channel" else values.abs().amax().view(1)
+        check_finite(largest)
+        scale = _nonzero(largest / LARGEST)
+        return {WEIGHT: _rounded(values / scale), "weight_scale": scale}
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Multiply in the dtype of the scales, and round to `dtype`."""
+        scale = parts["weight_scale"]
+        if scale.numel() not in (1, parts[WEIGHT].shape[0]):
+            raise QuantizationError(
+                f"weight_scale has shape {list(scale.shape)} for a weight {list(parts[WEIGHT].shape)}; expected a "
+                "scale per row or one; convert the folder again"
+            )
+        return (parts[WEIGHT].to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """Replace scales of zero, as compressed-tensors does."""
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _rounded(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-LARGEST, LARGEST).to(E4M3)

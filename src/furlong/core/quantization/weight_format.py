@@ -1,0 +1,70 @@
+"""The interface of formats that store a weight matrix quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WEIGHT = "weight"
+
+
+class QuantizationError(ValueError):
+    """A weight cannot be quantized; the message has the reason and the fix, without the weight's name."""
+
+
+class WeightFormat(Protocol):
+    """A format of quantized weight matrices.
+
+    A weight `x.weight` is stored as some parts, which are named by what follows `x.`.
+    """
+
+    @property
+    def description(self) -> str:
+        """The format in a few words, for messages."""
+        ...
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        ...
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each part of a weight [rows, columns]. Raises QuantizationError if it has none."""
+        ...
+
+    def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of a weight from the shapes of its parts."""
+        ...
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Quantize a weight [rows, columns] on its device. Raises QuantizationError for values or sizes that it cannot.
+
+        Every value is rounded to the nearest one of its block, group, row or tensor.
+        """
+        ...
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the weight [rows, columns] that the parts stand for."""
+        ...
+
+
+def check_finite(largest: Tensor) -> None:
+    """Raise QuantizationError unless these largest magnitudes are finite: a scale would turn others into zeros."""
+    if not bool(torch.isfinite(largest).all()):
+        count = int((~torch.isfinite(largest)).sum())
+        raise QuantizationError(
+            f"{count} of {largest.numel()} scales would be inf or nan, because the weight has such values; check the "
+            "checkpoint with `furlong check`, or load one from before training diverged"
+        )
+
+
+def check_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns. Raises QuantizationError unless the shape is that of a matrix with elements."""
+    if len(shape) != 2 or 0 in shape:
+        raise QuantizationError(
+            f"its shape is {list(shape)}, but only matrices are quantized; add it to the ignore list"
+        )
+    return shape[0], shape[1]

@@ -1,0 +1,109 @@
+"""Reads how the weights of a Hugging Face folder are quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from furlong.config.sections import CheckpointFlags
+from furlong.core.checkpoint_folder import find_foreign_weights, is_first_start
+from furlong.core.model_config import read_json
+from furlong.core.quantization.scheme import QuantizationScheme, quantization_settings, read_scheme
+from furlong.core.safetensors_header import read_header
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.carried_tensors import WITH_VISION, is_carried
+from furlong.models.hf_folder import WEIGHT_FILES, quantization_seen, read_weight_map
+
+TWO_WAYS = (
+    "give the trainer's weights in bfloat16 with --ref-load or --load and keep --hf-checkpoint for the engines, or "
+    "train from the quantized values with --dequantize"
+)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the config.json of a folder says that its weights are quantized."""
+    return bool(quantization_settings(read_json(folder / "config.json")))
+
+
+def trainer_folders(flags: CheckpointFlags, model_dir: Path, *, uses_reference: bool) -> dict[str, Path]:
+    """Return the folders that initial policy and reference are loaded from, by the flag that names them.
+
+    --hf-checkpoint is left out if all weights come from --load or --ref-load. Raises CheckpointError if a named
+    checkpoint is missing.
+    """
+    load, ref = flags.load, flags.ref_load
+    folders: dict[str, Path] = {}
+    if load is not None and (start := find_foreign_weights(Path(load), step=flags.ckpt_step)) is not None:
+        folders["--load"] = start
+    has_start = bool(folders) or (
+        load is not None and not is_first_start(Path(load), None if flags.save is None else Path(flags.save))
+    )
+    if ref is not None and (frozen := find_foreign_weights(Path(ref), step=flags.ref_ckpt_step)) is not None:
+        folders["--ref-load"] = frozen
+    if ref is None and (uses_reference or not has_start):
+        folders["--hf-checkpoint"] = model_dir
+    return folders
+
+
+def training_problem(flag: str, folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
+    """Return why a folder that a flag names cannot be trained from without --dequantize; None if it can be."""
+    seen = quantization_seen(config, dtypes)
+    return None if seen is None else f"{flag} {folder}: its weights are quantized ({seen}); {TWO_WAYS}"
+
+
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtype of each stored tensor. Raises CheckpointError that names a damaged or missing file."""
+    dtypes: dict[str, str] = {}
+    index = folder / WEIGHT_FILES[1]
+    named = {folder / name for name in read_weight_map(index).values()} if index.is_file() else set[Path]()
+    for path in sorted(named or folder.glob("*.safetensors")):
+        try:
+            shard = read_header(path)
+            if shard.needed_bytes != shard.file_bytes:
+                raise CheckpointError(f"{path.name} has {shard.file_bytes} bytes, its header {shard.needed_bytes}")
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot load the weights of {folder}: {error}; download the file again") from error
+        dtypes |= {name: tensor.dtype for name, tensor in shard.tensors.items()}
+    return dtypes
+
+
+def folder_scheme(folder: Path) -> QuantizationScheme | None:
+    """Return how a folder's weights are quantized; None if they are not. Raises what `scheme_of` raises."""
+    return scheme_of(folder, read_json(folder / "config.json"), stored_dtypes(folder))
+
+
+def trained_scheme(folder: Path, config: Any) -> QuantizationScheme | None:
+    """Return how a folder's weights are quantized, without those that are not trained.
+
+    `config` is the model's transformers config. Returns None and raises as `folder_scheme`.
+    """
+    scheme = folder_scheme(folder)
+    if scheme is None:
+        return None
+    return dataclasses.replace(scheme, names=frozenset(name for name in scheme.names if not is_carried(name, config)))
+
+
+def scheme_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> QuantizationScheme | None:
+    """Return how weights are quantized; None if they are not. `config` and `dtypes` are those of the folder.
+
+    Raises ConfigError, naming the folder, for a format that is not supported, and for missing scales.
+    """
+    seen = quantization_seen(config, dtypes)
+    if seen is None:
+        return None
+    if config.get("model_type") in WITH_VISION:
+        raise ConfigError(
+            f"{folder}: its weights are quantized ({seen}), but quantized models with a vision encoder are not "
+            "supported; use the model's folder in bfloat16"
+        )
+    if not quantization_settings(config):
+        raise ConfigError(
+            f"{folder}: its weights are quantized ({seen}), but config.json has no quantization_config; copy it from "
+            "the model's source, or use the model's folder in bfloat16"
+        )
+    try:
+        return read_scheme(config, dtypes)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: its weights are quantized ({seen}), but {error}") from error

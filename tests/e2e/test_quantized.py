@@ -1,0 +1,79 @@
+"""Runs whose engine has quantized weights, with a trainer in float32: they learn, sync and resume like others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from furlong.core.quantization.fp8 import Fp8Blocks
+from furlong.core.quantization.int4 import Int4Groups
+from furlong.core.quantization.weight_format import WeightFormat
+from furlong.errors import ConfigError
+from furlong.models.hf_model import load_model
+from furlong.models.quantized_folder import is_quantized
+from furlong.tools.quantize_folder import quantize_folder
+from runs import flags, is_finite, rows, train, write_model, write_prompts
+
+FORMS: dict[str, WeightFormat] = {"fp8": Fp8Blocks((16, 16)), "int4": Int4Groups(16)}
+
+
+@pytest.fixture(params=FORMS)
+def folders(request, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Return the model, its quantized copy and prompts."""
+    model = write_model(tmp_path / "model")
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    quantize_folder(model, quantized, FORMS[request.param])
+    return model, quantized, write_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_a_quantized_engine_trains_with_the_weights_of_ref_load(folders, tmp_path):
+    model, quantized, data = folders
+    out, hf = tmp_path / "run", tmp_path / "hf-2"
+    changes = {
+        "ref_load": model,
+        "save": tmp_path / "save",
+        "save_hf": tmp_path / "hf-{rollout_id}",
+        "check_weight_update_equal": True,
+    }
+    assert train(flags(quantized, data, out, **changes)) == 2
+    assert all(map(is_finite, rows(out)))
+    error = rows(out)[0]["train/train_rollout_logprob_abs_diff"]
+    assert 1e-6 < error < 0.5  # of quantization; without it, both compute the same in float32
+    assert not is_quantized(hf)
+    before, after = (dict(load_model(each).named_parameters()) for each in (model, hf))
+    assert any((before[name] != tensor).any() for name, tensor in after.items())
+    again = flags(quantized, data, tmp_path / "again", ref_load=model, load=tmp_path / "save", num_rollout=3)
+    assert train(again) == 1
+
+
+def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
+    _, quantized, data = folders
+    with pytest.raises(ConfigError, match=r"(?s)weights are quantized.*--ref-load.*--dequantize"):
+        train(flags(quantized, data, tmp_path / "refused"))
+    assert train(flags(quantized, data, tmp_path / "run", dequantize=True, use_kl_loss=True, kl_loss_coef=0.1)) == 2
+    first = rows(tmp_path / "run")[0]
+    assert first["train/train_rollout_logprob_abs_diff"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "transport",
+    [
+        {"update_weight_transport": "ipc", "colocate": True},
+        {"update_weight_transport": "nccl"},
+        {"update_weight_transport": "disk"},
+        {"update_weight_transport": "disk", "update_weight_mode": "delta"},
+    ],
+    ids=lambda flags: "-".join(map(str, flags.values())),
+)
+def test_an_engine_server_gets_quantized_tensors_by_every_transport(folders, tmp_path, transport, caplog):
+    model, quantized, data = folders
+    out = tmp_path / "run"
+    with caplog.at_level("INFO"):
+        served = {"engine": "embedded", "rollout_num_gpus": 1, "ref_load": model} | transport
+        assert train(flags(quantized, data, out, **served)) == 2
+    assert all(map(is_finite, rows(out)))
+    assert rows(out)[1]["train/train_rollout_logprob_abs_diff"] > 1e-6
+    assert caplog.text.count("every checksum verified") >= 2
