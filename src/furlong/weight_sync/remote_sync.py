@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.threads import in_thread
 from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
 from furlong.errors import (
@@ -242,6 +243,7 @@ class RankSync:
         connect: Opens clients of the engine servers.
         rank: This rank. Rank 0 makes the record of what was sent.
         world_size: Number of trainer ranks.
+        scheme: How the engines store quantized weights, if they do; every rank that sends quantizes whole tensors.
 
     A Ray worker makes one for its backend and runs `asyncio.run(rank_sync.send_weights(addresses, version))`.
     """
@@ -254,7 +256,9 @@ class RankSync:
         connect: Connect,
         rank: int = 0,
         world_size: int = 1,
+        scheme: QuantizationScheme | None = None,
     ) -> None:
+        self._scheme = scheme
         self._weights, self._transport, self._connect = weights, transport, connect
         self._rank, self._world_size = rank, world_size
 
@@ -268,7 +272,7 @@ class RankSync:
         opened: Iterator[NamedTensor] | None = None
         has_part = self._rank == 0 or self._transport.every_rank
         async with self._connect(addresses) as servers:
-            scheme = self._transport.context.scheme
+            scheme = self._scheme
             sent = record_for(servers, is_quantized=scheme is not None)
             weights = source or self._weights()
             if scheme is not None and has_part:
@@ -319,12 +323,21 @@ class LocalSync(RemoteSync):
         trainer: Provides the weights.
         servers: Returns the servers in use.
         transport: Sends the weights.
+        scheme: As in `RankSync`.
         options: As in `RemoteSync`.
     """
 
-    def __init__(self, trainer: Trainer, servers: Servers, transport: Transport, **options: Any) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        servers: Servers,
+        transport: Transport,
+        *,
+        scheme: QuantizationScheme | None = None,
+        **options: Any,
+    ) -> None:
         self._clients: dict[str, WeightServer] = {}
-        self._rank = RankSync(trainer.weights, transport, connect=self._connect)
+        self._rank = RankSync(trainer.weights, transport, connect=self._connect, scheme=scheme)
 
         async def registered() -> Sequence[WeightServer]:
             in_use = await servers()

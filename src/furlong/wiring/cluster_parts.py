@@ -28,7 +28,14 @@ from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.remote_sync import RankSync
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.training_parts import build_packing, build_sizes, build_transport, build_worker, seed_everything
+from furlong.wiring.training_parts import (
+    build_packing,
+    build_sizes,
+    build_transport,
+    build_worker,
+    engine_scheme,
+    seed_everything,
+)
 
 if TYPE_CHECKING:
     from furlong.cluster.gpu_placement import Placement
@@ -139,6 +146,7 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
             ),
             rank=ranks.rank,
             world_size=ranks.world_size,
+            scheme=engine_scheme(context),
         )
 
     return RankParts(worker, sync)

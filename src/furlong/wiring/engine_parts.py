@@ -28,13 +28,12 @@ from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engi
 from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
-from furlong.models.quantized_folder import trained_scheme
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
 from furlong.wiring.cluster_parts import Cluster
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.training_parts import TrainingParts, build_transport
+from furlong.wiring.training_parts import TrainingParts, build_transport, engine_scheme
 
 SPARE_FILES = 256  # open files of this process besides connections
 
@@ -106,7 +105,7 @@ def _build_embedded(context: RunContext, trainer: Trainer, opened: contextlib.Ex
         engine,
         as_stored=table.as_stored,
         engine_checksums=resident if config.debug.check_weight_update_equal else None,
-        scheme=trained_scheme(context.model_dir, engine.config),
+        scheme=engine_scheme(context),
         verbose=bool(config.debug.debug_weight_sync),
     )
     return ServingParts(engine, sync)
@@ -189,6 +188,7 @@ def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngin
             training.trainer,
             engine.pool.reachable,
             build_transport(context, [server.info.device_type for server in engine.servers], Ranks()),
+            scheme=engine_scheme(context),
             timeout_s=timeout_s,
             verify_while_serving=verify_while_serving,
             was_lost=was_lost,

@@ -21,6 +21,7 @@ from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.model_config import read_json
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
@@ -200,9 +201,13 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
             world_size=ranks.world_size,
             verbose=bool(config.debug.debug_weight_sync),
             after_write=None if after_write is None else partial(after_write, context.args),
-            scheme=trained_scheme(context.model_dir, hf.load_config(context.model_dir)),
         )
     )
+
+
+def engine_scheme(context: RunContext) -> QuantizationScheme | None:
+    """Return how the engines store the weights that are trained; None if they are not quantized."""
+    return trained_scheme(context.model_dir, hf.load_config(context.model_dir))
 
 
 def build_sizes(config: Config, num_ranks: int) -> Ranks:

@@ -36,12 +36,13 @@ def checkpoint_model(context: PreflightContext) -> Iterator[Diagnosis]:
             saved |= read_header(path).tensors
     except CheckpointError:  # damaged: loading compares checksums and reports it
         return
+    known = model.weight_shapes
     shapes = [
-        f"{name} is {list(tensor.shape)}, in the model {list(model.tensors[name].shape)}"
+        f"{name} is {list(tensor.shape)}, in the model {list(shape)}"
         for name, tensor in saved.items()
-        if name in model.tensors and tensor.shape != model.tensors[name].shape
+        if (shape := known.get(name)) is not None and tensor.shape != shape
     ]
-    unknown = [name for name in saved if name not in model.tensors and not _is_head(name)]
+    unknown = [name for name in saved if name not in known and not _is_head(name)]
     absent = _layers_of(model.tensors) - _layers_of(saved) if saved else set[str]()
     parts = [f"{len(shapes)} tensors have another shape ({'; '.join(shapes[:SHOWN])})"] if shapes else []
     if saved and len(unknown) * 2 > len(saved):

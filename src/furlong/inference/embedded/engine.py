@@ -19,11 +19,12 @@ from torch import Tensor
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.inference.embedded.decode_model import WeightLoad, bucketed_length
+from furlong.inference.embedded.decode_model import bucketed_length
 from furlong.inference.embedded.engine_thread import EngineThread, call_on_loop, settler
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
+from furlong.inference.embedded.weight_table import WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
 from furlong.models.hf_model import load_config
 

@@ -21,13 +21,8 @@ from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.inference.embedded.decode_model import (
-    DecodeModel,
-    FusedDenseModel,
-    WeightLoad,
-    WeightTable,
-    unsupported_by_fused,
-)
+from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
+from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, text_name
 from furlong.models.hf_folder import end_ids

@@ -25,8 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import WeightTable, padded_rows
+from furlong.inference.embedded.decode_model import padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, attend_slots, decode_mask
+from furlong.inference.embedded.weight_table import WeightTable
 from furlong.models.hf_model import Rows, disk_rows
 from furlong.models.model_facts import (
     ATTENTION_LAYERS,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from furlong.config.sections import SyncFlags
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, EngineSharding, NamedTensor, WeightSource
@@ -158,8 +157,7 @@ class TransportContext:
 
     model_dir: the Hugging Face folder; run_dir: the run's own folder; on_gpu: whether trainer and engines are all on
     GPUs; rank, world_size: among the trainer ranks; verbose: whether to log each bucket; after_write(folder, urls): the
-    user's function for files that are complete, called before these engines read them; scheme: how the engines store
-    quantized weights, if they do.
+    user's function for files that are complete, called before these engines read them.
     """
 
     flags: SyncFlags
@@ -170,7 +168,6 @@ class TransportContext:
     world_size: int = 1
     verbose: bool = False
     after_write: Callable[[str, list[str]], object] | None = None
-    scheme: QuantizationScheme | None = None
 
 
 class Transport(ABC):
