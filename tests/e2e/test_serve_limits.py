@@ -21,7 +21,7 @@ import torch
 from fakes_engine import tiny_model
 from furlong.inference.server.app import escaped_label
 from furlong.inference.server.bodies import json_reply
-from furlong.inference.server.limits import Counts, RefusedError, RequestGuard, ServerLimits
+from furlong.inference.server.limits import SPARE_CONNECTIONS, Counts, RefusedError, RequestGuard, ServerLimits
 from runs import write_model
 from served_engine import serve_process, served_tiny
 
@@ -164,6 +164,45 @@ def test_a_large_reply_is_handed_over_as_fast_as_it_is_read():
     values, declared, size = asyncio.run(unread_bytes())
     assert [value["i"] for value in values] == [*range(40)]
     assert declared == size
+
+
+def test_connections_beyond_the_limit_may_ask_for_health_only():
+    with served_tiny(limits=ServerLimits(max_connections=4)) as (url, _, log), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(url)) for _ in range(4)]
+        assert httpx.get(f"{url}/health").status_code == 200
+        refused = post(url, "/generate", text="a", sampling_params=GREEDY)
+        assert refused.status_code == 503
+        assert "--max-connections" in message(refused)
+        for _ in range(SPARE_CONNECTIONS + 1):
+            stack.enter_context(connect(url))
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert "closed a connection: " in " ".join(log.lines)
+        for client in idle:
+            client.close()
+        while (reply := post(url, "/generate", text="a", sampling_params=GREEDY)).status_code == 503:
+            time.sleep(0.01)
+        assert reply.status_code == 200
+
+
+def test_a_burst_of_chunks_pipelined_requests_and_disconnects_is_answered_in_order():
+    body = json.dumps({"text": "a", "sampling_params": GREEDY}).encode()
+    chunked = b"".join(b"1\r\n%c\r\n" % byte for byte in body + b" " * 4_000) + b"0\r\n\r\n"
+    with served_tiny() as (url, engine, _), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(url)) for _ in range(30)]
+        for i, client in enumerate(clients):
+            client.sendall(head(Transfer_Encoding="chunked") + chunked + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            if i % 3 == 0:
+                client.close()
+        for i, client in enumerate(clients):
+            if i % 3:
+                received = b""
+                while received.count(b"HTTP/1.1 200") < 2 or not received.endswith(b'{"status":"ok"}'):
+                    part = client.recv(1 << 16)
+                    assert part
+                    received += part
+                assert received.index(b"output_ids") < received.index(b'"status"')
+        while engine.stats().running + engine.stats().waiting:
+            time.sleep(0.01)
 
 
 def test_bytes_that_are_not_http_are_debug_lines():

@@ -83,11 +83,11 @@ class SessionServer:
         limits: ServerLimits | None = None,
     ) -> None:
         self.model_name, self._client_sampling = model_name, client_sampling
-        self._limits = limits or ServerLimits()
+        self._counts = Counts(limits or ServerLimits())
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._server = LoopServer(self._app(), host, port, self._limits)
+        self._server = LoopServer(self._app(), host, port, self._counts)
         self.address = self._server.address
 
     async def start(self) -> None:
@@ -148,8 +148,9 @@ class SessionServer:
         models = functools.partial(self._guarded, self._models)
         routes += [Route(path, models, methods=["GET"]) for path in ("/sessions/{id}/v1/models", "/v1/models")]
         routes.append(Route("/sessions/{id}/models", models, methods=["GET"]))
-        counts = Counts(self._limits)
-        middleware = [Middleware(LimitRequests, counts=counts, refuse=lambda text, status: _error(None, text, status))]
+        middleware = [
+            Middleware(LimitRequests, counts=self._counts, refuse=lambda text, status: _error(None, text, status))
+        ]
         return Starlette(routes=routes, middleware=middleware, exception_handlers={404: _not_found, 405: _not_found})
 
     async def _guarded(

@@ -88,7 +88,8 @@ class EngineServer:
         self.weights = WeightEndpoints(engine)
         self._started_s = time.time()
         middleware = [Middleware(ApiKey, key=api_key)] if api_key else []
-        middleware.append(Middleware(LimitRequests, counts=Counts(self.limits), refuse=error_response))
+        self.counts = Counts(self.limits)
+        middleware.append(Middleware(LimitRequests, counts=self.counts, refuse=error_response))
         self.app = Starlette(
             routes=self._routes(),
             middleware=middleware,

@@ -1,33 +1,76 @@
-"""uvicorn with time limits for headers and slow readers, a limit of connections, and a bounded exit."""
+"""uvicorn with time limits for headers and slow readers, a limit of connections, fair turns, and a bounded exit."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from furlong.inference.server.limits import ServerLimits, connections_that_fit
+from furlong.inference.server.bodies import error_response
+from furlong.inference.server.limits import (
+    HEALTH_PATH,
+    SPARE_CONNECTIONS,
+    Counts,
+    ServerLimits,
+    connections_that_fit,
+    flag_of,
+)
+from furlong.inference.server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for requests to end once the server exits; their connections are then closed
 CANCEL_S = 2.5  # after it starts to exit, uvicorn cancels the requests that are left
+ACCEPTS = 256  # connections accepted in one iteration of the event loop
+BACKLOG = 4096  # connections that the kernel accepts meanwhile; it uses net.core.somaxconn if that is less
+PIECE_BYTES = 16 * 1024  # parsed at once
+HEALTH_REQUEST = f"GET {HEALTH_PATH} ".encode()
 
 
-def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
+@dataclass
+class _Sharing:
+    """What the connections of one server share.
+
+    spares: Connections beyond the limit, the oldest first. They may ask for `/health` only.
+    """
+
+    limits: ServerLimits
+    max_connections: int
+    turns: Turns
+    spares: dict[_LimitedProtocol, None] = field(default_factory=dict["_LimitedProtocol", None])
+
+
+def limited_protocol(counts: Counts) -> type[H11Protocol]:
     """Return the protocol class of connections under these limits."""
 
     class Limited(_LimitedProtocol):
-        server_limits: ClassVar[ServerLimits] = limits
-        max_connections: ClassVar[int] = connections_that_fit(limits)
+        sharing: ClassVar[_Sharing] = _Sharing(counts.limits, connections_that_fit(counts.limits), counts.turns)
 
     return Limited
+
+
+def _only_health(app: ASGIApp, limit: int) -> ASGIApp:
+    """Forward requests for `/health` to `app`, and refuse others with 503."""
+    message = f"{limit} connections are open, the limit of {flag_of('max_connections')}; close some, or retry later"
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HEALTH_PATH:
+            await app(scope, receive, send)
+            return
+        refusal = error_response(message, 503)
+        refusal.headers["connection"] = "close"
+        await refusal(scope, receive, send)
+
+    return answer
 
 
 class _ClientFaults(logging.LoggerAdapter[logging.Logger]):
@@ -44,34 +87,65 @@ class _ClientFaults(logging.LoggerAdapter[logging.Logger]):
 
 
 class _LimitedProtocol(H11Protocol):
-    """A connection that is closed when the client neither sends a request nor reads its answer in time."""
+    """A connection that is closed when the client neither sends a request nor reads its answer in time.
 
-    server_limits: ClassVar[ServerLimits]
-    max_connections: ClassVar[int]
+    What it receives is parsed in turns with other connections, except requests for `/health`.
+    """
+
+    sharing: ClassVar[_Sharing]
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _answer_timer: asyncio.TimerHandle | None = None
+    _num_waiting = 0  # pieces that wait for a turn
 
     def connection_made(self, transport: Any) -> None:  # the base class names asyncio.Transport
-        """Close the connection at once if there are too many."""
+        """Serve a connection beyond the limit `/health` only, and close the oldest of them if they are many."""
         super().connection_made(transport)
         self.logger = cast("Any", _ClientFaults(logger))
-        if len(self.connections) > self.max_connections:
-            logger.debug("closed a connection: %d are open", len(self.connections))
-            transport.abort()
-            return
+        if len(self.connections) - len(self.sharing.spares) > self.sharing.max_connections:
+            self._become_spare()
         self._await_headers()
 
+    def _become_spare(self) -> None:
+        spares = self.sharing.spares
+        spares[self] = None
+        self.app = cast("Any", _only_health(cast("ASGIApp", self.app), self.sharing.max_connections))
+        if len(spares) > SPARE_CONNECTIONS:
+            oldest = next(iter(spares))
+            del spares[oldest]
+            logger.debug("closed a connection: %d are open", len(self.connections))
+            oldest.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
-        super().connection_lost(exc)
+        """Stop the timers, and in its turn the request."""
         self._header_timer = _stopped(self._header_timer)
         self._write_timer = _stopped(self._write_timer)
         self._answer_timer = _stopped(self._answer_timer)
+        self.sharing.spares.pop(self, None)
+        self.sharing.turns.add(functools.partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes of the client; headers must be complete within `header_timeout` of the first of them."""
-        super().data_received(data)
+        """Process bytes of the client, a request for `/health` at once and others in their turn."""
+        if not self._num_waiting and data.startswith(HEALTH_REQUEST) and len(data) <= PIECE_BYTES:
+            self._process(data)
+            return
+        for start in range(0, len(data), PIECE_BYTES):
+            self._num_waiting += 1
+            self.sharing.turns.add(functools.partial(self._process_waiting, data[start : start + PIECE_BYTES]))
+        if self._num_waiting:
+            self.transport.pause_reading()
+
+    def _process_waiting(self, piece: bytes) -> None:
+        self._num_waiting -= 1
+        if self.transport.is_closing():
+            return
+        self._process(piece)
+        if not self._num_waiting and not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _process(self, piece: bytes) -> None:
+        """Parse; headers must be complete within `header_timeout` of their first byte."""
+        super().data_received(piece)
         if self.transport.is_closing() or self._is_answering():
             self._header_timer = _stopped(self._header_timer)
             self._limit_answer()
@@ -112,16 +186,16 @@ class _LimitedProtocol(H11Protocol):
     def _limit_answer(self) -> None:
         """Limit the time in which a client may read an answer, however slowly it does."""
         if self._answer_timer is None and self._is_answering():
-            limit_s = self.server_limits.request_timeout + self.server_limits.write_timeout
+            limit_s = self.sharing.limits.request_timeout + self.sharing.limits.write_timeout
             self._answer_timer = self.loop.call_later(limit_s, self._expire, "read its answer")
 
     def _await_headers(self) -> None:
         self._header_timer = _stopped(self._header_timer)
-        limit_s = self.server_limits.header_timeout
+        limit_s = self.sharing.limits.header_timeout
         self._header_timer = self.loop.call_later(limit_s, self._expire, "send a request")
 
     def _await_reader(self, unsent_bytes: int) -> None:
-        limit_s = self.server_limits.write_timeout
+        limit_s = self.sharing.limits.write_timeout
         self._write_timer = self.loop.call_later(limit_s, self._check_reader, unsent_bytes)
 
     def _check_reader(self, unsent_bytes: int) -> None:
@@ -149,6 +223,12 @@ class LimitedServer(uvicorn.Server):
         """Leave signals alone."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen. asyncio would accept as many connections at once as the kernel may queue."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: after `GRACE_S`, the connections that are left are closed, which ends their requests."""
         timer = asyncio.get_running_loop().call_later(GRACE_S, self._close_connections)
@@ -168,14 +248,15 @@ class LimitedServer(uvicorn.Server):
                 transport.abort()
 
 
-def build_server(app: Any, limits: ServerLimits) -> LimitedServer:
+def build_server(app: Any, counts: Counts) -> LimitedServer:
     """Return a server of `app`; it listens on sockets that the caller binds."""
     config = uvicorn.Config(
         app,
-        http=limited_protocol(limits),
+        http=limited_protocol(counts),
         ws="none",
         lifespan="off",
         log_config=None,
+        backlog=ACCEPTS,
         timeout_graceful_shutdown=CANCEL_S,  # pyright: ignore[reportArgumentType]  passed to asyncio.wait_for
     )
     return LimitedServer(config)

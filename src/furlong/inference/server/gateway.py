@@ -60,7 +60,8 @@ class Gateway:
     ) -> None:
         self._complete, self._encode, self._facts = complete, encode, dict(facts)
         self._limits = ServerLimits()
-        self._server = LoopServer(self._app(api_key), HOST, 0, self._limits)
+        self._counts = Counts(self._limits)
+        self._server = LoopServer(self._app(api_key), HOST, 0, self._counts)
         self.address = self._server.address
 
     async def start(self) -> None:
@@ -73,7 +74,7 @@ class Gateway:
 
     def _app(self, api_key: str | None) -> Starlette:
         middleware = [Middleware(ApiKey, key=api_key)] if api_key else []
-        middleware.append(Middleware(LimitRequests, counts=Counts(self._limits), refuse=error_response))
+        middleware.append(Middleware(LimitRequests, counts=self._counts, refuse=error_response))
         routes = [Route("/generate", self._answer, methods=["POST"]), Route("/health", self._health)]
         routes += [Route(path, self._model_info) for path in ("/model_info", "/get_model_info")]
         return Starlette(routes=routes, middleware=middleware, exception_handlers={404: _not_found, 405: _not_found})

@@ -299,7 +299,7 @@ async def generate(http: HttpRequest, model: ServerContext, body: Mapping[str, A
     requests, is_list = await requests_from(body, model, guard)
     if is_stream:
         style = _Style(is_list=is_list, version=version, with_log_probs=with_log_probs)
-        events = _stream(model.engine, requests, style, is_incremental=is_incremental, deadline_s=guard.deadline_s)
+        events = _stream(model.engine, requests, style, guard, is_incremental=is_incremental)
         return event_stream(guard, events)
     results = await completed(http, model.engine, requests)
     size = sum(len(finished.completion.tokens) for finished in results) * 64
@@ -322,7 +322,7 @@ class _Style:
 
 
 async def _stream(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, *, is_incremental: bool, deadline_s: float
+    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, guard: RequestGuard, *, is_incremental: bool
 ) -> AsyncIterator[bytes]:
     """Server-sent events, each with one completion so far, or only its new tokens if incremental.
 
@@ -330,7 +330,7 @@ async def _stream(
     """
     texts = [TextDeltas(engine, r.params if is_incremental else None) for r in requests]
     triples: list[list[list[Any]]] = [[] for _ in requests]
-    async for index, so_far, finished in progress(engine, requests, deadline_s=deadline_s):
+    async for index, so_far, finished in progress(engine, requests, guard):
         request, text = requests[index], texts[index]
         start = so_far.num_sent if is_incremental else 0
         tokens = so_far.tokens[start:]

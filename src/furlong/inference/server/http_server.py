@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -27,13 +28,14 @@ from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import EngineServer
 from furlong.inference.server.connections import build_server
-from furlong.inference.server.limits import ServerLimits, add_limit_flags, limits_from
+from furlong.inference.server.limits import Counts, ServerLimits, add_limit_flags, limits_from
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 EXIT_S = 4.5  # from a signal to the end of the process, at the latest
 ABORT_S = 1.0  # for running requests to be aborted
+IDLE_S = 1.0  # between two checks whether the server is idle
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -75,8 +77,9 @@ async def running_server(
         incremental_streaming=incremental_streaming,
     )
     listener = bound_socket(host, port)
-    uvicorn_server = build_server(server.app, server.limits)
+    uvicorn_server = build_server(server.app, server.counts)
     task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
+    trimming = asyncio.create_task(_trim_when_idle(server.counts))
     try:
         while not uvicorn_server.started:
             if task.done():
@@ -85,10 +88,22 @@ async def running_server(
             await asyncio.sleep(0.005)
         yield f"http://{host_and_port(host, listener.getsockname()[1])}"
     finally:
+        trimming.cancel()
         uvicorn_server.should_exit = True
         server.weights.close()
         await task
         listener.close()
+
+
+async def _trim_when_idle(counts: Counts) -> None:
+    """Return memory that the allocator keeps to the system whenever the requests are answered (glibc only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    num_before = 0
+    while trim is not None:
+        await asyncio.sleep(IDLE_S)
+        if counts.is_idle and counts.num_bodies != num_before:
+            num_before = counts.num_bodies
+            await asyncio.to_thread(trim, 0)
 
 
 async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from furlong.inference.embedded.request import RequestError
+from furlong.inference.server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ MIB = 1 << 20
 HEALTH_PATH = "/health"  # without limits and without a key
 GENERATION_PATHS = ("/generate", "/completions", "/messages", "/responses")  # ends of paths
 WEIGHT_PATH = "/update_weights_from_tensor"
-SPARE_FILES = 128  # file descriptors that connections leave for weights, groups and the process itself
+SPARE_CONNECTIONS = 128  # beyond the limit, for /health
+SPARE_FILES = 128 + SPARE_CONNECTIONS  # file descriptors that other connections leave for weights, groups and /health
 
 
 class RefusedError(RequestError):
@@ -127,10 +129,10 @@ class Slots:
 
 
 class Counts:
-    """What all requests of a server use at the moment."""
+    """What all requests of a server use at the moment, and the turns they take on the event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
-        self.limits = limits
+        self.limits, self.turns = limits, Turns()
         self.generations = Slots(
             "requests",
             limits.max_concurrent_requests,
@@ -147,6 +149,12 @@ class Counts:
         )
         self.controls = Slots("control requests", limits.max_control_requests, flag_of("max_control_requests"))
         self.body_bytes = self.reply_bytes = 0
+        self.num_bodies = 0  # requests with a body that were answered
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open."""
+        return not self.generations.in_use and not self.controls.in_use
 
 
 class RequestGuard:
@@ -156,7 +164,7 @@ class RequestGuard:
         self._counts, self._client, self._path = counts, client, path
         self._stack = contextlib.ExitStack()
         self._body_bytes = self._reply_bytes = 0
-        self.limits = counts.limits
+        self.limits, self.turns = counts.limits, counts.turns
         self.deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout
 
     def open(self) -> None:
@@ -219,6 +227,7 @@ class RequestGuard:
 
     def close(self) -> None:
         """Release everything."""
+        self._counts.num_bodies += self._body_bytes > 0
         self._counts.body_bytes -= self._body_bytes
         self._counts.reply_bytes -= self._reply_bytes
         self._body_bytes = self._reply_bytes = 0

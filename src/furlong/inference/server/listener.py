@@ -10,7 +10,7 @@ from furlong.core.addresses import host_and_port
 from furlong.errors import EngineError
 from furlong.inference.server.connections import build_server
 from furlong.inference.server.http_server import bound_socket
-from furlong.inference.server.limits import ServerLimits
+from furlong.inference.server.limits import Counts
 
 
 class LoopServer:
@@ -19,10 +19,10 @@ class LoopServer:
     Raises EngineError if the address cannot be bound.
     """
 
-    def __init__(self, app: Any, host: str, port: int, limits: ServerLimits) -> None:
+    def __init__(self, app: Any, host: str, port: int, counts: Counts) -> None:
         self._listener = bound_socket(host, port)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._server = build_server(app, limits)
+        self._server = build_server(app, counts)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -144,7 +144,7 @@ async def _answer(
         if is_chat:
             head["object"] = "chat.completion.chunk"
         chunks = _Chunks(head, is_chat=is_chat, with_usage=_usage_wanted(body))
-        return event_stream(guard, _stream(model.engine, requests, chunks, deadline_s=guard.deadline_s))
+        return event_stream(guard, _stream(model.engine, requests, chunks, guard))
     results = await completed(http, model.engine, requests)
     with_log_probs = body.get("logprobs") not in (None, False)
 
@@ -203,7 +203,7 @@ class _Chunks:
 
 
 async def _stream(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], chunks: _Chunks, *, deadline_s: float
+    engine: EmbeddedEngine, requests: list[GenerateRequest], chunks: _Chunks, guard: RequestGuard
 ) -> AsyncIterator[bytes]:
     """Text deltas. An incomplete character, or a possible start of a stop string, is held back."""
     texts = [TextDeltas(engine, request.params) for request in requests]
@@ -211,7 +211,7 @@ async def _stream(
     if chunks.is_chat:
         for index in range(len(requests)):
             yield chunks.text(index, "", is_first=True)
-    async for index, so_far, finished in progress(engine, requests, deadline_s=deadline_s):
+    async for index, so_far, finished in progress(engine, requests, guard):
         if isinstance(finished, EngineError):
             yield sse({"error": {"message": str(finished), "type": "server_error", "code": 500}})
         elif finished is not None:

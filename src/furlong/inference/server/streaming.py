@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,12 +51,12 @@ Step = tuple[int, SoFar, Finished | EngineError | None]
 
 
 async def progress(
-    engine: EmbeddedEngine, requests: Sequence[GenerateRequest], *, deadline_s: float
+    engine: EmbeddedEngine, requests: Sequence[GenerateRequest], guard: RequestGuard
 ) -> AsyncGenerator[Step]:
     """Yield (index, tokens so far, result or error or None) as completions grow.
 
-    Ends when every request has a result, or with an error for the others at `deadline_s` of the loop's clock. A
-    consumer that stops early aborts all of them. The event loop runs once between two steps.
+    Ends when every request has a result, or with an error for the others at the request's deadline. A consumer
+    that stops early aborts all of them. Streams take turns on the event loop, one step each.
     """
     queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
 
@@ -76,7 +77,7 @@ async def progress(
     try:
         while still_open:
             try:
-                async with asyncio.timeout_at(deadline_s):
+                async with asyncio.timeout_at(guard.deadline_s):
                     reports = [await queue.get()]
             except TimeoutError:
                 for index in still_open:
@@ -87,8 +88,9 @@ async def progress(
             for step in _merged(reports, so_far):
                 if step[2] is not None:
                     del still_open[step[0]]
+                began = time.perf_counter()
                 yield step
-                await asyncio.sleep(0)
+                await guard.turns.wait(time.perf_counter() - began)  # the next step takes about as long
     finally:
         for task in tasks:
             task.cancel()
