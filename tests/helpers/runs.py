@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import psutil
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GenerationConfig, PretrainedConfig, Qwen3Config
 
 from furlong.config.command_line import load
 from furlong.core.sample import Sample
@@ -45,7 +45,7 @@ def write_model(
     *,
     seed: int = 0,
     width: int = 32,
-    config_class: type[Qwen3Config] | type[Qwen3MoeConfig] = Qwen3Config,
+    config_class: type[PretrainedConfig] = Qwen3Config,
     **changes: Any,
 ) -> Path:
     """Write a random Qwen3 of two layers with a tokenizer of single characters. `changes` replace config values."""

@@ -35,9 +35,15 @@ class Trained:
         return [proof for _, proof in updates]
 
 
-def write_wide(folder: Path, width: int, *, has_experts: bool = False, seed: int = 0) -> Path:
-    """Write a model wide enough for SGLang's kernels, optionally with 8 experts."""
-    config: type[PretrainedConfig] = Qwen3Config
+def write_wide(
+    folder: Path,
+    width: int,
+    *,
+    has_experts: bool = False,
+    seed: int = 0,
+    config: type[PretrainedConfig] = Qwen3Config,
+) -> Path:
+    """Write a model wide enough for SGLang's kernels: of the family of `config`, or Qwen3-MoE with 8 experts."""
     shape: dict[str, Any] = {"width": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
     if has_experts:
         config = Qwen3MoeConfig

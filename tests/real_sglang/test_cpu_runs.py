@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from transformers import Glm4Config, Qwen3Config
 
 import killing_reward
 from diagnosed_runs import events
@@ -31,10 +32,11 @@ def sglang() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_a_server_of_two_processes_has_its_shares_of_every_tensor(sglang, tmp_path):
+@pytest.mark.parametrize("config", [Qwen3Config, Glm4Config])
+def test_a_server_of_two_processes_has_its_shares_of_every_tensor(sglang, tmp_path, config):
     sglang.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     pair = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-    trained = run(write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, **FLAGS, **pair)
+    trained = run(write_wide(tmp_path / "model", WIDTH, config=config), tmp_path, max_gap=MAX_GAP, **FLAGS, **pair)
     assert trained.proofs == [WHOLE] * (ROLLOUTS + 1)
 
 

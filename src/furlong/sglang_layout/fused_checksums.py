@@ -102,7 +102,7 @@ class Stack:
         )
 
 
-DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
+DENSE = frozenset({"glm4", "llama", "mimo", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
 APART = frozenset({"qwen3"})  # those whose layout is also known with data-parallel attention
 WITH_EXPERTS = frozenset({"qwen3_moe"})  # `model_type`s with experts whose layout is known
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -169,7 +169,8 @@ class FusedChecksums:
             return
         joined, part = _joined_name(name)
         if not part:
-            self._hash(name, [tensor])
+            is_fused = ".gate_up_proj." in name  # GLM-4 has the server's form, split by halves
+            self._hash(name, list(tensor.chunk(2)) if is_fused else [tensor])
             return
         all_parts = JOINED[OWNER[part]]
         parts = self._parts.setdefault(joined, {})

@@ -10,8 +10,9 @@ import torch
 
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
-from furlong.core.weights import WeightSource
+from furlong.core.weights import EngineSharding, WeightSource
 from furlong.errors import SyncError
+from furlong.sglang_layout.fused_checksums import FusedChecksums
 from furlong.weight_sync.verification import WeightVerifier, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
@@ -75,3 +76,15 @@ def test_unexpected_layout_is_reported_and_rows_are_compared(caplog):
     with caplog.at_level(logging.WARNING):
         assert "tensors compared by rows" in check(server)
     assert "model.extra.weight" in caplog.text
+
+
+def test_a_joined_projection_that_is_sent_whole_is_split_by_halves():
+    gate, up = torch.randn(2, 24, 8)
+    digests = []
+    for tensors in ({"gate_up_proj": torch.cat([gate, up])}, {"gate_proj": gate, "up_proj": up}):
+        sums = FusedChecksums(frozenset({torch.float32}), (EngineSharding(2),))
+        for name, tensor in tensors.items():
+            sums.add(f"model.layers.0.mlp.{name}.weight", tensor)
+        digests.append(sums.digests())
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 3  # whole, and both processes

@@ -22,6 +22,9 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
 GPT_OSS = MOE | {"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"] * 2}
 
+DELTA = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+QWEN35 = QWEN3 | DELTA | {"model_type": "qwen3_5_text"}
+
 
 @pytest.mark.parametrize(
     ("config", "layout"),
@@ -34,6 +37,8 @@ GPT_OSS = MOE | {"model_type": "gpt_oss", "layer_types": ["sliding_attention", "
         (GPT_OSS | {"rope_parameters": YARN, "attention_bias": True, "swiglu_alpha": 1.702}, Layout(expert=4)),
         (QWEN3, Layout(pipeline=2, first_layers=1, last_layers=3)),
         (QWEN3 | {"num_hidden_layers": 10}, Layout(pipeline=3, virtual=2, first_layers=2)),
+        (QWEN35, Layout(tensor=2)),
+        (QWEN35, Layout(context=2)),
     ],
 )
 def test_a_model_that_fits_has_no_problem(config, layout):
@@ -64,6 +69,7 @@ def test_a_model_that_fits_has_no_problem(config, layout):
         (QWEN3, Layout(expert=2), "--expert-model-parallel-size 2"),
         (MOE, Layout(expert=3), "--expert-model-parallel-size 3 does not divide the 8 "),
         (MOE, Layout(tensor=2), "--sequence-parallel"),
+        (QWEN35, Layout(tensor=2, context=2), "the 2 key heads of the gated delta nets"),
     ],
 )
 def test_a_model_that_does_not_fit_is_an_error_with_its_values(config, layout, values):
