@@ -102,7 +102,7 @@ class Stack:
         )
 
 
-DENSE = frozenset({"glm4", "llama", "mimo", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
+DENSE = frozenset({"glm4", "llama", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
 APART = frozenset({"qwen3"})  # those whose layout is also known with data-parallel attention
 WITH_EXPERTS = frozenset({"qwen3_moe"})  # `model_type`s with experts whose layout is known
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
