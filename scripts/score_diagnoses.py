@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         score_reports,
         score_runs,
         score_seams,
+        score_strangers,
     )
     from faults_marker import injected
 
     started = time.perf_counter()
-    of_faults = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders)
+    of_faults = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders, score_strangers)
     cases = [*(each for module in of_faults for each in module.CASES), *score_healthy.CASES]
     with tempfile.TemporaryDirectory(prefix="furlong-score-") as folder:
         outcomes = judge_all(

@@ -5,17 +5,28 @@ from __future__ import annotations
 import pytest
 
 from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
-from faults import score_doctor, score_folders, score_healthy, score_refusals, score_reports, score_runs, score_seams
+from faults import (
+    score_doctor,
+    score_folders,
+    score_healthy,
+    score_refusals,
+    score_reports,
+    score_runs,
+    score_seams,
+    score_strangers,
+)
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
 OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders)
-FAULTS = [each for module in OF_FAULTS for each in module.CASES]
+FAULTS = [*(each for module in OF_FAULTS for each in module.CASES), *score_strangers.FAULTS]
+SETTINGS = [*score_healthy.CASES, *score_strangers.ODD]
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
 REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
+STRANGERS = [each for each in score_strangers.CASES if not each.is_slow][::3]
 HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
-FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_reports.CASES, *score_folders.CASES, *HEALTHY]
+FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_reports.CASES, *score_folders.CASES, *STRANGERS, *HEALTHY]
 
 
 @pytest.mark.parametrize("each", FAST, ids=lambda each: f"{'/'.join(each.rows) or 'healthy'}: {each.name}")
@@ -29,8 +40,8 @@ def test_the_case_gets_its_diagnosis(each, tmp_path):
 def test_there_are_enough_cases_with_names_of_their_own():
     assert len(FAULTS) >= 300
     assert {id for each in FAULTS for id in each.rows} == set(CATALOGUE)
-    assert len(score_healthy.CASES) >= 150
-    everything = [*FAULTS, *score_healthy.CASES]
+    assert len(SETTINGS) >= 190
+    everything = [*FAULTS, *SETTINGS]
     assert len({(each.rows, each.name) for each in everything}) == len(everything)
     assert {id for each in FAULTS for id in (*each.rows, *each.also)} <= set(CATALOGUE)
 

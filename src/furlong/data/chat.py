@@ -12,6 +12,7 @@ from furlong.errors import DataError
 
 Messages = list[dict[str, Any]]
 
+ROLES = ("user", "system", "assistant")  # that follow the marker of a turn in most templates
 _PROBE = "furlong-probe-7261"
 
 
@@ -84,13 +85,19 @@ def rendered_prompts(prompts: Sequence[str | Messages], tokenizer: Any) -> dict[
     rendered: dict[int, tuple[str, str]] = {}
     for number, prompt in enumerate(prompts):
         for text in _texts(prompt):
-            marker = next((token for token in specials if token in text), None)
+            marker = next((token for token in specials if token in text and _is_in_place(token, text)), None)
             if marker is None and turn_end and text.rstrip().endswith(turn_end):
                 marker = turn_end
             if marker is not None:
                 rendered[number] = marker, text
                 break
     return rendered
+
+
+def _is_in_place(token: str, text: str) -> bool:
+    """Return whether a special token is where a template puts it, and not quoted within a sentence."""
+    stripped = text.strip()
+    return stripped.startswith(token) or stripped.endswith(token) or any(token + role in text for role in ROLES)
 
 
 def require_template(tokenizer: Any) -> None:

@@ -24,8 +24,13 @@ from furlong.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 # Why a row is rejected: invalid JSON, wrong columns or types, empty, too long, or messages without a template.
-Rejection = Literal["syntax", "form", "empty", "long", "messages"]
+Rejection = Literal["syntax", "form", "empty", "long", "messages", "template"]
 
+# Names of the columns that flags name, in public data sets.
+_USUAL_KEYS = {
+    "--input-key": ("prompt", "messages", "question", "problem", "instruction", "query", "input"),
+    "--label-key": ("label", "answer", "solution", "ground_truth", "target", "gold", "output"),
+}
 PIECE_ROWS = 64
 SHOWN_ROWS = 5
 _EXACT_FLOAT = 2.0**63
@@ -195,7 +200,11 @@ class PromptRenderer:
         try:
             return render_chat(self._tokenizer, messages, tools=tools, kwargs=fmt.apply_chat_template_kwargs)
         except TEMPLATE_ERRORS as error:
-            raise _BadRowError(f"the chat template rejects it: {type(error).__name__}: {error}") from error
+            raise _BadRowError(
+                f"the chat template rejects it: {type(error).__name__}: {error}; change the messages to roles and "
+                "fields that the template accepts, or use another template with --chat-template-path",
+                "template",
+            ) from error
 
 
 class RowFilter:
@@ -324,6 +333,7 @@ def _required(values: dict[str, Any], key: str, flag: str) -> Any:
     if key in values:
         return values[key]
     close = get_close_matches(key, list(values), n=1, cutoff=0.5)
+    close = close or [name for name in _USUAL_KEYS.get(flag, ()) if name in values]
     closest = f"the closest is {close[0]!r} ({flag} {close[0]})" if close else f"set the right one with {flag}"
     raise _BadRowError(f"no key {key!r}; the row has {sorted(values)}; {closest}")
 

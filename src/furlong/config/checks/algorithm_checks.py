@@ -67,12 +67,14 @@ def _estimator(config: Config) -> Iterator[str]:
     if n == 1 and filtered == STD_FILTER and not generates:
         yield (
             f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups with different "
-            "rewards, and with one sample per prompt rewards cannot differ; use 2 or more samples, or remove it"
+            "rewards, and with one sample per prompt rewards cannot differ; use --n-samples-per-prompt 2 or more, or "
+            "remove it"
         )
     if row.baseline != "none" and n == 1 and algo.rewards_normalization and not has_custom_advantages:
         yield (
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: the baseline of a single sample is its own "
-            "reward, so every advantage would be 0; use 2 or more samples, or --advantage-estimator reinforce_plus_plus"
+            "reward, so every advantage would be 0; use --n-samples-per-prompt 2 or more, or --advantage-estimator "
+            "reinforce_plus_plus"
         )
     if algo.gamma != 1.0 and not row.discounted:
         yield f"--gamma {algo.gamma} has no effect with --advantage-estimator {name}; remove it"

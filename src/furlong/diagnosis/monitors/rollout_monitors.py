@@ -11,6 +11,7 @@ from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_STEPS = 0.9, 2  # share, in the first steps; tight limits of healthy recipes truncate 0.3 to 0.7
+SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
 TRUNCATED_LEAST, TRUNCATED_SAMPLES = 0.75, 16  # share that is certain, and samples that decide in longer first steps
 SIGMAS = 2.0  # of a share that is certain
 NO_SPREAD_STEPS = 3  # steps in a row; hard data can give one or two without a right answer
@@ -36,6 +37,8 @@ def truncation(now: StepContext) -> Alert | None:
     if ratio is None or ratio < TRUNCATED or not _is_surely_truncated(now):
         return None
     limit = now.facts.config.rollout.rollout_max_response_len
+    if limit is not None and limit < SHORT_ANSWER and now.row.get("rollout/reward_range", 0.0) > 0:
+        return None
     place = f"at --rollout-max-response-len {limit}" if limit else "by the context limit"
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     before = now.history[0].get("rollout/truncated_ratio", ratio) if now.history else ratio

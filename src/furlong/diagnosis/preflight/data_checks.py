@@ -22,10 +22,11 @@ from furlong.rewards.verifiers import REWARDS
 from furlong.tools.reward_failures import failure_cause
 from furlong.tools.reward_test import answered, right_answer, unnamed_entry
 
-ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01"}
+ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01", "template": "TPL01"}
 CAUSES = {
     "syntax": "The file is not JSON Lines in UTF-8 (one object per line).",
     "messages": "The prompts are messages, which need a chat template.",
+    "template": "The template has rules for roles and their order, or needs fields that the messages lack.",
 }
 MANY = 0.5  # share of the rows read from which on skipped rows are a warning
 SHOWN = 3
@@ -108,10 +109,10 @@ def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], rows: SampledRows
         reason, remedy = first.reason, "correct these rows"
     if reason.startswith("no key ") and len(bad) < MANY * rows.num_rows:
         remedy = "correct these rows"  # most rows have the key
-    if row != "TPL01" and not skips and len(bad) < rows.num_rows:
+    if first.kind != "messages" and not skips and len(bad) < rows.num_rows:
         remedy += ", or skip them with --skip-bad-rows"
     severity = None
-    if skips and row != "TPL01":
+    if skips and first.kind != "messages":
         severity = "warning" if len(bad) >= MANY * rows.num_rows else "info"
     return diagnosis(
         row,
