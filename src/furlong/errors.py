@@ -10,6 +10,7 @@
     |- TrainerError               forward, backward, optimizer, or a training rank
     |- SyncError                  weights that did not arrive as they were sent
     |- RolloutError               a custom generate function, a filter, or the rollout round
+    |- InfraError                 for generate functions to raise: the episode failed, and not because of the policy
     |- HookError                  a function named by a flag raised
     |- RewardError                a reward function or verifier
     |- ClusterError               Ray, the placement of processes, or a machine
@@ -42,6 +43,13 @@ class FurlongError(Exception):
     def __init__(self, *args: object, code: str = "") -> None:
         super().__init__(*args)
         self.code = code
+
+
+class InfraError(FurlongError):
+    """Raised by a custom generate function if a sandbox, a server or the network failed, not the policy.
+
+    The sample is generated once more. If that fails, too, it is excluded from the loss and from its group's baseline.
+    """
 
 
 class ConfigError(FurlongError, ValueError):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OutcomeKind = Literal["scored", "failed", "timed_out"]
+OutcomeKind = Literal["scored", "failed", "timed_out", "infra"]
 OutcomeStage = Literal["generate", "reward"]
 _MAX_REPR = 80
 
@@ -21,6 +21,7 @@ class Outcome:
 
     reward: a float, or a dict from which `--reward-key` selects; None unless `kind` is "scored".
     reason: the exception or the limit, unless `kind` is "scored".
+    kind: "infra" if what failed is not the user's function but a sandbox or server that it uses (`InfraError`).
     stage: what failed, the user's generate function or the reward.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import inspect
 import logging
@@ -20,7 +21,7 @@ from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
-from furlong.errors import RolloutError
+from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.agent import (
     BlockingTimer,
@@ -35,6 +36,7 @@ from furlong.rollout.agent import (
 )
 from furlong.rollout.asked_context import ContextDifference
 from furlong.rollout.episode_load import EpisodeLoad, RewardWait
+from furlong.rollout.limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
 from furlong.rollout.policy import seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT
 from furlong.rollout.sample_session import policy_of_sample, session_samples
@@ -57,9 +59,8 @@ class Generation:
 
     max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
     functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
-    kinds of failures of user code already logged; load: permits of episodes; blocking: time that custom functions
-    blocked the event loop.
-    chat_format: renders messages for `policy().chat`.
+    kinds of failures of user code already logged. load, limits: of episodes. blocking: time that custom functions
+    blocked the event loop. chat_format: renders messages for `policy().chat`.
     """
 
     engine: Engine
@@ -74,6 +75,7 @@ class Generation:
     vocab_size: int | None = None
     max_tokens: int | None = None
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     logged_failures: set[str] = field(default_factory=set[str])
     blocking: BlockingTimer = field(default_factory=BlockingTimer)
     chat_format: ChatFormat | None = None
@@ -213,7 +215,7 @@ async def generate_sample(
             if (function := generation.function_of(sample)) is None:
                 produced = [await generate_turn(sample, generation, continues, cut_at)]
             else:
-                produced = await _generate_custom(function, sample, generation, continues)
+                produced = await _generate_reissued(function, sample, generation, continues)
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
@@ -221,8 +223,26 @@ async def generate_sample(
         reason = describe_exception(error.cause)
         generation.log_failure("custom generate function", sample, reason)
         kind = "timed_out" if isinstance(error.cause, TimeoutError) else "failed"
+        kind = "infra" if isinstance(error.cause, InfraError) else kind
         return [_failed(sample, prompt, Outcome(kind, reason=f"generate raised {reason}", stage="generate"))]
     return [await _run_hooks(each, generation, rollout_id) for each in produced]
+
+
+async def _generate_reissued(
+    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
+) -> list[Sample]:
+    """Run the generate function; once more, from the sample as it was issued, if it raises InfraError."""
+    origin = copy.deepcopy(vars(sample))
+    try:
+        return await _generate_custom(function, sample, generation, continues)
+    except GenerateFunctionError as error:
+        if not isinstance(error.cause, InfraError):
+            raise
+        generation.log_failure("the infrastructure of the custom generate function", sample, str(error.cause))
+        vars(sample).clear()
+        vars(sample).update(origin)
+        sample.metadata[REISSUED] = describe_exception(error.cause)
+    return await _generate_custom(function, sample, generation, continues)
 
 
 async def _generate_custom(
@@ -230,19 +250,24 @@ async def _generate_custom(
 ) -> list[Sample]:
     group_index, params = sample.group_index, continuation(sample, generation)
     policy = policy_of_sample(sample, generation, params, continues, session=session_of(sample))
+    work = call_generate_function(
+        function,
+        sample,
+        params,
+        policy,
+        args=generation.args,
+        evaluation=generation.evaluation,
+        timer=generation.blocking,
+    )
     try:
-        produced = await call_generate_function(
-            function,
-            sample,
-            params,
-            policy,
-            args=generation.args,
-            evaluation=generation.evaluation,
-            timer=generation.blocking,
-        )
+        produced = await policy.watch.run(work)
+    except EpisodeLimitError:
+        produced = [sample]  # with what the function has appended
     finally:
         await policy.end_session()
     produced = session_samples(produced, policy, generation.session_leaves)
+    if policy.watch.reached is not None:
+        _end_at_limit(produced, policy.watch)
     for each in produced:
         differences = check_produced(
             each,
@@ -255,6 +280,18 @@ async def _generate_custom(
         if differences:
             generation.log_other_context(each, differences)
     return produced
+
+
+def _end_at_limit(produced: Sequence[Sample], watch: EpisodeWatch) -> None:
+    """Make the samples of an episode that a limit ended TRUNCATED. Raises GenerateFunctionError if nothing is there."""
+    if not any(sample.response_length for sample in produced):
+        limits = watch.limits
+        seconds = {"tool_time": limits.tool_s, "turn_time": limits.turn_s}.get(watch.reached or "", limits.episode_s)
+        raise GenerateFunctionError(TimeoutError(f"nothing was sampled within {seconds:g} s ({watch.reached})"))
+    for sample in produced:
+        sample.metadata[LIMIT] = watch.reached
+        if sample.status in (Status.PENDING, Status.COMPLETED):
+            sample.status = Status.TRUNCATED
 
 
 async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:

@@ -14,6 +14,7 @@ from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episode_load import EpisodeLoad
+from furlong.rollout.limits import EpisodeWatch
 from furlong.sessions.session import FullContextError, Reply, Session
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
@@ -78,6 +79,7 @@ class Policy:
     continues: Callable[[], bool] = lambda: False
     full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
     load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
+    watch: EpisodeWatch = field(default_factory=EpisodeWatch, repr=False)
     sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`
     server: SessionServer | None = field(default=None, repr=False)
@@ -102,6 +104,9 @@ class Policy:
         params = None
         if sampling_params:
             params = params_from_dict({**dict_from_params(session.params), **sampling_params})
+        if self.watch.has_ended and session.tree.nodes:
+            done = await self._full_context([])
+            return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
         try:
             return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params)
         except FullContextError:
@@ -159,10 +164,21 @@ class Policy:
             if room <= 0:
                 return await self._full_context(ids)
             params = shortened(params, room)
+        if self.watch.has_ended:
+            return await self._full_context(ids)
+        if self.watch.room is not None:
+            params = shortened(params, self.watch.room)
         call = next(self.calls) if part is None else part
         if params.sampling_seed is not None:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
-        completion = await self._complete(ids, params)
+        try:
+            with self.watch.turn():
+                async with asyncio.timeout(self.watch.limits.turn_s):
+                    completion = await self._complete(ids, params)
+        except TimeoutError:
+            self.watch.reached = "turn_time"
+            return await self._full_context(ids)
+        self.watch.sampled(len(completion.tokens))
         heartbeat.note("request")
         self.asked.append(ids)
         self.sampled.append(list(completion.tokens))
@@ -176,7 +192,8 @@ class Policy:
         if len(self.full) > MAX_FULL:
             raise RolloutError(
                 f"policy().generate was called {len(self.full)} times with a full context ({len(ids)} tokens of "
-                f"{self.context_len}); end the episode when finish_reason is 'length'"
+                f"{self.context_len}) or after the limit of {self.watch.reached}; end the episode when finish_reason "
+                "is 'length'"
             )
         await asyncio.sleep(0)  # a function that loops over calls must not stop the others
         return Completion([], [], [], "length")

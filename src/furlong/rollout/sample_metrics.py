@@ -21,6 +21,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
+from furlong.rollout.limits import LIMIT, REISSUED
 from furlong.sessions.samples import EPISODE
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
@@ -60,7 +61,7 @@ def rollout_metrics(
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
-    metrics |= _under("rollout", _outcomes(samples))
+    metrics |= _under("rollout", _outcomes(samples)) | _under("rollout/episodes", _episode_ends(samples))
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
@@ -251,6 +252,19 @@ def _outcomes(samples: Sequence[Sample]) -> Metrics:
     counts = Counter(f"{outcome.stage}_{outcome.kind}" for outcome in seen)
     shown = {"reward_failed", "reward_timed_out"} | (counts.keys() - {"reward_scored"})
     return {name: total(counts[name]) for name in sorted(shown)}
+
+
+def _episode_ends(samples: Sequence[Sample]) -> Metrics:
+    """Count episodes by what ended them, other than the agent itself: each kind that occurred."""
+    counts: Counter[str] = Counter()
+    for s in samples:
+        limit, outcome = s.metadata.get(LIMIT), s.outcome
+        if limit is not None:
+            counts["agent_error" if limit == "tool_time" else "policy_limit"] += 1
+        elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
+            counts["infra" if outcome.kind == "infra" else "agent_error"] += 1
+        counts["reissued"] += REISSUED in s.metadata
+    return {name: total(n) for name, n in sorted(counts.items()) if n}
 
 
 def _categories(samples: Sequence[Sample], key: str) -> Metrics:

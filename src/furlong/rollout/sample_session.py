@@ -9,6 +9,7 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import GenerateFunctionError
+from furlong.rollout.limits import EpisodeWatch
 from furlong.rollout.policy import Policy
 from furlong.sessions.samples import Leaves, samples_from_session
 from furlong.sessions.session import Session
@@ -42,6 +43,7 @@ def policy_of_sample(
         continues=continues,
         conversation=conversation,
         load=generation.load,
+        watch=EpisodeWatch(generation.limits),
         sample=generation.recorded(sample),
         server=generation.session_server,
     )

@@ -31,6 +31,7 @@ from furlong.rollout.evaluation import EvalSet
 from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
 from furlong.rollout.group_pool import GroupPool
+from furlong.rollout.limits import EpisodeLimits
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
@@ -243,6 +244,7 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
         load=context.load,
+        limits=EpisodeLimits.of(rollout),
         session_settings=session_settings(context.config.session),
         session_leaves=session_leaves(context.config.session),
         session_server=context.session_server,

@@ -10,8 +10,8 @@ from furlong.config.sections import Config
 def shares_groups(config: Config) -> bool:
     """Return whether rollouts share the groups in flight, and consist of the first complete ones.
 
-    Asynchronous runs do if permits or a larger bound give them a choice, and for custom generate functions, whose
-    episodes may be long. Over-sampling and partial rollouts end each rollout by aborting the rest, so those have their
+    Asynchronous runs do if permits or a larger bound give them a choice, and for custom generate functions and agents,
+    whose episodes may be long. Over-sampling and partial rollouts end each rollout by aborting the rest, so those have their
     own groups.
     """
     rollout = config.rollout
@@ -24,6 +24,8 @@ def shares_groups(config: Config) -> bool:
         or max_staleness(config) > default_staleness(config)
         or rollout.stale_tokens != "pace"
         or rollout.custom_generate_function_path is not None
+        or config.session.agent_function_path is not None
+        or config.session.agent_command is not None
     )
 
 
