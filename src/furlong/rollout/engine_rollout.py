@@ -137,8 +137,6 @@ class EngineRollout:
         """Score every evaluation set with the weights that the engine serves."""
         return await evaluate(self._eval_sets, rollout_id, report=self._report)
 
-    # -- the groups in flight ----------------------------------------------------------------------------------
-
     @property
     def is_shared(self) -> bool:
         """Whether rollouts share the groups in flight."""
@@ -250,8 +248,6 @@ class EngineRollout:
                 self._ledger.generated(group, state.rollout_id)
                 pool.ready.append(group)
         return pool.choose(state.rollout_id)
-
-    # -- one rollout -------------------------------------------------------------------------------------------
 
     async def _next_finished(self, state: _Round) -> tuple[Group, Group]:
         """Wait for the group to judge next; return it as it was issued and finished. An error is raised at once."""

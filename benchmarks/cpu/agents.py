@@ -1,0 +1,298 @@
+"""Measure the scheduling of episodes whose durations differ widely.
+
+    python benchmarks/cpu/agents.py pool
+
+The loop, the rollout and the ledger's calls are those of a run. Stand-ins replace the engine (a turn takes --turn-ms),
+the trainer (a step takes --train-ms) and the weight update. Episodes have log-normal numbers of turns (median 27, sigma
+0.9, at most 200), drawn by the number of the sample, so that every row has the same ones. Each step trains on 32
+episodes, and 32 are wanted in flight.
+
+The rows alternate: a synchronous run, one rollout ahead, and the pool with bounds of the token staleness of 4 and 5.
+Columns: episodes in flight on average and at most; episodes trained per second; oldest token in weight versions;
+episodes started and not completed before the end; mean number of turns that were trained, relative to those drawn.
+"""
+
+# ruff: noqa: ARG002, ARG005  stand-ins have the signatures of the interfaces
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from furlong.config.hooks import Hooks
+from furlong.config.sections import RolloutFlags
+from furlong.core.batch import RolloutBatch
+from furlong.core.files import PendingFiles
+from furlong.core.metric import Metrics
+from furlong.core.outcome import Outcome
+from furlong.core.sample import Group, Sample, Status
+from furlong.core.weights import SyncReport, WeightSource
+from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
+from furlong.loop.checkpoints import Checkpoints
+from furlong.loop.train import RunSchedule, train
+from furlong.rollout.agent import policy
+from furlong.rollout.engine_rollout import EngineRollout
+from furlong.rollout.episode_load import EpisodeLoad
+from furlong.rollout.generate import Generation
+from furlong.rollout.group_order import GroupOrder
+from furlong.rollout.group_pool import GroupPool
+from furlong.rollout.train_batch import Conversion
+
+WANTED = 32
+MEDIAN_TURNS, SIGMA, MAX_TURNS = 27, 0.9, 200
+
+
+def turns_of(index: int) -> int:
+    """Return the number of turns of an episode."""
+    return max(1, min(MAX_TURNS, round(random.Random(index).lognormvariate(0.0, SIGMA) * MEDIAN_TURNS)))
+
+
+class TimedEngine(Engine):
+    """Answers each request with one token after `turn_s`. A pause waits for the requests."""
+
+    def __init__(self, turn_s: float) -> None:
+        self.turn_s, self.version, self._busy = turn_s, 0, 0
+        self._gate = asyncio.Event()
+        self._gate.set()
+
+    async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
+        """Return one token."""
+        await self._gate.wait()
+        self._busy += 1
+        version = self.version
+        try:
+            await asyncio.sleep(self.turn_s)
+        finally:
+            self._busy -= 1
+        return Completion([7], [-0.5], [version], "length", text="x")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Wait for the requests."""
+        self._gate.clear()
+        while self._busy:
+            await asyncio.sleep(0.001)
+
+    async def resume(self) -> None:
+        """Accept requests again."""
+        self._gate.set()
+
+    async def abort(self, sessions: Collection[str]) -> None:
+        """Do nothing: no rollout over-samples."""
+
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
+        """Do nothing."""
+        return {}
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class TimedTrainer(Trainer):
+    """A step takes `train_s`. `lengths` are those of the trained responses."""
+
+    def __init__(self, train_s: float) -> None:
+        self.train_s, self.lengths = train_s, list[int]()
+
+    async def train(self, batch: RolloutBatch) -> Metrics:
+        """Wait."""
+        await asyncio.sleep(self.train_s)
+        self.lengths += batch.response_lengths.tolist()
+        return {}
+
+    def weights(self) -> WeightSource:
+        """Return no weights."""
+        return WeightSource(list)
+
+    async def save(self, folder: Path) -> None:
+        """Do nothing."""
+
+    async def snapshot(self, folder: Path) -> PendingFiles:
+        """Return no files."""
+        return PendingFiles()
+
+    async def load(self, folder: Path) -> None:
+        """Do nothing."""
+
+    async def save_hf(self, folder: Path) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class VersionSync(WeightSync):
+    """Sets the engine's version."""
+
+    def __init__(self, engine: TimedEngine) -> None:
+        self.engine = engine
+
+    async def update_weights(self, version: int) -> SyncReport:
+        """Set the version."""
+        self.engine.version = version
+        return SyncReport(version, 0, 0, 0.0)
+
+
+class EndlessSource:
+    """Prompts without end."""
+
+    groups_per_epoch = None
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples, self.next = num_samples, 0
+
+    def next_groups(self, n: int) -> list[Group]:
+        """Return the next groups."""
+        first, self.next = self.next, self.next + n
+        return [Group(i, [self._sample(i, k) for k in range(self.num_samples)]) for i in range(first, self.next)]
+
+    def _sample(self, group: int, k: int) -> Sample:
+        index = group * self.num_samples + k
+        return Sample(group_index=group, index=index, rollout_id=index, prompt="p", tokens=[1], seed=index)
+
+    def return_groups(self, groups: Sequence[Group]) -> None:
+        """Do nothing."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Ignored:
+    """A ledger, observer and tracker that keeps the metrics of each step."""
+
+    stop_requested = False
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the metrics."""
+        self.rows.append(metrics)
+
+    def __getattr__(self, name: str) -> Any:
+        """Accept every other call."""
+        return lambda *args, **kwargs: {} if name == "mark" else None
+
+
+class FixedReward:
+    """Rewards 0 and 1."""
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
+        """Score by the number of the sample."""
+        return [Outcome.scored(float((s.index or 0) % 2)) for s in group]
+
+
+@dataclass
+class Counted:
+    """Episodes in flight over time."""
+
+    started: int = 0
+    ended: int = 0
+    most: int = 0
+    seconds: float = 0.0
+    _since: float = field(default_factory=time.perf_counter)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """Wrap one episode."""
+        self._change(1)
+        self.started += 1
+        try:
+            yield
+            self.ended += 1
+        finally:
+            self._change(-1)
+
+    def _change(self, change: int) -> None:
+        now = time.perf_counter()
+        self.seconds += (now - self._since) * getattr(self, "_now", 0)
+        self._since, self._now = now, getattr(self, "_now", 0) + change
+        self.most = max(self.most, self._now)
+
+
+async def measure(arguments: argparse.Namespace, *, ahead: int, bound: int | None) -> list[str]:
+    """Run one schedule; return its columns."""
+    counted, log = Counted(), Ignored()
+    engine, trainer = TimedEngine(arguments.turn_ms / 1000), TimedTrainer(arguments.train_ms / 1000)
+    batch_size = WANTED // arguments.samples_per_prompt
+
+    async def agent(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        async with counted.episode():
+            for _ in range(turns_of(sample.index or 0)):
+                turn = await policy().generate(sample.tokens, **{**sampling_params, "max_new_tokens": 1})
+                sample.append_response_tokens(
+                    tokens=turn.tokens, log_probs=turn.log_probs, version=turn.versions, text=turn.text
+                )
+        sample.status = Status.COMPLETED
+        return sample
+
+    order = GroupOrder()
+    permits = None if bound is None else WANTED
+    generation = Generation(
+        engine, None, FixedReward(), SamplingParams(max_new_tokens=4096),
+        hooks=Hooks(custom_generate_function=agent), load=EpisodeLoad(permits),
+    )  # fmt: skip
+    pool = None if bound is None else GroupPool(batch_size, bound, "pace", order)
+    source = EndlessSource(arguments.samples_per_prompt)
+    rollout = EngineRollout(
+        generation=generation, source=source, ledger=log, conversion=Conversion(), flags=RolloutFlags(),
+        batch_size=batch_size, in_order=bound is None, order=order, pool=pool,
+    )  # fmt: skip
+    parts = Parts(
+        trainer=trainer, sync=VersionSync(engine), rollout=rollout, source=source, ledger=log,
+        device_sharing=DeviceSharing(), trackers=[log], observer=log, engine=engine, pool=rollout,
+    )  # fmt: skip
+    started = time.perf_counter()
+    await train(parts, RunSchedule(num_rollout=arguments.steps, ahead=ahead), Checkpoints())
+    seconds = time.perf_counter() - started
+    drawn = [turns_of(i) for i in range(counted.started)]
+    bias = (sum(trainer.lengths) / len(trainer.lengths)) / (sum(drawn) / len(drawn)) - 1
+    oldest = max(row.get("rollout/staleness/max", 0) for row in log.rows)
+    return [
+        f"{counted.seconds / seconds:.1f}", str(counted.most), f"{len(trainer.lengths) / seconds:.1f}",
+        f"{oldest:.0f}", str(counted.started - counted.ended), f"{bias:+.1%}",
+    ]  # fmt: skip
+
+
+def compare_pool(arguments: argparse.Namespace) -> None:
+    """Print one line per schedule."""
+    schedules: Iterable[tuple[str, int, int | None]] = [
+        ("synchronous", 0, None), ("one rollout ahead", 1, None),
+        ("pool, staleness 4", 4, 4), ("pool, staleness 5", 5, 5),
+    ]  # fmt: skip
+    print(f"{'schedule':20}{'in flight':>12}{'at most':>10}{'episodes/s':>12}{'oldest':>8}{'lost':>6}{'length':>9}")
+    for name, ahead, bound in schedules:
+        columns = asyncio.run(measure(arguments, ahead=ahead, bound=bound))
+        widths = (12, 10, 12, 8, 6, 9)
+        print(f"{name:20}" + "".join(f"{c:>{w}}" for c, w in zip(columns, widths, strict=True)))
+
+
+def main() -> None:
+    """Run one comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    pool = commands.add_parser("pool", help="shared groups against rollouts with groups of their own")
+    pool.add_argument("--steps", type=int, default=30)
+    pool.add_argument("--turn-ms", type=float, default=30.0)
+    pool.add_argument("--train-ms", type=float, default=50.0)
+    pool.add_argument("--samples-per-prompt", type=int, default=1, choices=(1, 2, 4, 8))
+    pool.set_defaults(run=compare_pool)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
