@@ -12,7 +12,7 @@ Columns: episodes in flight on average and at most; episodes trained per second;
 episodes started and not completed before the end; mean number of turns that were trained, relative to those drawn.
 """
 
-# ruff: noqa: ARG002, ARG005  stand-ins have the signatures of the interfaces
+# ruff: noqa: ARG001, ARG002, ARG005  stand-ins have the signatures of the interfaces
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def rollout_metrics(
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
-    metrics |= _under("rollout", _outcomes(samples)) | _under("rollout/episodes", _episode_ends(samples))
+    metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
@@ -260,10 +260,10 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
     for s in samples:
         limit, outcome = s.metadata.get(LIMIT), s.outcome
         if limit is not None:
-            counts["agent_error" if limit == "tool_time" else "policy_limit"] += 1
+            counts["rollout/episodes/agent_error" if limit == "tool_time" else "rollout/episodes/policy_limit"] += 1
         elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
-            counts["infra" if outcome.kind == "infra" else "agent_error"] += 1
-        counts["reissued"] += REISSUED in s.metadata
+            counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
+        counts["rollout/episodes/reissued"] += REISSUED in s.metadata
     return {name: total(n) for name, n in sorted(counts.items()) if n}
 
 

@@ -11,8 +11,8 @@ def shares_groups(config: Config) -> bool:
     """Return whether rollouts share the groups in flight, and consist of the first complete ones.
 
     Asynchronous runs do if permits or a larger bound give them a choice, and for custom generate functions and agents,
-    whose episodes may be long. Over-sampling and partial rollouts end each rollout by aborting the rest, so those have their
-    own groups.
+    whose episodes may be long. Over-sampling and partial rollouts end each rollout by aborting the rest, so those have
+    their own groups.
     """
     rollout = config.rollout
     over = rollout.over_sampling_batch_size
