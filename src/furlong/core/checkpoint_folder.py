@@ -14,7 +14,7 @@ import xxhash
 
 from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
 from furlong.core.files import PARTIAL, write_atomically
-from furlong.core.verified_tensors import BlockCheck, TensorFile
+from furlong.core.verified_tensors import ChangedBlockError, TensorFile
 from furlong.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -329,28 +329,27 @@ def files_checked(
 
 @contextmanager
 def tensor_files(folder: Path, names: Iterable[str]) -> Generator[list[TensorFile]]:
-    """Open safetensors files in a subfolder of a checkpoint, such as `trainer`, and verify what the body reads of them.
+    """Open safetensors files in a subfolder of a checkpoint, such as `trainer`; what is read of them is verified.
 
-    Tensors may be used after the body. Without a manifest, or with one of an older format, nothing is verified. Raises
-    CheckpointError if a file cannot be read, or at the end, also instead of an exception that damage may cause.
+    Without a manifest, or with one of an older format, nothing is. Raises CheckpointError, also from the body, if a
+    file cannot be read or was changed.
     """
     checkpoint = folder.parent
-    records, check = _records(checkpoint), BlockCheck()
+    records = _records(checkpoint)
     with ExitStack() as stack:
-        stack.callback(check.close)
         try:
             files: list[TensorFile] = []
             for name in names:
                 path, record = folder / name, records.get(f"{folder.name}/{name}")
                 try:
-                    files.append(stack.enter_context(TensorFile(path, record and record.blocks, check)))
+                    files.append(stack.enter_context(TensorFile(path, record and record.blocks)))
+                except ChangedBlockError:
+                    raise
                 except CheckpointError as error:
                     raise CheckpointError(f"cannot read {path}: {error}{_other(checkpoint)}") from error
             yield files
-        except Exception as error:
-            _refuse(checkpoint, check.wait(), cause=error)
-            raise
-        _refuse(checkpoint, check.wait())
+        except ChangedBlockError as error:
+            raise CheckpointError(f"{error}{_other(checkpoint)}") from error
 
 
 def read_verified(folder: Path, name: str) -> bytes:

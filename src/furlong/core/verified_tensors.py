@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -22,8 +20,6 @@ from furlong.core.safetensors_header import Shard, StoredTensor, header_length, 
 from furlong.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
-SPAN_BYTES = 8 << 20  # handed to the thread at once
-MAX_SPANS = 8  # that wait for the thread; they keep their memory
 DIGITS = 32  # of a checksum
 
 
@@ -39,65 +35,20 @@ def stored_places(path: Path) -> list[int]:
     return block_places(read_header(path))
 
 
-class BlockCheck:
-    """Compares blocks in memory with their checksums, in a thread, while the next ones are read."""
-
-    def __init__(self) -> None:
-        self._damaged: dict[Path, str] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        self._running = deque[Future[None]]()
-        self._span: list[tuple[Path, int, memoryview, str]] = []
-        self._num_bytes = 0
-
-    def add(self, path: Path, place: int, block: memoryview, expected: str) -> None:
-        """Compare the block at `place` of a file; it must not change before `wait`."""
-        self._span.append((path, place, block, expected))
-        self._num_bytes += len(block)
-        if self._num_bytes >= SPAN_BYTES:
-            self._submit()
-
-    def compare(self, path: Path, place: int, block: memoryview | bytes, expected: str) -> bool:
-        """Compare a block at once; return whether it has its checksum."""
-        digest = xxhash.xxh3_128()
-        digest.update(block)
-        actual = digest.hexdigest()
-        if actual != expected:
-            where = f" from byte {place} to {place + len(block)}"
-            self._damaged.setdefault(path, changed_file(path, actual, expected, where))
-        return actual == expected
-
-    def wait(self) -> list[str]:
-        """Wait for all blocks; return what is wrong, with one message for each file."""
-        self._submit()
-        while self._running:
-            self._running.popleft().result()
-        return sorted(self._damaged.values())
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _submit(self) -> None:
-        if len(self._running) >= MAX_SPANS:
-            self._running.popleft().result()
-        self._running.append(self._thread.submit(self._compare_all, self._span))
-        self._span, self._num_bytes = [], 0
-
-    def _compare_all(self, span: list[tuple[Path, int, memoryview, str]]) -> None:
-        for path, place, block, expected in span:
-            self.compare(path, place, block, expected)
+class ChangedBlockError(CheckpointError):
+    """A block does not have its checksum."""
 
 
 class TensorFile:
-    """An open safetensors file. Blocks that are read are added to `check`; without `checksums`, none are.
+    """An open safetensors file. Blocks that are read are compared with `checksums`, those of all blocks, joined.
 
-    checksums: those of all blocks, joined. Raises CheckpointError if the file cannot be read, if its header is damaged,
-    or if its size is not the one in the header.
+    Raises ChangedBlockError for one that differs, and CheckpointError if the file cannot be read, if its header is
+    damaged, or if its size is not the one in the header.
     """
 
-    def __init__(self, path: Path, checksums: str | None, check: BlockCheck) -> None:
+    def __init__(self, path: Path, checksums: str | None) -> None:
         self.path = path
-        self._checksums, self._check = checksums, check
+        self._checksums = checksums
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
@@ -126,9 +77,9 @@ class TensorFile:
         return dict(self._header.texts)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Read the bytes from `start` of the file into memory, which may be used once `check` has no damage.
+        """Read the bytes from `start` of the file into memory.
 
-        Of blocks at the ends, the rest is read into memory of its own. Raises CheckpointError if the file was cut.
+        Of blocks at the ends, the rest is read into memory of its own. Raises as the class does.
         """
         stop = start + len(into)
         if self._checksums is None or start == stop:
@@ -141,10 +92,18 @@ class TensorFile:
             part = into[first - start : last - start]
             block = part if (first, last) == (begin, end) else memoryview(bytearray(end - begin))
             self._fill(block, begin)
+            self._compare(index, begin, block)
             if block is not part:
                 part[:] = block[first - begin : last - begin]
-            self._check.add(self.path, begin, block, self._checksums[index * DIGITS : (index + 1) * DIGITS])
             index += 1
+
+    def _compare(self, index: int, place: int, block: memoryview) -> None:
+        """Compare a block that was just read, while it is in the processor's cache."""
+        expected = (self._checksums or "")[index * DIGITS : (index + 1) * DIGITS]
+        actual = xxhash.xxh3_128_hexdigest(block)
+        if actual != expected:
+            where = f" from byte {place} to {place + len(block)}"
+            raise ChangedBlockError(changed_file(self.path, actual, expected, where))
 
     def _fill(self, block: memoryview, place: int) -> None:
         done = 0
@@ -169,9 +128,7 @@ class TensorFile:
         header = self._bytes(end)
         if self._checksums is not None:
             for index, place in enumerate(range(0, end, BLOCK_BYTES)):
-                expected = self._checksums[index * DIGITS : (index + 1) * DIGITS]
-                if not self._check.compare(self.path, place, header[place : place + BLOCK_BYTES], expected):
-                    raise CheckpointError("its header is damaged")
+                self._compare(index, place, memoryview(header)[place : place + BLOCK_BYTES])
         shard = parse_header(self.path, header[8:], header_length(self.path, header[:8]), size)
         if shard.needed_bytes != size:
             raise CheckpointError(f"it has {size} bytes, but its header requires {shard.needed_bytes}")

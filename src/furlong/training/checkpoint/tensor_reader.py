@@ -36,9 +36,9 @@ DTYPES = {
 
 @contextmanager
 def open_reader(folder: Path, names: Sequence[str]) -> Generator[TensorReader]:
-    """Open files in the `trainer` folder of a checkpoint. Tensors may be used after the body, which verifies them.
+    """Open files in the `trainer` folder of a checkpoint. Tensors may be used after the body.
 
-    Raises CheckpointError if a file is missing, or if what was read of it is damaged.
+    Raises CheckpointError, also from the body, if a file is missing, or if what is read of it is damaged.
     """
     with tensor_files(folder, names) as files:
         yield TensorReader(files)

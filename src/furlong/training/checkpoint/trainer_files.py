@@ -49,7 +49,7 @@ FILE_BYTES = 4 * 2**30
 
 
 def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> AbstractContextManager[TensorReader]:
-    """Open the files of `stem`. Raises CheckpointError if one is missing or damaged, at the latest on exit."""
+    """Open the files of `stem`. Raises CheckpointError if one is missing or damaged, also from the body."""
     return open_reader(folder, [file_name(stem, number) for number in range(int(meta["files"][stem]))])
 
 
