@@ -36,7 +36,8 @@ WORKERS = 2
 
 # Reasons that other work removes, or that are meant: what a problem contains, by its category. The first that matches.
 ON_PURPOSE = {
-    "quantized rollouts": ("are quantized", "quantized weights", "quantization_config", "training in FP8"),
+    "training in FP8": ("training in FP8",),
+    "quantized rollouts": ("are quantized", "quantized weights", "quantization_config"),
     "on-policy distillation": ("on-policy distillation", "on_policy_distillation"),
     "critic": ("there is no critic",),
     "multimodal": ("models are text-only",),

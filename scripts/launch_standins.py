@@ -16,7 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from furlong.commands.quantize import ALL_BUT_EXPERTS
 from furlong.config.checks.model_rules import layers_with_experts
+from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, is_ignored, module_of
+from furlong.core.quantization.scheme import format_of, quantization_settings
 from furlong.errors import ConfigError
 from furlong.models.carried_tensors import WITH_VISION, stored_name
 from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
@@ -45,8 +50,28 @@ FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 QUANTIZED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
-    (r"int4|kimi-k2-thinking/?$", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    (
+        r"int4|kimi-k2-thinking/?$",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+                }
+            },
+            "ignore": list(ALL_BUT_EXPERTS),
+        },
+    ),
 )
+STORED = {
+    torch.float8_e4m3fn: ("F8_E4M3", 1),
+    torch.bfloat16: ("BF16", 2),
+    torch.float32: ("F32", 4),
+    torch.int32: ("I32", 4),
+    torch.int64: ("I64", 8),
+}
 # Fields of config.json, by the flag with their value.
 _FIELDS: dict[str, tuple[str, type]] = {
     "--num-layers": ("num_hidden_layers", int),
@@ -175,15 +200,30 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     except ConfigError:  # the doctor reports it
         layers = range(text["num_hidden_layers"])
         shapes = {f"model.layers.{layer}.input_layernorm.weight": [text["hidden_size"]] for layer in layers}
-    write_sparse_weights(folder / "model.safetensors", shapes, quantized="quantization_config" in config)
+    write_sparse_weights(folder / "model.safetensors", stored_tensors(shapes, quantization_settings(config)))
     return folder
 
 
-def write_sparse_weights(path: Path, shapes: Mapping[str, Sequence[int]], *, quantized: bool = False) -> None:
+def stored_tensors(
+    shapes: Mapping[str, Sequence[int]], settings: Mapping[str, Any]
+) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Return shape and dtype of each stored tensor: bfloat16, or the parts of quantized weights."""
+    form = format_of(settings) if settings else None
+    ignore = [*NEVER_QUANTIZED, *settings.get("ignore", ())]
+    stored: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+    for name, shape in shapes.items():
+        if form is None or len(shape) != 2 or not name.endswith(".weight") or is_ignored(name, ignore):
+            stored[name] = shape, torch.bfloat16
+        else:
+            stored |= {f"{module_of(name)}.{part}": place for part, place in form.parts(tuple(shape)).items()}
+    return stored
+
+
+def write_sparse_weights(path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
     """Write a safetensors file of zeros that occupies no disk space."""
     header, end = {}, 0
-    for name, shape in shapes.items():
-        width, dtype = (1, "F8_E4M3") if quantized and len(shape) == 2 and "proj" in name else (2, "BF16")
+    for name, (shape, kind) in tensors.items():
+        dtype, width = STORED[kind]
         size = width * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size

@@ -48,11 +48,13 @@ def test_a_quantized_engine_trains_with_the_weights_of_ref_load(folders, tmp_pat
     assert train(again) == 3
 
 
-def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
+def test_dequantize_trains_from_the_quantized_values(folders, tmp_path, monkeypatch, caplog):
     _, quantized, data = folders
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     with pytest.raises(ConfigError, match=r"(?s)weights are quantized.*--ref-load.*--dequantize"):
         train(flags(quantized, data, tmp_path / "refused"))
     assert train(flags(quantized, data, tmp_path / "run", dequantize=True, use_kl_loss=True, kl_loss_coef=0.1)) == 2
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 has no effect" in caplog.text
     first = rows(tmp_path / "run")[0]
     assert first["train/train_rollout_logprob_abs_diff"] < 0.5
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,10 @@ from furlong.wiring.run_context import RunContext
 if TYPE_CHECKING:
     from furlong.cluster.ray_trainer import RayTrainer
     from furlong.training.megatron.megatron_backend import MegatronBackend
+
+QAT_VARIABLE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"  # slime's, for INT4 quantization-aware training
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,12 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
 def _check_quantized(context: RunContext) -> None:
     """Raise ConfigError for a quantized folder that the trainer would load, without --dequantize."""
     flags, algo = context.config.checkpoint, context.config.algo
+    if os.environ.get(QAT_VARIABLE, "0") not in ("", "0"):
+        logger.warning(
+            "%s=%s has no effect: quantization-aware training is not implemented, and the trainer computes with "
+            "unquantized weights; unset it, and correct for the difference with --use-tis",
+            QAT_VARIABLE, os.environ[QAT_VARIABLE],
+        )  # fmt: skip
     if flags.dequantize:
         return
     folders = trainer_folders(flags, context.model_dir, uses_reference=algo.uses_reference)
