@@ -34,14 +34,19 @@ class ProcessGuard:
         self._limit = 0
         self._finding = ""
         self._pid = 0
+        self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """Compare in the body. A change that made furlong itself fail replaces that failure."""
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
+        self._last = None
         try:
             yield
         except Exception as error:
+            if self._last is not None and self._state is not None and (changes := self._state.replaced()):
+                function, name = self._last
+                self._finding = self._text(function, name, changes)
             if self._finding and not isinstance(error, FurlongError):
                 raise ProcessChangedError(self._finding) from error
             raise
@@ -64,6 +69,7 @@ class ProcessGuard:
         """
         if self._state is None:
             return
+        self._last = function, name
         if os.getpid() != self._pid:
             text = f"{name} ({location_of(function)}) forked, and its child process returned; call os._exit() in it\n"
             os.write(2, text.encode())

@@ -79,6 +79,10 @@ class ProcessState:
         of_libraries = self._replaced_in_libraries() if libraries else ()
         return [*self._replaced(), *of_libraries, *self._closed(), *self._moved(), *self._lowered()]
 
+    def replaced(self) -> list[str]:
+        """Describe the functions that were replaced since creation."""
+        return [*self._replaced(), *self._replaced_in_libraries()]
+
     def restore(self) -> None:
         """Undo changes, as far as possible: closed descriptors stay closed."""
         for name, module in self._modules.items():

@@ -80,6 +80,20 @@ def state():
     )
 
 
+def test_a_failure_after_a_step_that_patched_a_library_names_the_function(monkeypatch):
+    monkeypatch.setattr(torch, "exp", torch.exp)  # restored after the test
+
+    def fail_as_the_trainer_does():
+        with process_guard.watching():
+            process_guard.begin()
+            patch_torch()
+            process_guard.check(patch_torch, "the custom generate function", is_step=True)
+            raise AttributeError("'NoneType' object has no attribute 'to'")
+
+    with pytest.raises(ProcessChangedError, match=r"generate function .*torch\.exp"):
+        fail_as_the_trainer_does()
+
+
 def test_libraries_and_the_user_may_add_functions_to_torch(monkeypatch):
     def extend():
         monkeypatch.setattr(torch, "my_own_function", lambda: 0, raising=False)
