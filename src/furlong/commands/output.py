@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from furlong.core.catalogue import Diagnosis
+from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError
 
 
@@ -23,9 +24,9 @@ def command_parser(name: str, description: str | None, *, has_json: bool = True)
 
 
 def show(text: str) -> None:
-    """Print to stdout; a closed pipe (`| head`) is not an error."""
+    """Print to stdout, without the credentials in URLs; a closed pipe (`| head`) is not an error."""
     try:
-        print(text, flush=True)
+        print(redact_credentials(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
