@@ -84,6 +84,7 @@ def probe(url: str, *, api_key: str | None, path: str = "/server_info") -> Any:
 CONNECT_S = 10.0
 KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes idle connections
 READ_BYTES = 1 << 18
+MAX_ANSWER_BYTES = 4 << 30  # routed experts of long answers included
 
 
 class BrokenConnectionError(Exception):
@@ -111,7 +112,7 @@ class _Connection:
     async def receive(self) -> tuple[int, bytes]:
         """Read the complete answer; returns status and body."""
         protocol = self._protocol
-        status, parts = 0, list[bytes]()
+        status, num_bytes, parts = 0, 0, list[bytes]()
         while True:
             event = protocol.next_event()
             if event is h11.NEED_DATA:
@@ -123,6 +124,9 @@ class _Connection:
                 status = event.status_code
             elif isinstance(event, h11.Data):
                 parts.append(bytes(event.data))
+                num_bytes += len(event.data)
+                if num_bytes > MAX_ANSWER_BYTES:
+                    raise BrokenConnectionError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
             elif isinstance(event, h11.EndOfMessage):
                 return status, b"".join(parts)
             elif isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:

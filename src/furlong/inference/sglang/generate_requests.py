@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 ABORT_S = 5.0  # for a server to answer aborted requests; after that they return without tokens
 GENERATE = "/generate"
 
+MAX_LOG_PROB = 1e-3  # of rounding
+MAX_VERSION = (1 << 63) - 1
+
 
 @dataclass(eq=False)
 class InFlightRequest:
@@ -179,12 +182,16 @@ def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False}
 
 
-def cached_tokens(reply: Any) -> int:
-    """Prompt tokens that the server took from its cache; 0 if it does not report them."""
-    try:
-        return int(reply["meta_info"]["cached_tokens"])
-    except (KeyError, TypeError, ValueError):
+def cached_tokens(request: InFlightRequest, reply: Any) -> int:
+    """Tokens that the server took from its cache; 0 if it does not report them. Raises EngineError for other values."""
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    value = meta.get("cached_tokens") if isinstance(meta, dict) else None
+    if value is None:
         return 0
+    most = len(request.prompt) + request.params.max_new_tokens  # a retracted request finds its own tokens, too
+    if type(value) is not int or not 0 <= value <= most:
+        raise _unusable(request, "cached_tokens", value, f"an integer from 0 to {most}")
+    return value
 
 
 def sampling_json(params: SamplingParams) -> dict[str, Any]:
@@ -226,14 +233,19 @@ class AnswerReader:
             rows = meta.get("output_token_logprobs") or []
             tokens, log_probs = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
-            label = str(meta["weight_version"])
+            label = meta["weight_version"]
+            text = reply.get("text") or ""
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            what = f"without {error}" if isinstance(error, KeyError) else f"with something else: {str(reply)[:200]!r}"
+            shown = repr(str(reply)[:200])
+            what = f"without {error}: {shown}" if isinstance(error, KeyError) else f"with something else: {shown}"
             raise EngineError(
                 f"{request.where} answered {what}; furlong expects the protocol of SGLang 0.5.16"
             ) from error
-        output_ids = reply.get("output_ids")
-        if output_ids is not None and list(output_ids) != tokens:
+        _check_values(request, tokens=tokens, log_probs=log_probs, text=text, label=label)
+        label, output_ids = str(label), reply.get("output_ids")
+        if output_ids is not None and not isinstance(output_ids, list):
+            raise _unusable(request, "output_ids", output_ids, "a list of token ids")
+        if output_ids is not None and output_ids != tokens:
             raise EngineError(
                 f"{request.where} answered {len(output_ids)} tokens, but log-probs of {len(tokens)} other "
                 "ones; they must be the same"
@@ -245,19 +257,16 @@ class AnswerReader:
             )
         if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{request.where} answered with finish_reason {reason!r}")
-        if not _is_finite(log_probs):
-            raise EngineError(f"{request.where} answered a log-prob that is not finite; its weights are broken")
         _check_version(request, label, newest)
-        text = reply.get("text") or ""
         if not text and self.tokenizer is not None:
             text = self.tokenizer.decode(tokens, skip_special_tokens=request.params.skip_special_tokens)
         return Completion(
             tokens=tokens,
             log_probs=log_probs,
-            versions=_versions(request, meta, label, len(tokens)),
+            versions=_versions(request, meta, label, len(tokens), newest),
             finish_reason=reason,
             text=text,
-            cached_tokens=cached_tokens(reply) if request.cached_tokens is None else request.cached_tokens,
+            cached_tokens=cached_tokens(request, reply) if request.cached_tokens is None else request.cached_tokens,
             latency_s=seconds,
             routed_experts=self._routes(request, meta, len(tokens), is_aborted=reason == "abort")
             if request.params.return_routed_experts
@@ -299,6 +308,28 @@ def abort_reason(reply: Any) -> str:
     return str(reply["meta_info"]["finish_reason"].get("message", "no reason given"))
 
 
+def _unusable(request: InFlightRequest, name: str, value: Any, expected: str) -> EngineError:
+    return EngineError(
+        f"{request.where} answered {name} {str(value)[:100]!r}, expected {expected}; furlong expects the protocol of "
+        "SGLang 0.5.16"
+    )
+
+
+def _check_values(request: InFlightRequest, *, tokens: list[Any], log_probs: list[Any], text: Any, label: Any) -> None:
+    """Raise EngineError for values of other types than SGLang's, and for log-probs that are none."""
+    if not isinstance(text, str):
+        raise _unusable(request, "text", text, "a string")
+    if type(label) not in (str, int):
+        raise _unusable(request, "weight_version", label, "a string or an integer")
+    if set(map(type, tokens)) - {int} or min(tokens, default=0) < 0:
+        wrong = next(token for token in tokens if type(token) is not int or token < 0)
+        raise _unusable(request, "a token", wrong, "an id, an integer from 0")
+    if set(map(type, log_probs)) - {float, int} or not _is_finite(log_probs):
+        raise EngineError(f"{request.where} answered a log-prob that is not finite; its weights are broken")
+    if (largest := max(log_probs, default=0.0)) > MAX_LOG_PROB:
+        raise _unusable(request, "a log-prob", largest, "0 or less")
+
+
 def _is_finite(values: list[Any]) -> bool:
     """Whether all values are finite numbers; the sum is ten times faster than testing each."""
     try:
@@ -319,11 +350,18 @@ def _check_version(request: InFlightRequest, label: str, newest: int | None) -> 
 
 def _number(label: str) -> int:
     """The version number of a label; UNKNOWN_VERSION for a label that furlong did not assign."""
-    return int(label) if label.isdigit() else UNKNOWN_VERSION
+    is_number = label.isascii() and label.isdecimal() and len(label) < 20
+    return int(label) if is_number else UNKNOWN_VERSION
 
 
-def _versions(request: InFlightRequest, meta: dict[str, Any], label: str, count: int) -> list[int]:
+def _versions(request: InFlightRequest, meta: dict[str, Any], label: str, count: int, newest: int | None) -> list[int]:
+    """The version of each token. Raises EngineError for anything but one integer per token, up to `newest`."""
     per_token = meta.get("token_versions")
-    if per_token is not None and len(per_token) == count:
-        return [int(version) for version in per_token]
+    if per_token is not None:
+        if not isinstance(per_token, list) or len(per_token) != count or set(map(type, per_token)) - {int}:
+            raise _unusable(request, "token_versions", per_token, f"a list of {count} integers, one for each token")
+        highest = newest if request.version is not None and newest is not None else MAX_VERSION
+        if per_token and not 0 <= min(per_token) <= max(per_token) <= highest:
+            raise _unusable(request, "token_versions", per_token, f"versions from 0 to {highest}")
+        return per_token
     return [_number(label) if request.version is None else request.version] * count

@@ -336,7 +336,7 @@ class HttpEngine(Engine):
                 await self._wait_until_open(server)
                 if ticket.leads:
                     with pool.count_request(server):
-                        request.cached_tokens = cached_tokens(await ask(prefix_body(body)))
+                        request.cached_tokens = cached_tokens(request, await ask(prefix_body(body)))
                     ticket.release_followers()
                     await self._wait_until_open(server)
                 request.is_sent, request.version = True, pool.oldest_version(server)
