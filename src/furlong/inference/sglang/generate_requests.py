@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
 from furlong.core.sample import UNKNOWN_VERSION
@@ -184,8 +184,10 @@ def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
 
 def cached_tokens(request: InFlightRequest, reply: Any) -> int:
     """Tokens that the server took from its cache; 0 if it does not report them. Raises EngineError for other values."""
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    value = meta.get("cached_tokens") if isinstance(meta, dict) else None
+    try:
+        value = reply["meta_info"]["cached_tokens"]
+    except (KeyError, TypeError, IndexError):
+        return 0
     if value is None:
         return 0
     most = len(request.prompt) + request.params.max_new_tokens  # a retracted request finds its own tokens, too
@@ -243,12 +245,13 @@ class AnswerReader:
             ) from error
         _check_values(request, tokens=tokens, log_probs=log_probs, text=text, label=label)
         label, output_ids = str(label), reply.get("output_ids")
-        if output_ids is not None and not isinstance(output_ids, list):
+        ids = _as_list(output_ids)
+        if output_ids is not None and ids is None:
             raise _unusable(request, "output_ids", output_ids, "a list of token ids")
-        if output_ids is not None and output_ids != tokens:
+        if ids is not None and ids != tokens:
             raise EngineError(
-                f"{request.where} answered {len(output_ids)} tokens, but log-probs of {len(tokens)} other "
-                "ones; they must be the same"
+                f"{request.where} answered {len(ids)} tokens, but log-probs of {len(tokens)} other ones; they must be "
+                "the same"
             )
         if len(tokens) > request.params.max_new_tokens:
             raise EngineError(
@@ -308,6 +311,10 @@ def abort_reason(reply: Any) -> str:
     return str(reply["meta_info"]["finish_reason"].get("message", "no reason given"))
 
 
+def _as_list(value: Any) -> list[Any] | None:
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
 def _unusable(request: InFlightRequest, name: str, value: Any, expected: str) -> EngineError:
     return EngineError(
         f"{request.where} answered {name} {str(value)[:100]!r}, expected {expected}; furlong expects the protocol of "
@@ -356,12 +363,12 @@ def _number(label: str) -> int:
 
 def _versions(request: InFlightRequest, meta: dict[str, Any], label: str, count: int, newest: int | None) -> list[int]:
     """The version of each token. Raises EngineError for anything but one integer per token, up to `newest`."""
-    per_token = meta.get("token_versions")
-    if per_token is not None:
-        if not isinstance(per_token, list) or len(per_token) != count or set(map(type, per_token)) - {int}:
-            raise _unusable(request, "token_versions", per_token, f"a list of {count} integers, one for each token")
+    if (value := meta.get("token_versions")) is not None:
+        per_token = _as_list(value)
+        if per_token is None or len(per_token) != count or set(map(type, per_token)) - {int}:
+            raise _unusable(request, "token_versions", value, f"a list of {count} integers, one for each token")
         highest = newest if request.version is not None and newest is not None else MAX_VERSION
         if per_token and not 0 <= min(per_token) <= max(per_token) <= highest:
-            raise _unusable(request, "token_versions", per_token, f"versions from 0 to {highest}")
+            raise _unusable(request, "token_versions", value, f"versions from 0 to {highest}")
         return per_token
     return [_number(label) if request.version is None else request.version] * count
