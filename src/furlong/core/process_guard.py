@@ -44,9 +44,7 @@ class ProcessGuard:
         try:
             yield
         except Exception as error:
-            if self._last is not None and self._state is not None and (changes := self._state.replaced()):
-                function, name = self._last
-                self._finding = self._text(function, name, changes)
+            self._finding = self._finding or self._replaced()
             if self._finding and not isinstance(error, FurlongError):
                 raise ProcessChangedError(self._finding) from error
             raise
@@ -82,6 +80,13 @@ class ProcessGuard:
             self._state.restore()
             self._finding = self._text(function, name, changes)
             raise ProcessChangedError(self._finding)
+
+    def _replaced(self) -> str:
+        """Describe functions that are replaced now; "" if none is. They are attributed to the last call."""
+        if self._last is None or self._state is None or not (changes := self._state.replaced()):
+            return ""
+        function, name = self._last
+        return self._text(function, name, changes)
 
     def _text(self, function: Callable[..., Any], name: str, changes: list[str]) -> str:
         return (
