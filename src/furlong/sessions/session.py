@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import xxhash
@@ -253,6 +253,10 @@ class Session:
                 f"the prompt has {len(prompt.ids)} tokens, but the context length is {self.context_len}; end the "
                 "episode, shorten the messages, or raise --rollout-max-context-len if the model supports it"
             )
+        if self.context_len is not None:
+            room = self.context_len - len(prompt.ids)
+            limits = min(params.max_new_tokens, room), min(params.min_new_tokens, room)
+            params = replace(params, max_new_tokens=limits[0], min_new_tokens=limits[1])
         part = self._part(prompt)
         started = time.monotonic()
         completion = await self._complete(prompt.ids, params, part)
@@ -290,6 +294,8 @@ class Session:
 
     def _parse(self, node: Node, prompt_text: str, tools: list[dict[str, Any]] | None) -> ParsedReply:
         text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
+        ends = [at for stop in node.params.stop if (at := text.find(stop)) >= 0]
+        text = text[: min(ends)] if ends else text
         opened = prompt_text.rstrip().endswith("<think>")
         parsed = parse_reply(text, tools or (), self.parser, opened=opened)
         self.counts["ill_formed_calls"] += parsed.num_ill_formed

@@ -149,6 +149,14 @@ def test_an_answer_that_was_cut_gets_its_end_of_turn_without_being_trained_on():
     assert sum(sample.loss_mask or ()) == sum(len(node.sampled) for node in session.tree.nodes)
 
 
+def test_a_stop_string_is_trained_but_not_part_of_the_text():
+    tokenizer = bpe_tokenizer("qwen")
+    session = session_of(Script(tokenizer, "say Observation:", end=""), params=SamplingParams(stop=("Observation:",)))
+    (reply,) = talk(session, 1)
+    assert reply.content == "say "
+    assert tokenizer.decode(reply.tokens) == "say Observation:"
+
+
 def test_delimiters_that_end_and_begin_turns_are_not_doubled():
     tokenizer = bpe_tokenizer("glm")
     session = session_of(Script(tokenizer, "one", "two"))

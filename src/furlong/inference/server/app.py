@@ -9,8 +9,8 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import orjson
 import xxhash
@@ -51,6 +51,23 @@ HEALTH_S, POLL_S = 60.0, 0.01  # time limit and poll interval for the next token
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 
 
+class AgentEndpoints(Protocol):
+    """Endpoints that another package adds: routes, and chat completions with tools."""
+
+    @property
+    def routes(self) -> Sequence[Route]:
+        """Routes of further protocols."""
+        ...
+
+    def takes_chat(self, body: Mapping[str, Any]) -> bool:
+        """Return whether `answer_chat` answers a chat completion."""
+        ...
+
+    async def answer_chat(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+        """Answer a chat completion. Raises RequestError."""
+        ...
+
+
 class ApiKey:
     """ASGI middleware: refuse requests without `Authorization: Bearer <key>`, except to /health."""
 
@@ -80,8 +97,9 @@ class EngineServer:
         limits: ServerLimits | None = None,
         trusts_templates: bool = False,
         incremental_streaming: bool = False,
+        agents: AgentEndpoints | None = None,
     ) -> None:
-        self.engine, self.model_name = engine, model_name
+        self.engine, self.model_name, self._agents = engine, model_name, agents
         self.limits = limits or ServerLimits()
         prompts = PromptEncoder(engine, self.limits, trusts_templates=trusts_templates)
         self._model = ServerContext(engine, model_name, prompts, self.limits, incremental_streaming)
@@ -115,7 +133,7 @@ class EngineServer:
         get |= {"/health_generate": self._health_generate, "/metrics": self._metrics}
         post: dict[str, Handler] = {
             "/generate": lambda http, body: generate(http, self._model, body, w.label),
-            "/v1/chat/completions": lambda http, body: openai_api.chat_completions(http, self._model, body),
+            "/v1/chat/completions": self._chat,
             "/v1/completions": lambda http, body: openai_api.completions(http, self._model, body),
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
@@ -136,7 +154,8 @@ class EngineServer:
         }
         post |= {path: self._update(action) for path, action in updates.items()}
         also_get = {"/flush_cache", "/get_weights_by_name"}
-        routes = [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get.items()]
+        routes = [] if self._agents is None else list(self._agents.routes)
+        routes += [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get.items()]
         for path, handler in post.items():
             routes.append(Route(path, _guarded(handler), methods=both if path in also_get else ["POST"]))
         return routes
@@ -244,6 +263,11 @@ class EngineServer:
             for name, kind, text, value in rows
         ]
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    async def _chat(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+        if self._agents is not None and self._agents.takes_chat(body):
+            return await self._agents.answer_chat(http, body)
+        return await openai_api.chat_completions(http, self._model, body)
 
     # -- control -----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.server.app import EngineServer
+from furlong.inference.server.app import AgentEndpoints, EngineServer
 from furlong.inference.server.connections import build_server
 from furlong.inference.server.limits import Counts, ServerLimits, add_limit_flags, limits_from
 from furlong.models.tokenizer import load_tokenizer
@@ -66,6 +66,7 @@ async def running_server(
     limits: ServerLimits | None = None,
     trusts_templates: bool = False,
     incremental_streaming: bool = False,
+    agents: AgentEndpoints | None = None,
 ) -> AsyncGenerator[str, None]:
     """Serve `engine` on the running event loop and yield the base URL. The engine stays open afterwards."""
     server = EngineServer(
@@ -75,6 +76,7 @@ async def running_server(
         limits=limits,
         trusts_templates=trusts_templates,
         incremental_streaming=incremental_streaming,
+        agents=agents,
     )
     listener = bound_socket(host, port)
     uvicorn_server = build_server(server.app, server.counts)
@@ -106,7 +108,7 @@ async def _trim_when_idle(counts: Counts) -> None:
             await asyncio.to_thread(trim, 0)
 
 
-async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace) -> None:
+async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, agents: AgentEndpoints | None) -> None:
     """Serve until SIGINT or SIGTERM, then close the engine, within `EXIT_S`."""
     stop = asyncio.Event()
 
@@ -129,6 +131,7 @@ async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace) ->
             limits=limits_from(args),
             trusts_templates=args.trust_request_chat_template,
             incremental_streaming=args.incremental_streaming_output,
+            agents=agents,
         ) as url:
             sys.stdout.write(f"serving {name} at {url}\n")
             sys.stdout.flush()
@@ -248,8 +251,11 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(words: Sequence[str]) -> int:
-    """Run `furlong serve`. Raises ConfigError for an address that other machines can reach without an API key."""
+def main(words: Sequence[str], agents: Callable[[EmbeddedEngine, str], AgentEndpoints] | None = None) -> int:
+    """Run `furlong serve`; `agents` builds further endpoints for the engine and the name of its model.
+
+    Raises ConfigError for an address that other machines can reach without an API key.
+    """
     args = _parser().parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
@@ -271,5 +277,6 @@ def main(words: Sequence[str]) -> int:
         seed=args.random_seed,
         return_routed_experts=args.enable_return_routed_experts,
     )
-    asyncio.run(_serve(engine, args.served_model_name or args.model_path.name, args))
+    name = args.served_model_name or args.model_path.name
+    asyncio.run(_serve(engine, name, args, None if agents is None else agents(engine, name)))
     return 0

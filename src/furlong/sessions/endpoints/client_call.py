@@ -59,8 +59,11 @@ class ClientCall:
                     changes[name] = getattr(wanted, name)
                 else:
                     session.counts[f"overridden_{name}"] += 1
-        if self.sampling.get("sampling_seed") is not None:
-            session.counts["overridden_seed"] += 1
+        if (seed := wanted.sampling_seed) is not None:
+            if run.sampling_seed is None:
+                changes["sampling_seed"] = seed
+            else:
+                session.counts["overridden_seed"] += 1
         return dataclasses.replace(run, **changes)
 
 
