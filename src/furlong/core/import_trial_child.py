@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil  # noqa: F401  # pyright: ignore[reportUnusedImport]  compared by ProcessState
+
 from furlong.core.import_trial import REPORT, STACKS
 from furlong.core.process_state import TORCH_DEFAULTS, ProcessState, imported_replacements, torch_settings
 from furlong.core.process_tree import die_with_parent

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 # Modules whose public functions and classes are compared, if they are imported.
@@ -27,6 +27,7 @@ MODULES = (
 # in files of the user, and deleted ones, count as replaced.
 LIBRARIES = ("torch", "torch.nn.functional", "psutil", "safetensors.torch")
 CLASSES = (("torch", "Tensor"), ("torch.nn", "Module"), ("pathlib", "Path"))
+NONE_OF_LIBRARIES = {"newaxis"}  # public names that are None
 LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
 # Settings of PyTorch after its import; gradients are a setting of each thread.
 TORCH_DEFAULTS = {
@@ -174,12 +175,20 @@ def _public(names: dict[str, Any]) -> _Functions:
 
 def imported_replacements() -> list[str]:
     """Describe functions of libraries that files of the user have replaced, whatever they were before."""
-    return [
+    found = [
         f"it replaced {name}.{attribute}"
         for name, (_, functions) in _library_functions().items()
         for attribute, value in functions.items()
         if _is_of_user(value)
     ]
+    modules = {name: sys.modules[name] for name in LIBRARIES if name in sys.modules}
+    removed = [
+        f"it removed {name}.{attribute}"
+        for name, module in modules.items()
+        for attribute in getattr(module, "__all__", ())
+        if getattr(module, attribute, None) is None and attribute not in NONE_OF_LIBRARIES
+    ]
+    return [*found, *removed]
 
 
 def _library_functions() -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -198,7 +207,7 @@ def _library_functions() -> dict[str, tuple[Any, Mapping[str, Any]]]:
 
 def _is_replaced(owner: str, attribute: str, before: object, now: object) -> bool:
     """Return whether the user replaced a function of a library; `torch.load` has a default that many change."""
-    return now is not before and (owner, attribute) != ("torch", "load") and (now is None or _is_of_user(now))
+    return now is not before and (owner, attribute) != ("torch", "load") and (_is_of_user(now) or _is_no_function(now))
 
 
 def _is_of_user(function: object) -> bool:
@@ -206,7 +215,19 @@ def _is_of_user(function: object) -> bool:
     from furlong.core.user_code import is_user_file  # imports this module
 
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and is_user_file(code.co_filename)
+    return isinstance(code, CodeType) and is_user_file(code.co_filename)
+
+
+def _is_no_function(value: object) -> bool:
+    """Return whether the new value of a function is a plain value, a built-in type, or of a class of the user."""
+    from furlong.core.user_code import is_user_file  # imports this module
+
+    if value is None or isinstance(value, bool | int | float | str | bytes | tuple | list | dict):
+        return True
+    owner = value if isinstance(value, type) else type(value)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    is_builtin = isinstance(value, type) and owner.__module__ == "builtins"
+    return is_builtin or owner.__module__ == "unittest.mock" or (file is not None and is_user_file(file))
 
 
 def torch_settings() -> dict[str, Any]:

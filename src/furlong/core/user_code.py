@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dis
 import functools
 import inspect
 import os
+import signal
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from furlong.core.process_guard import process_guard
@@ -51,7 +54,15 @@ def describe_exception(error: BaseException) -> str:
     if users and not any(f in users for f in shown):
         shown = [*users[-1:], *frames[1 - FRAMES :]]
     where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in shown]
-    return "\n  ".join([f"{type(error).__name__}: {_short(str(error))}", *where])
+    return "\n  ".join([f"{type(error).__name__}: {_short(message_of(error))}", *where])
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception, whose class may be one of user code that fails to build it."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001  code of the user
+        return f"its text could not be built, __str__ raised {type(failure).__name__}"
 
 
 def _short(text: str) -> str:
@@ -110,7 +121,8 @@ def _passes(error: BaseException) -> bool:
 def is_raised_by_user(error: BaseException) -> bool:
     """Return whether user code raised this, including `sys.exit`; False for signals and for a task's cancellation.
 
-    Call it in the `except` clause, in the task that called the user code.
+    KeyboardInterrupt and GeneratorExit are user code's if a `raise` statement in a user's file raised them, not Ctrl-C
+    or the end of a coroutine. Call it in the `except` clause, in the task that called the user code.
     """
     if isinstance(error, asyncio.CancelledError):
         try:
@@ -118,7 +130,27 @@ def is_raised_by_user(error: BaseException) -> bool:
         except RuntimeError:  # outside an event loop nothing is cancelled
             return True
         return task is not None and not task.cancelling()
-    return not isinstance(error, KeyboardInterrupt | GeneratorExit | TerminatedError)
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return _is_from_raise_statement(error)
+    return not isinstance(error, TerminatedError)
+
+
+def _is_from_raise_statement(error: BaseException) -> bool:
+    """Return whether a `raise` statement in a user's file, other than the handler of Ctrl-C, raised an exception."""
+    frames = [(each.f_code, place) for each, place in _walk(error.__traceback__)]
+    if not frames:
+        return False
+    handler = getattr(signal.getsignal(signal.SIGINT), "__code__", None)
+    code, place = frames[-1]
+    is_raise = is_user_file(code.co_filename) and code.co_code[place] == dis.opmap["RAISE_VARARGS"]
+    return is_raise and all(each is not handler for each, _ in frames)
+
+
+def _walk(trace: TracebackType | None) -> Generator[tuple[FrameType, int]]:
+    """Yield the frames of a traceback, outermost first, with the offset of their last instruction."""
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lasti
+        trace = trace.tb_next
 
 
 @contextlib.contextmanager
@@ -155,11 +187,14 @@ def _raising(name: str, original: Callable[..., Any], pid: int) -> Callable[...,
 
 @contextlib.contextmanager
 def exits_fail_the_run() -> Generator[None]:
-    """Raise HookError with the location for a SystemExit that user code raised outside the functions that flags name.
+    """Raise HookError with the location for an exit that user code raised outside the functions that flags name.
 
-    An example is `sys.exit()` in a task that a generate function created: it ends the event loop.
+    An example is `sys.exit()` or `raise KeyboardInterrupt` in a task that a generate function created: it ends the
+    event loop.
     """
     try:
         yield
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
+        if not is_raised_by_user(error):
+            raise
         raise HookError(f"user code ended the run: {describe_exception(error)}; raise an exception instead") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from furlong.core import slime_modules
-from furlong.core.user_code import describe_exception
+from furlong.core.user_code import describe_exception, message_of
 from furlong.errors import ConfigError
 
 
@@ -67,7 +67,9 @@ def _module(path: str, name: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except Exception as error:
-        raise ConfigError(f"{path}: importing {name} raised {type(error).__name__}: {error}; fix the module") from error
+        raise ConfigError(
+            f"{path}: importing {name} raised {type(error).__name__}: {message_of(error)}; fix the module"
+        ) from error
     except BaseException as error:  # sys.exit
         raise ConfigError(f"{path}: importing {name} raised {describe_exception(error)}; fix the module") from error
 
@@ -104,6 +106,10 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
             raise
         if isinstance(error, slime_modules.NotInFurlongError):
             raise ConfigError(f"{path}: {file}: {error}") from error
-        what = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else describe_exception(error)
+        what = (
+            f"{type(error).__name__}: {message_of(error)}"
+            if isinstance(error, Exception)
+            else describe_exception(error)
+        )
         raise ConfigError(f"{path}: running {file} raised {what}; fix the file") from error
     return module

@@ -34,7 +34,7 @@ from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
-from furlong.core.user_code import is_raised_by_user
+from furlong.core.user_code import is_raised_by_user, message_of
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
@@ -88,7 +88,7 @@ class GenerateFunctionError(Exception):
     """Wraps an exception raised by user code, to tell it from errors of the engine."""
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__(message_of(cause))
         self.cause = cause
 
 

@@ -6,10 +6,12 @@ import asyncio
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -38,6 +40,18 @@ def patch_tensors():
     torch.Tensor.sum = lambda self: None
 
 
+def remove_process():
+    psutil.Process = None
+
+
+class Fake:
+    pass
+
+
+def fake_process():
+    psutil.Process = Fake
+
+
 def patch_paths():
     Path.write_text = lambda *_: 0
 
@@ -59,6 +73,8 @@ def limit_files():
         (move, "directory"),
         (patch_torch, "torch.exp"),
         (patch_tensors, "torch.Tensor.sum"),
+        (remove_process, "psutil.Process"),
+        (fake_process, "psutil.Process"),
         (patch_paths, "pathlib.Path.write_text"),
         (set_dtype, "default dtype from torch.float32 to torch.float64"),
         (limit_files, "RLIMIT_NOFILE"),
@@ -75,8 +91,16 @@ def test_a_hook_that_changes_the_process_is_named_and_undone(function, what):
 
 def state():
     return (
-        *(time.monotonic, sys.getrecursionlimit(), os.getcwd(), torch.exp, torch.Tensor.sum, Path.write_text),
-        *(torch.get_default_dtype(), resource.getrlimit(resource.RLIMIT_NOFILE)),
+        *(
+            time.monotonic,
+            sys.getrecursionlimit(),
+            os.getcwd(),
+            torch.exp,
+            torch.Tensor.sum,
+            Path.write_text,
+            psutil.Process,
+        ),
+        *(psutil.Process, torch.get_default_dtype(), resource.getrlimit(resource.RLIMIT_NOFILE)),
     )
 
 
@@ -147,6 +171,7 @@ def test_an_exit_of_a_task_of_user_code_is_an_error():
             sys.exit(0)
 
         task = asyncio.create_task(leave())
+        task.add_done_callback(asyncio.Task.exception)  # else its collection logs a traceback, in another test
         await asyncio.sleep(0.01)
         await task
 
@@ -154,13 +179,57 @@ def test_an_exit_of_a_task_of_user_code_is_an_error():
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt])
-def test_exceptions_of_the_interpreter_pass(kind):
-    def interrupted():
+def test_ctrl_c_passes():
+    with pytest.raises(KeyboardInterrupt):
+        with_hook_errors(lambda: signal.raise_signal(signal.SIGINT), "f")()
+
+
+def test_the_end_of_a_coroutine_passes():
+    async def wait():
+        await asyncio.sleep(1)
+
+    async def close():
+        call = with_hook_errors(wait, "f")()
+        call.send(None)
+        call.close()
+
+    asyncio.run(close())
+
+
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+class Unreadable(BaseException):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    "kind", [GeneratorExit, KeyboardInterrupt, Interrupted, SystemExit, asyncio.CancelledError, Unreadable]
+)
+def test_exceptions_of_the_interpreter_that_the_user_raises_are_errors_of_the_hook(kind):
+    def stop():
         raise kind
 
-    with pytest.raises(kind):
-        with_hook_errors(interrupted, "f")()
+    async def stop_later():
+        await asyncio.sleep(0)
+        raise kind
+
+    line = stop.__code__.co_firstlineno + 1
+    with pytest.raises(HookError, match=rf"{kind.__name__}: .*\n.*{__file__}:{line}"):
+        with_hook_errors(stop, "f")()
+    with pytest.raises(HookError, match=kind.__name__):
+        asyncio.run(with_hook_errors(stop_later, "f")())
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Interrupted])
+def test_an_interrupt_that_a_task_of_the_user_raises_is_an_error(kind):
+    def run():
+        raise kind
+
+    with pytest.raises(HookError, match=rf"(?s){kind.__name__}.*test_process_guard"), exits_fail_the_run():
+        run()
 
 
 def test_any_other_exception_is_one_of_the_hook():
