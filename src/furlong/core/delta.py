@@ -1,7 +1,8 @@
 """The difference between two versions of a model's weights, as files.
 
 `delta.json` has the version, the base version, and for each tensor: dtype, shape, position of its bytes in `delta.bin`,
-and the checksum of the resulting tensor. The bytes are zstd-compressed, in one of two encodings:
+and the checksum of the resulting tensor. It ends with a checksum of all of that, which older files lack. The bytes are
+zstd-compressed, in one of two encodings:
 
 xor: the exclusive or of the bits of both tensors. A small step changes the low bits of few elements, so most bytes are
 zero.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.core.json_values import parse_json
+from furlong.core.text import shortened
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
 from furlong.errors import SyncError
 
@@ -37,6 +40,8 @@ Bytes = NDArray[np.uint8]
 
 MANIFEST, DATA = "delta.json", "delta.bin"
 FORMAT = "furlong-delta-1"
+SELF = "manifest_xxh3_128"
+REMEDY = "the next weight update after a restart with --load writes all tensors"
 ZSTD_LEVEL = 1
 
 
@@ -64,18 +69,15 @@ class Delta:
 
     @staticmethod
     def open(folder: Path) -> Delta:
-        """Read the manifest. Raises SyncError if it is missing or invalid."""
+        """Read the manifest. Raises SyncError if it is missing, invalid, or does not match its own checksum."""
         path = folder / MANIFEST
         try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise ValueError(f"format is {data['format']!r}, expected {FORMAT!r}")
-            entries = {str(name): Entry(**entry) for name, entry in data["tensors"].items()}
-            return Delta(
-                folder, int(data["version"]), int(data["base_version"]), data["encoding"], data["checksum"], entries
-            )
+            data = parse_json(path.read_bytes())
+            if not isinstance(data, dict):
+                raise ValueError(f"it contains {shortened(data)}, expected an object")
+            return _parsed(folder, cast("dict[str, Any]", data))
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"{path} is not a valid delta manifest: {error!r}") from error
+            raise SyncError(f"{path} is not a valid delta manifest: {_reason(error)}; {REMEDY}") from error
 
     def source(self, base: Callable[[str], Tensor]) -> WeightSource:
         """Return the tensors of `version`, computed from those of `base_version` and verified one by one.
@@ -84,12 +86,20 @@ class Delta:
         """
 
         def read() -> Iterator[NamedTensor]:
-            with (self.folder / DATA).open("rb") as data:
-                for name, entry in self.tensors.items():
-                    data.seek(entry.offset)
-                    yield name, self.applied(name, base(name), data.read(entry.size))
+            for name, entry in self.tensors.items():
+                yield name, self.applied(name, base(name), self.stored(entry))
 
         return WeightSource(read)
+
+    def stored(self, entry: Entry) -> bytes:
+        """Return the bytes of one tensor; fewer than it has if the file is cut off. Raises SyncError."""
+        path = self.folder / DATA
+        try:
+            with path.open("rb") as data:
+                data.seek(entry.offset)
+                return data.read(min(entry.size, max(0, path.stat().st_size - entry.offset)))
+        except OSError as error:
+            raise SyncError(f"{path} cannot be read: {_reason(error)}; {REMEDY}") from error
 
     def applied(self, name: str, base: Tensor, data: bytes) -> Tensor:
         """Return one tensor of `version`. Raises SyncError if it does not match the manifest."""
@@ -100,19 +110,73 @@ class Delta:
                 "applies to weights as they were sent, so trainer and engine need the same dtype"
             )
         if len(data) != entry.size:
-            raise SyncError(f"{self.folder / DATA} ends within {name}: it was not written or copied completely")
+            raise SyncError(
+                f"{self.folder / DATA} ends within {name}: it was not written or copied completely; {REMEDY}"
+            )
         try:
             result = decoded(data, bytes_of(base), base.element_size(), self.encoding)
         except (zstandard.ZstdError, ValueError, IndexError) as error:
-            raise SyncError(f"the delta of {name} in {self.folder} is corrupt: {error}") from error
+            raise SyncError(f"the delta of {name} in {self.folder / DATA} is corrupt: {error}; {REMEDY}") from error
         if digest(result, self.checksum) != entry.checksum:
             raise SyncError(
-                f"{name} has a wrong checksum after the delta to version {self.version}: the delta is corrupt, or the "
-                f"weights that it was applied to are not version {self.base_version}"
+                f"{name} has a wrong checksum after the delta to version {self.version}: {self.folder / DATA} is "
+                f"corrupt, or the weights that it was applied to are not version {self.base_version}; {REMEDY}"
             )
         if not len(result):
             return torch.empty(base.shape, dtype=base.dtype)
         return torch.from_numpy(result).view(base.dtype).view(base.shape)
+
+
+def _parsed(folder: Path, data: dict[str, Any]) -> Delta:
+    """Check every value of a manifest. Raises ValueError or KeyError."""
+    if data["format"] != FORMAT:
+        raise ValueError(f"format is {shortened(data['format'])}, expected {FORMAT!r}")
+    if SELF in data and data[SELF] != _own_checksum(data):
+        raise ValueError(f"its content does not match its checksum {shortened(data[SELF])}")
+    for key, values in (("encoding", get_args(Encoding)), ("checksum", get_args(Checksum))):
+        if data[key] not in values:
+            raise ValueError(f"{key} is {shortened(data[key])}, expected {' or '.join(values)}")
+    for key in ("version", "base_version"):
+        if type(data[key]) is not int:
+            raise ValueError(f"{key} is {shortened(data[key])}, expected an integer")
+    if not isinstance(data["tensors"], dict):
+        raise ValueError(f"tensors is {shortened(data['tensors'])}, expected an object")
+    entries = {name: _entry(name, value) for name, value in cast("dict[str, Any]", data["tensors"]).items()}
+    return Delta(folder, data["version"], data["base_version"], data["encoding"], data["checksum"], entries)
+
+
+def _entry(name: str, value: Any) -> Entry:
+    """Check one tensor's values. Raises ValueError."""
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    shape = fields.get("shape")
+    sizes = [
+        fields.get("offset"),
+        fields.get("size"),
+        *(cast("list[Any]", shape) if isinstance(shape, list) else [None]),
+    ]
+    texts = (fields.get("dtype"), fields.get("checksum"))
+    if not all(isinstance(text, str) for text in texts) or not all(_is_size(size) for size in sizes):
+        raise ValueError(
+            f"tensor {shortened(name)} is {shortened(value)}, expected dtype, shape, offset, size, checksum"
+        )
+    dtype_of(fields["dtype"])
+    return Entry(fields["dtype"], fields["shape"], fields["offset"], fields["size"], fields["checksum"])
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _own_checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest's other values."""
+    rest = {key: value for key, value in manifest.items() if key != SELF}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
 
 
 class DeltaWriter:
@@ -146,6 +210,7 @@ class DeltaWriter:
             "checksum": self._checksum,
             "tensors": {name: asdict(entry) for name, entry in entries.items()},
         }
+        manifest[SELF] = _own_checksum(manifest)
         (self._folder / MANIFEST).write_text(json.dumps(manifest))
 
     def _encode(self, item: NamedTensor) -> tuple[str, bytes, Entry]:
@@ -194,14 +259,21 @@ def decoded(data: bytes, old: Bytes, width: int, encoding: Encoding) -> Bytes:
     """Decode into a copy of `old`. Raises ZstdError, ValueError or IndexError for invalid data."""
     if not data:
         return old.copy()
+    # A changed byte can claim any size: the most that a valid delta has is a step and a value for each element.
+    most = len(old) if encoding == "xor" else 10 + len(old) + 8 * (len(old) // width)
+    size = zstandard.frame_content_size(data)
+    if size > most:
+        raise ValueError(f"it has {size} bytes, expected at most {most}")
     if encoding == "xor":
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=len(old))
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
         return np.bitwise_xor(_words(np.frombuffer(plain, np.uint8)), _words(old)).view(np.uint8)
     if encoding != "overwrite":
         raise ValueError(f"unknown encoding {encoding!r}, expected xor or overwrite")
-    plain = zstandard.ZstdDecompressor().decompress(data)
+    plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
     count = int(np.frombuffer(plain, np.int64, 1)[0])
-    kind = np.dtype(plain[8:10].decode())
+    kind = plain[8:10].decode()
+    if kind not in ("u2", "u4", "u8"):
+        raise ValueError(f"its steps have the type {kind!r}")
     steps = np.frombuffer(plain, kind, count, 10)
     values = np.frombuffer(plain, f"u{width}", count, 10 + steps.nbytes)
     result = old.copy()

@@ -18,7 +18,8 @@ from furlong.core.weights import WeightSource
 from furlong.errors import EngineTimeoutError, SyncError
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DeltaTransport, LocalCheckpoint, VersionFolders
+from furlong.weight_sync.transports.disk import DeltaTransport, VersionFolders
+from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint
 from served_engine import ScriptedServer, Untrained
 from transport_context import transport_context
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import mmap
 import os
 import shutil
 import time
@@ -20,17 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from furlong.core.delta import Delta, DeltaWriter, bytes_of
+from furlong.core.delta import DeltaWriter
 from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.threads import in_thread
-from furlong.core.weights import NamedTensor, WeightSource, dtype_of
+from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import SyncError
+from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint
 from furlong.weight_sync.transports.transport import (
     Connect,
     Transport,
@@ -175,9 +173,6 @@ class DiskTransport(Transport):
         await self.call_servers(version, f"load {folder}", calls)
 
 
-STATE = "furlong_version.json"
-
-
 class DeltaTransport(DiskTransport):
     """Writes a complete folder for the first version and deltas for later ones.
 
@@ -292,79 +287,3 @@ class DeltaTransport(DiskTransport):
         folder = self._folders.make(version, fill, suffix="_delta")
         assert writer is not None
         return folder, writer.num_bytes
-
-
-class LocalCheckpoint:
-    """A Hugging Face folder on a local disk, updated by deltas.
-
-    Its safetensors files are patched in place, so only what changed is written. `furlong_version.json` contains the
-    version, or null while a patch is applied; a folder without that file is never overwritten.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
-
-    @property
-    def version(self) -> int | None:
-        """The complete version in the folder; None if there is none."""
-        path = self.folder / STATE
-        return json.loads(path.read_text())["version"] if path.is_file() else None
-
-    def seed(self, whole: Path, version: int) -> None:
-        """Replace the folder by a copy of a complete one. Raises SyncError if furlong did not write the old one."""
-        is_empty = self.folder.is_dir() and not any(self.folder.iterdir())
-        if self.folder.exists() and not is_empty and not (self.folder / STATE).is_file():
-            raise SyncError(
-                f"--update-weight-local-checkpoint-dir {self.folder} contains other files (it has no {STATE}) that "
-                "a copy of the weights would replace; use a folder that does not exist yet, or empty it"
-            )
-        partial = self.folder.with_name(f".{self.folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(whole, partial)
-        (partial / STATE).write_text(json.dumps({"version": version}))
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.replace(partial, self.folder)
-
-    def apply(self, folder: Path) -> None:
-        """Apply a delta. Raises SyncError if it is corrupt or applies to another version."""
-        delta = Delta.open(folder)
-        if self.version != delta.base_version:
-            raise SyncError(
-                f"{self.folder} contains version {self.version}, but {folder} applies to version {delta.base_version}"
-            )
-        self._write_version(None)
-        index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
-        by_file: dict[str, list[str]] = {}
-        for name in delta.tensors:
-            by_file.setdefault(index[name], []).append(name)
-        for file, names in by_file.items():
-            self._patch(self.folder / file, names, delta)
-        self._write_version(delta.version)
-
-    def catch_up(self, folder: Path) -> bool:
-        """Apply a delta unless it has been; False if it has another base version."""
-        delta = Delta.open(folder)
-        if self.version not in (delta.version, delta.base_version):
-            return False
-        if self.version == delta.base_version:
-            self.apply(folder)
-        return True
-
-    def _write_version(self, version: int | None) -> None:
-        (self.folder / STATE).write_text(json.dumps({"version": version}))
-
-    def _patch(self, path: Path, names: Sequence[str], delta: Delta) -> None:
-        with path.open("r+b") as file, (delta.folder / "delta.bin").open("rb") as data:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-            with mmap.mmap(file.fileno(), 0) as memory:
-                for name in names:
-                    entry = delta.tensors[name]
-                    start, end = (8 + header_size + offset for offset in header[name]["data_offsets"])
-                    base = torch.empty(header[name]["shape"], dtype=dtype_of(entry.dtype))
-                    bytes_of(base)[:] = np.frombuffer(memory[start:end], np.uint8)
-                    data.seek(entry.offset)
-                    result = delta.applied(name, base, data.read(entry.size))
-                    if entry.size:
-                        memory[start:end] = bytes_of(result).tobytes()
-                memory.flush()
