@@ -108,6 +108,9 @@ def test_dumps_after_the_first_are_looked_at(world):
     found = only([each for each in world.look(**asked) if each.severity == "error"], "CFG05")
     assert names(found.finding, "1 of 3", str(last))
     assert "--num-rollout 2" in found.remedy
+    last.mkdir()
+    found = only([each for each in world.look(**asked) if each.severity == "error"], "CFG05")
+    assert f"{last} is a folder, not a file" in found.finding
 
 
 @pytest.mark.parametrize("data", [b"PK\x03\x04", b"\x80\x04"])

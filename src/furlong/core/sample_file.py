@@ -101,7 +101,8 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
     rollout_id: the rollout that the path names, which must be the recorded one; None accepts any.
     """
     if not path.is_file():
-        raise DataError(f"no rollout dump at {path}; write one with --save-debug-rollout-data or --dump-details")
+        what = "is a folder, not a rollout dump" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}; write one with --save-debug-rollout-data or --dump-details")
     try:
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}

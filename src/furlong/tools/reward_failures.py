@@ -51,8 +51,9 @@ KINDS = tuple(
         ),
         (
             r"MemoryError|Cannot allocate memory",
-            "The function ran out of memory.",
-            "check what it keeps in memory; fewer --num-reward-workers need less",
+            "The function ran out of memory, or needs more than --reward-memory-limit, if that is given.",
+            "check what it keeps in memory; raise --reward-memory-limit if it needs that much; without a limit, fewer "
+            "--num-reward-workers need less",
         ),
     )
 )

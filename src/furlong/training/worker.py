@@ -400,6 +400,7 @@ class RoundWorker:
                 step_metrics["train/grad_norm"] = mean(report.grad_norm)
             results.append(step_metrics)
         metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
+        metrics["train/num_steps"] = mean(len(steps))
         return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
     def _rerun(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:

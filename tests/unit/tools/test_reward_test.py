@@ -95,6 +95,7 @@ def test_reward_process_has_a_memory_limit(reward):
     (finding,) = found["findings"]
     assert finding["id"] == "REW01"
     assert "MemoryError" in finding["finding"]
+    assert "--reward-memory-limit" in finding["remedy"]
 
 
 def test_entry_that_is_trained_on_is_named(reward):

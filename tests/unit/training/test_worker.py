@@ -71,6 +71,7 @@ def test_several_steps_take_old_log_probs_before_the_first():
     assert worker.backend.calls == ["log_probs:actor"] * 2 + ["forward_backward", "optim_step"] * 2
     assert metrics["train/ppo_kl"] != 0.0
     assert metrics["train/global_batch_size"] == 2
+    assert metrics["train/num_steps"] == len(BATCH.rewards) / 2
 
 
 def test_reference_log_probs_come_with_the_kl_loss_only():

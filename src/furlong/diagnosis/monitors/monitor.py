@@ -237,6 +237,11 @@ class StepContext:
         return self.step == self.facts.first_step
 
     @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of this rollout; with another batch size than the flags if it was made before a resume."""
+        return int(self.row.get("train/num_steps", self.facts.steps_per_rollout))
+
+    @property
     def trains_foreign_tokens(self) -> bool:
         """Whether the loss includes tokens that the policy did not sample, whose log-probs carry no information."""
         return self.row.get("rollout/env_tokens_in_loss", 0.0) > 0

@@ -87,7 +87,7 @@ def _first_kl(now: StepContext) -> float | None:
         return kl
     if (kl := now.row.get("rollout/kl")) is not None:
         return abs(kl)
-    if now.facts.steps_per_rollout == 1 and (kl := now.row.get("train/kl_loss")) is not None:
+    if now.num_optimizer_steps == 1 and (kl := now.row.get("train/kl_loss")) is not None:
         return abs(kl)
     return None
 
@@ -181,7 +181,7 @@ def _is_gap_meaningful(now: StepContext) -> bool:
     if now.facts.config.algo.loss_type == "sft_loss" or now.trains_foreign_tokens:
         return False  # the engine has no log-probs of tokens that it did not sample: TOOL01
     # With several optimizer steps per rollout, the gap to an old policy includes their updates.
-    return not (now.facts.has_old_policy and now.facts.steps_per_rollout > 1)
+    return not (now.facts.has_old_policy and now.num_optimizer_steps > 1)
 
 
 NUM02_EVIDENCE = ("selftest/logp_max_diff", "selftest/logp_p99_diff", "rollout/other_context")
@@ -286,7 +286,7 @@ def gradient(now: StepContext) -> Alert | None:
     """NUM03: a gradient norm far above the earlier ones, or a policy that changed before any optimizer step."""
     facts = now.facts
     ppo_kl = now.row.get("train/ppo_kl")
-    if facts.steps_per_rollout == 1 and not facts.has_old_policy and ppo_kl is not None and abs(ppo_kl) > PPO_KL:
+    if now.num_optimizer_steps == 1 and not facts.has_old_policy and ppo_kl is not None and abs(ppo_kl) > PPO_KL:
         return _gradient_alert(now, "train/ppo_kl", abs(ppo_kl), "must be 0 with one optimizer step per rollout")
     norm = now.row.get("train/grad_norm")
     if norm is None:
@@ -330,13 +330,7 @@ def _gradient_cause(now: StepContext, name: str) -> tuple[str | None, str]:
         "--label-key"
     )
     if name == "train/ppo_kl":
-        cause = "Two passes over the same weights differ: kernels, or a split over ranks."
-        if now.facts.config.checkpoint.load is not None:
-            cause += (
-                " Or this rollout was generated ahead, before the run resumed with a smaller batch, and was split into "
-                "several optimizer steps: then later rollouts are as usual."
-            )
-        return cause, f"{inspect}; try --fp32"
+        return "Two passes over the same weights differ: kernels, or a split over ranks.", f"{inspect}; try --fp32"
     if now.is_first:
         return "Data or template do not fit the model, or the reward reads a wrong key.", inspect
     return None, f"{inspect}; lower --lr; --clip-grad limits each step"

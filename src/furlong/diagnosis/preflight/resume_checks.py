@@ -167,11 +167,12 @@ def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
     if missing:
         parent = paths[missing[0]].parent
         content = sorted(each.name for each in parent.iterdir())[:4] if parent.is_dir() else "no such folder"
+        is_folder = paths[missing[0]].is_dir()
+        state = "is a folder, not a file" if is_folder else f"does not exist ({parent} contains: {content})"
         num_missing = f"{len(missing)} of {len(paths)} rollouts have no dump; " if len(paths) > 1 else ""
         yield diagnosis(
             "CFG05",
-            f"--load-debug-rollout-data {template}: {num_missing}{paths[missing[0]]} does not exist ({parent} "
-            f"contains: {content})",
+            f"--load-debug-rollout-data {template}: {num_missing}{paths[missing[0]]} {state}",
             cause="--save-debug-rollout-data and --dump-details write one file per rollout.",
             remedy="use the same pattern as --save-debug-rollout-data, or set --start-rollout-id"
             if missing[0] == first
