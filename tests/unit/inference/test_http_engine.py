@@ -370,7 +370,8 @@ def test_an_engine_closes_after_a_waiting_coroutine_was_closed():
 def test_addresses_become_urls_and_invalid_ones_are_rejected():
     assert url_of("10.0.0.1:30000") == "http://10.0.0.1:30000"
     assert url_of("https://host:1/") == "https://host:1"
-    for wrong in ("http://", "ftp://host:1", "host:1/path", "http://host:abc"):
+    assert url_of("[::1]:30000") == "http://[::1]:30000"
+    for wrong in ("http://", "ftp://host:1", "host:1/path", "http://host:abc", "::1:30000", "fd00::7"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             url_of(wrong)
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9"):

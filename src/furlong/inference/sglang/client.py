@@ -38,7 +38,10 @@ def url_of(address: str) -> str:
     except httpx.InvalidURL:
         is_right = False
     if not is_right:
-        raise ConfigError(f"{address!r} is not the address of a server; use HOST:PORT or http://HOST:PORT")
+        raise ConfigError(
+            f"{address!r} is not the address of a server; use HOST:PORT or http://HOST:PORT, with an IPv6 address in "
+            "brackets: [::1]:PORT"
+        )
     return text.rstrip("/")
 
 
