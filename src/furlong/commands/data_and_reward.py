@@ -246,9 +246,9 @@ def _tokenizer(config: Config) -> Any:
     """Load the tokenizer of --hf-checkpoint; None without that flag."""
     if config.rollout.hf_checkpoint is None:
         return None
-    from furlong.models.tokenizer import load_tokenizer
+    from furlong.wiring.run_context import read_tokenizer
 
-    return load_tokenizer(config.rollout.hf_checkpoint)
+    return read_tokenizer(Path(config.rollout.hf_checkpoint), config.data.chat_template_path)
 
 
 def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:

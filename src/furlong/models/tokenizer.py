@@ -168,6 +168,11 @@ class JsonTokenizer:
         return [id for id in ids if id is not None]
 
     @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """The named special tokens, such as `eos_token`."""
+        return dict(self._named)
+
+    @property
     def eos_token(self) -> str | None:
         """Text of the end-of-sequence token."""
         return self._named.get("eos_token")

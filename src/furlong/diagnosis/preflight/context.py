@@ -30,6 +30,7 @@ from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, read_
 from furlong.data.tokenized import read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.models.hf_folder import check_folder
+from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import read_template
 from furlong.tools.model_folder import StoredModel, read_model
 from furlong.tools.template_test import read_tokenizer
@@ -114,6 +115,7 @@ class PreflightContext:
             tokenizer = read_tokenizer(self.model_dir)
             if self.config.data.chat_template_path is not None:
                 tokenizer.chat_template = read_template(self.config.data.chat_template_path)
+            require_bounded_template(tokenizer, self.config.data.chat_template_path or str(self.model_dir))
         except ConfigError:  # reported by model.model_folder and flags.chat_template
             return None
         return tokenizer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from furlong.config.checks.notices import notices
@@ -15,7 +17,9 @@ from furlong.config.hooks import load_function
 from furlong.core.catalogue import Diagnosis, Problem, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
+from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import read_template
+from furlong.tools.template_test import read_tokenizer
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems
 
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide
@@ -107,13 +111,23 @@ def context_length(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a --chat-template-path that cannot be read."""
+    """CFG05: a --chat-template-path that cannot be read, or whose rendering exceeds the limits."""
     path = context.config.data.chat_template_path
     try:
         if path is not None:
-            read_template(path)
+            require_bounded_template(_with_template(context, read_template(path)), path)
     except ConfigError as error:
         yield diagnosis("CFG05", str(error), cause="", remedy="use a Jinja file, or a name of `furlong template list`")
+
+
+def _with_template(context: PreflightContext, source: str) -> Any:
+    """Return the run's tokenizer with another template; without a readable tokenizer, the template alone."""
+    if context.model_dir is not None:
+        with contextlib.suppress(ConfigError):  # reported by model.model_folder
+            tokenizer = read_tokenizer(context.model_dir)
+            tokenizer.chat_template = source
+            return tokenizer
+    return SimpleNamespace(chat_template=source)
 
 
 def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:

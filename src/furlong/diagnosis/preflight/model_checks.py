@@ -17,6 +17,7 @@ from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder
+from furlong.models.template_trial import require_bounded_template
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
     Conversation,
@@ -53,7 +54,9 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
     try:
         config = read_json(folder / "config.json")
         if context.tokenizer is None:
-            read_tokenizer(folder)  # raises its problem
+            tokenizer = read_tokenizer(folder)  # raises its problem
+            if context.config.data.chat_template_path is None:
+                require_bounded_template(tokenizer, str(folder))
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition("; ")
         if not finding:

@@ -1,13 +1,13 @@
 """Token ids of prompts: texts and chat messages, judged by their length before they are tokenized.
 
-A model's own chat template runs in this process. A template or template arguments of a request are refused unless the
-server was started with --trust-request-chat-template, and then run in a process with limits.
+A model's own chat template runs in this process, after a trial when the server starts. A template or template arguments
+of a request are refused unless the server was started with --trust-request-chat-template, and then run in a process
+with limits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.bodies import off_loop
 from furlong.inference.server.fields import quote, shorten
 from furlong.inference.server.limits import ServerLimits, flag_of
+from furlong.models.template_trial import worker_command
 
 TRUST_FLAG = "--trust-request-chat-template"
 PIECE_CHARS = 64 * 1024
@@ -26,9 +27,6 @@ PIECE_SLACK = 1.25  # cutting a text into pieces adds few tokens at each cut; th
 MAX_TEMPLATE_CHARS = 256 * 1024
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
 CONCURRENT_TEMPLATES = 2  # processes
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()".format(
-    "furlong.inference.server.template_worker"
-)
 
 
 class PromptEncoder:
@@ -141,15 +139,14 @@ class PromptEncoder:
         }
         async with self._processes:
             reply = await self._run_worker(orjson.dumps(task))
-        if "error" in reply:
-            raise RequestError(f"the chat template of the request failed: {shorten(str(reply['error']), 300)}")
+        if problem := reply.get("error") or reply.get("limit"):
+            raise RequestError(f"the chat template of the request failed: {shorten(str(problem), 300)}")
         return reply["text"]
 
     async def _run_worker(self, task: bytes) -> dict[str, Any]:
         pipe = asyncio.subprocess.PIPE
-        path = orjson.dumps(sys.path).decode()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _BOOT, path, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+            *worker_command(), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
         )
         limit_s = self._limits.chat_template_timeout
         try:

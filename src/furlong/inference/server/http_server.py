@@ -29,6 +29,7 @@ from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
 from furlong.inference.server.connections import build_server
 from furlong.inference.server.limits import Counts, ServerLimits, add_limit_flags, limits_from
+from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -267,6 +268,7 @@ def main(words: Sequence[str], agents: Callable[[EmbeddedEngine, str], AgentEndp
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     tokenizer: Any = None if args.skip_tokenizer_init else load_tokenizer(args.model_path)
+    require_bounded_template(tokenizer, str(args.model_path))
     engine = EmbeddedEngine(
         args.model_path,
         dtype=getattr(torch, args.dtype),
