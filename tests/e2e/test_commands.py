@@ -73,3 +73,18 @@ def test_processes_of_a_generate_function_end_with_the_run(model, tmp_path):
     log = (tmp_path / "work" / "run" / "run.log").read_text()
     (line,) = [line for line in log.splitlines() if f"sleep {seconds}" in line]
     assert "killed 2 processes" in line
+
+
+@pytest.mark.slow
+def test_an_exit_of_compiled_code_in_a_generate_function_is_reported(model, tmp_path):
+    data = write_prompts(tmp_path / "prompts.jsonl", 8)
+    module = tmp_path / "module.py"
+    module.write_text("import ctypes\nasync def generate(*_): ctypes.CDLL(None)._exit(0)\n")
+    argv = flags(model, data, "run", num_rollout=1, custom_generate_function_path=f"{module}:generate")
+    code, _, err = finish(start(["train", *argv], tmp_path / "work"))
+    assert code == 0
+    assert "compiled code called exit or _exit" in err
+    assert "compiled code called exit or _exit" in (tmp_path / "work" / "run" / "run.log").read_text()
+    code, out, _ = finish(start(["doctor", "--run", "run"], tmp_path / "work"))
+    assert code == 1
+    assert "KILL01" in out

@@ -30,8 +30,16 @@ class ProcessExitError(RuntimeError):
     """User code called a function that would end its process of furlong."""
 
 
-exit_process = os._exit  # `os._exit` raises within `exits_raise`
+_exit = os._exit  # it raises within `exits_raise`
+before_exit: list[Callable[[], None]] = []  # called by `exit_process`
 _EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end this process
+
+
+def exit_process(code: int) -> NoReturn:
+    """End this process at once, also within `exits_raise`, after the functions of `before_exit`."""
+    for call in before_exit:
+        call()
+    _exit(code)
 
 
 def is_user_file(name: str) -> bool:

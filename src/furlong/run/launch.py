@@ -18,7 +18,7 @@ from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.process_guard import process_guard
-from furlong.core.user_code import exits_fail_the_run
+from furlong.core.user_code import before_exit, exits_fail_the_run
 from furlong.core.user_processes import ending_user_processes
 from furlong.errors import ConfigError, DiagnosisError, FurlongError, TerminatedError
 from furlong.machine import (
@@ -39,6 +39,7 @@ from furlong.run.run_records import (
     record_thread_errors,
     trace_processes,
 )
+from furlong.run.witness import witnessed
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def run_in_folder(
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = lock_save_folder(config.checkpoint.save)
     ending = ending_user_processes() if owns_process else contextlib.nullcontext()
-    with log_run(config.track.log_level, folder / RUN_LOG), ending, saving, fixed:
+    beside = witnessed(folder / RUN_LOG, before_exit) if owns_process else contextlib.nullcontext()
+    with log_run(config.track.log_level, folder / RUN_LOG), beside, ending, saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):

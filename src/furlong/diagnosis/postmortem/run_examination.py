@@ -245,7 +245,8 @@ def _killed(run: RecordedRun) -> Diagnosis:
         f"{run.folder}: the run started but did not end; it was killed after step {step}"
         + (f", {doing}" if doing else "")
         + f" (last event: {last['event']})",
-        remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; "
+        remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits, and, if the "
+        "exit code was 0, for compiled code of your functions that calls exit or _exit; "
         + (f"resume with --load {saved}" if saved else "nothing was saved: use --save in the next run"),
         evidence={"step": step, "last_event": dict(last)},
     )
