@@ -45,6 +45,7 @@ _FRACTION = _Kind("a number of at least 0", lambda value: _is_number(value) and 
 _NUMBER = _Kind("a number", _is_number)
 _TEXT = _Kind("a string", lambda value: isinstance(value, str))
 _TEXTS = _Kind("a list of strings", _is_list(lambda value: isinstance(value, str)))
+_DTYPE = _Kind("the name of a dtype", lambda value: isinstance(value, (str, dict)))  # an object: one per part
 _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
 _TOKENS = _Kind("a token id or a list of token ids", _per_layer(lambda value: _is_integer(value) and value >= -1))
@@ -63,6 +64,7 @@ _KINDS: dict[_Kind, str] = {
     _FRACTION: "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon initializer_range attention_dropout",
     _NUMBER: "routed_scaling_factor attention_multiplier embedding_multiplier logits_scaling",
     _TEXT: "model_type hidden_act rope_type",
+    _DTYPE: "torch_dtype dtype",
     _TEXTS: "architectures layer_types",
     _SWITCH: (
         "tie_word_embeddings use_cache attention_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm "
