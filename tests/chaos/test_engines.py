@@ -215,8 +215,7 @@ def test_an_engine_that_passes_health_checks_but_ignores_a_command_is_replaced(
         return train_part(worker, part, **options)
 
     monkeypatch.setattr(RoundWorker, "train_part", train_with_both)
-    for limit in ("VERIFY_S", "MEMORY_S"):
-        monkeypatch.setattr(f"furlong.inference.sglang.server.{limit}", 1)
+    monkeypatch.setattr("furlong.inference.sglang.server.MEMORY_S", 1)
     engines.fault = partial(fails, what, tmp_path / "once")
     argv = flags(
         model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", num_rollout=4,

@@ -664,15 +664,13 @@ def test_a_request_does_not_wait_for_a_server_after_the_run_failed():
 
 
 @pytest.mark.slow
-def test_weight_queries_time_out(monkeypatch):
-    monkeypatch.setattr("furlong.inference.sglang.server.VERIFY_S", 0.05)
-
+def test_weight_queries_time_out():
     async def answer(path, body):
         await asyncio.sleep(1)
         return 200, {}
 
     server = ScriptedServer(answer)
-    client = SglangServer(server.url, SGLANG)
+    client = SglangServer(server.url, SGLANG, report_s=0.05)
 
     async def body():
         asks = (client.served_version, client.model_type, client.checksums, lambda: client.first_rows("a", 4))
