@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from furlong.config.sections import MegatronFlags, TrainFlags
-from furlong.training.megatron.parallel_layout import Layout, described, layout_flag_problems, model_problems
+from furlong.training.megatron.parallel_layout import (
+    Layout,
+    described,
+    layout_flag_problems,
+    model_problems,
+    uneven_notice,
+)
 from furlong.training.ranks import Ranks
 
 QWEN3 = {
@@ -110,3 +116,29 @@ def test_ranks_are_ordered_by_tensor_context_data_pipeline():
 def test_a_layout_is_described_by_its_sizes_above_one():
     assert described({"tensor": 2, "pipeline": 1, "sequence_parallel": False}).endswith("megatron (tensor 2)")
     assert described({"tensor": 1}).endswith("megatron (data-parallel)")
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "last", "others"),
+    [(47, 2, 23, 24), (5, 2, 2, 3), (94, 4, 22, 24), (61, 4, 16, 15), (7, 3, 3, 2), (48, 4, None, 12), (5, 5, None, 1)],
+)
+def test_stages_are_nearly_equal_if_they_cannot_be_equal(layers, stages, last, others):
+    flags = TrainFlags(train_backend="megatron", pipeline_model_parallel_size=stages)
+    layout = Layout.of(flags, MegatronFlags(), layers)
+    assert layout.last_layers == last
+    assert others * (stages - (last is not None)) + (last or 0) == layers
+    assert list(model_problems(QWEN3 | {"num_hidden_layers": layers}, layout)) == []
+    notice = uneven_notice(flags, MegatronFlags(), layers)
+    assert (notice is None) == (last is None)
+    if notice is not None:
+        assert f"the last stage has {last}, each other {others}" in notice
+
+
+def test_stages_that_flags_size_are_not_changed():
+    flags = TrainFlags(train_backend="megatron", pipeline_model_parallel_size=2)
+    sized = MegatronFlags(decoder_first_pipeline_num_layers=1)
+    assert (Layout.of(flags, sized, 5).last_layers, uneven_notice(flags, sized, 5)) == (None, None)
+    interleaved = MegatronFlags(num_virtual_stages_per_pipeline_rank=2)
+    assert "does not divide the 5 layers" in str(
+        list(model_problems(QWEN3 | {"num_hidden_layers": 5}, Layout.of(flags, interleaved, 5)))
+    )

@@ -20,7 +20,7 @@ from furlong.errors import ConfigError
 from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import read_template
 from furlong.tools.template_test import read_tokenizer
-from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems
+from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems, uneven_notice
 
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide
 
@@ -35,9 +35,18 @@ def accepted_flags(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG02: flags of slime that are accepted although something else happens."""
     if context.config.debug.strict_flags:
         return  # reported as problems of the flags
-    for notice in notices(context.config):
+    uneven = uneven_stages(context)
+    for notice in (*notices(context.config), *([uneven] if uneven else ())):
         remedy = "no action needed; --strict-flags makes it an error"
         yield diagnosis("CFG02", notice, cause="", remedy=remedy, severity="info")
+
+
+def uneven_stages(context: PreflightContext) -> str | None:
+    """Return the notice of pipeline stages that differ although no flag asks for it; None if there is none."""
+    train, megatron = context.config.train, context.config.megatron
+    if train.train_backend != "megatron" or context.model is None:
+        return None
+    return uneven_notice(train, megatron, context.model.text_config.get("num_hidden_layers"))
 
 
 def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str = "") -> Diagnosis:
@@ -92,6 +101,8 @@ def backend(context: PreflightContext) -> Iterator[Diagnosis]:
         layout = Layout.of(train, megatron, model.get("num_hidden_layers"))
         problems = *layout_flag_problems(train, megatron, model), *model_problems(model, layout)
         yield from (from_problem(problem) for problem in problems)
+        if context.config.debug.strict_flags and (uneven := uneven_stages(context)):
+            yield from_problem(f"{uneven}; add that flag, or remove --strict-flags")
 
 
 def context_length(context: PreflightContext) -> Iterator[Diagnosis]:

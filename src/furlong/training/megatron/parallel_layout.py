@@ -41,6 +41,9 @@ class Layout:
         )
         if per_part is not None and num_layers is not None and flags.pipeline_model_parallel_size > 1:
             virtual = max(num_layers // flags.pipeline_model_parallel_size // per_part, 1)
+        first, last = megatron.decoder_first_pipeline_num_layers, megatron.decoder_last_pipeline_num_layers
+        if first is None and last is None and virtual == 1 and num_layers is not None:
+            last = uneven_last_stage(num_layers, flags.pipeline_model_parallel_size)
         return Layout(
             tensor=flags.tensor_model_parallel_size,
             pipeline=flags.pipeline_model_parallel_size,
@@ -48,8 +51,8 @@ class Layout:
             expert=flags.expert_model_parallel_size,
             sequence_parallel=flags.sequence_parallel and flags.tensor_model_parallel_size > 1,
             virtual=virtual,
-            first_layers=megatron.decoder_first_pipeline_num_layers,
-            last_layers=megatron.decoder_last_pipeline_num_layers,
+            first_layers=first,
+            last_layers=last,
             expert_tensor=megatron.expert_tensor_parallel_size or flags.tensor_model_parallel_size,
         )
 
@@ -62,6 +65,36 @@ class Layout:
         if self.virtual == 1:
             return self.pipeline - stage
         return 2 * (self.pipeline - stage - 1) + (self.virtual - 1) * self.pipeline + 1
+
+
+def uneven_last_stage(num_layers: int, stages: int) -> int | None:
+    """Return the layers of the last pipeline stage that let the others be equal, if all cannot; None if they can.
+
+    It is the number nearest to the mean, the smaller of two: the last stage has the output layer, too. None also if
+    there are fewer layers than stages.
+
+    >>> uneven_last_stage(47, 2), uneven_last_stage(94, 4), uneven_last_stage(48, 4)
+    (23, 22, None)
+    """
+    if num_layers % stages == 0 or num_layers < stages:
+        return None
+    sizes = [last for last in range(1, num_layers - stages + 2) if (num_layers - last) % (stages - 1) == 0]
+    return min(sizes, key=lambda last: abs(last * stages - num_layers))
+
+
+def uneven_notice(flags: TrainFlags, megatron: MegatronFlags, num_layers: int | None) -> str | None:
+    """Return a line on stages that differ without a flag that says so, which Megatron refuses; None if there are none.
+
+    --strict-flags makes it an error.
+    """
+    layout = Layout.of(flags, megatron, num_layers)
+    if num_layers is None or layout.last_layers == megatron.decoder_last_pipeline_num_layers:
+        return None
+    others = (num_layers - (layout.last_layers or 0)) // (layout.pipeline - 1)
+    return (
+        f"--pipeline-model-parallel-size {layout.pipeline} does not divide the {num_layers} layers: the last stage has "
+        f"{layout.last_layers}, each other {others}, as with --decoder-last-pipeline-num-layers {layout.last_layers}"
+    )
 
 
 def described(layout: Mapping[str, Any] | None) -> str:
