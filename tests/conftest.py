@@ -6,7 +6,7 @@ from collections.abc import Generator
 import pytest
 
 import fault_recorder
-from furlong.cluster.session import LOCAL_SETTINGS, SETTINGS
+from furlong.cluster.ray_session import LOCAL_SETTINGS, SETTINGS
 from runs import FORKED, Child, write_model, write_prompts
 
 # Ray reads these once, when it is imported, which some test does first.

@@ -17,7 +17,7 @@ from furlong.errors import RolloutError
 from furlong.rollout.agent import policy
 
 if TYPE_CHECKING:
-    from furlong.sessions.server import OpenSession
+    from furlong.sessions.session_server import OpenSession
 
 __all__ = ["policy", "session"]
 

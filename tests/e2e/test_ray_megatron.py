@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diagnosed_runs import told
-from furlong.cluster.session import open_session
+from furlong.cluster.ray_session import open_session
 from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
 from runs import flags, rows, train, write_model, write_prompts

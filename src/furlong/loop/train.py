@@ -100,9 +100,7 @@ async def train(
     async with checkpoints.settled(), stream:
         stream.restore(ahead)
         if step == 0 and schedule.eval_due(0):
-            evaluation = stream.evaluate(0)
-            await update_weights.finish_verification()
-            await recorder.add(0, {}, evaluation)
+            await _evaluate_first(stream, recorder, update_weights)
         while step < schedule.num_rollout:
             clock = _Clock()
             checkpoints.check()
@@ -158,6 +156,13 @@ async def _update_and_save(
     async with stream.paused(step):
         await update_weights(step)
     await checkpoints.save(parts, stream.finished, step)
+
+
+async def _evaluate_first(stream: RolloutStream, recorder: StepRecorder, update_weights: WeightUpdater) -> None:
+    """Evaluate the initial weights."""
+    evaluation = stream.evaluate(0)
+    await update_weights.finish_verification()
+    await recorder.add(0, {}, evaluation)
 
 
 async def _next(

@@ -22,7 +22,7 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger
-from furlong.rollout.evaluation import EvalSet, evaluate
+from furlong.rollout.eval_rollout import EvalSet, evaluate
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
 from furlong.rollout.flight import Flight
 from furlong.rollout.generate import (

@@ -35,8 +35,8 @@ from furlong.rollout.agent import (
     load_generate_function,
 )
 from furlong.rollout.asked_context import ContextDifference
+from furlong.rollout.episode_limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad, RewardWait
-from furlong.rollout.limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
 from furlong.rollout.policy import seed_of_part, shortened
 from furlong.rollout.sample_metrics import OTHER_CONTEXT
 from furlong.rollout.sample_session import policy_of_sample, session_samples
@@ -44,7 +44,7 @@ from furlong.sessions.samples import LEAF, Leaves
 from furlong.sessions.session import SessionSettings
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.server import SessionServer
+    from furlong.sessions.session_server import SessionServer
 
 T = TypeVar("T")
 

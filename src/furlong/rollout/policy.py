@@ -13,12 +13,12 @@ from furlong.core.routing import Routes, extend_routes
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
-from furlong.rollout.limits import EpisodeWatch
 from furlong.sessions.session import FullContextError, Reply, Session
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.server import OpenSession, SessionServer
+    from furlong.sessions.session_server import OpenSession, SessionServer
 
 MAX_FULL = 16  # calls with a full context
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls

@@ -21,7 +21,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
-from furlong.rollout.limits import LIMIT, REISSUED
+from furlong.rollout.episode_limits import LIMIT, REISSUED
 from furlong.sessions.samples import EPISODE
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times

@@ -9,7 +9,7 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import GenerateFunctionError
-from furlong.rollout.limits import EpisodeWatch
+from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.policy import Policy
 from furlong.sessions.samples import Leaves, samples_from_session
 from furlong.sessions.session import Session

@@ -16,7 +16,7 @@ from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
 from furlong.interfaces import DataSource, Ledger
-from furlong.rollout.evaluation import EvalSet, evaluate
+from furlong.rollout.eval_rollout import EvalSet, evaluate
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 

@@ -12,21 +12,21 @@ from furlong.core.sample import STATUS_BY_FINISH_REASON, UNKNOWN_VERSION, Sample
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion
 from furlong.sessions.session import Session
-from furlong.sessions.tree import Node, hash_of
+from furlong.sessions.tree import TreeNode, hash_of
 
 MESSAGES = "messages"  # sample metadata: the conversation of the leaf
 TURNS = "session_turns"  # sample metadata: answers on the leaf's path
 EPISODE = "session"  # metadata of the last leaf's sample: counts of the episode
 LEAF = "session_leaf"  # metadata of the other leaves' samples: their number
 
-Leaves = Literal["all", "last", "longest"] | Callable[[Sequence[Node]], Sequence[Node]]
+Leaves = Literal["all", "last", "longest"] | Callable[[Sequence[TreeNode]], Sequence[TreeNode]]
 
 
 @dataclass(frozen=True)
 class _Stretch:
     """Sampled tokens of one answer in a leaf. start: position in the leaf; is_new: no earlier leaf trains them."""
 
-    node: Node
+    node: TreeNode
     start: int
     is_new: bool
 
@@ -44,7 +44,7 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
             f"the agent of sample {origin.index} ended without an answer of the policy; let it call "
             "policy().chat(messages), or the URL of its session"
         )
-    trained: set[Node] = set()
+    trained: set[TreeNode] = set()
     samples: list[Sample] = []
     for leaf in kept:
         sample = _sample(session, origin, leaf, trained)
@@ -75,14 +75,14 @@ def _counts(session: Session, num_leaves: int) -> dict[str, Any]:
     }
 
 
-def _kept(leaves: Sequence[Node], choice: Leaves) -> list[Node]:
+def _kept(leaves: Sequence[TreeNode], choice: Leaves) -> list[TreeNode]:
     if choice == "all" or not leaves:
         return list(leaves)
     if choice == "last":
         return [leaves[-1]]
     if choice == "longest":
         return [max(leaves, key=lambda leaf: leaf.num_ids)]
-    chosen: Any = cast("Callable[[Sequence[Node]], Any]", choice)(leaves)
+    chosen: Any = cast("Callable[[Sequence[TreeNode]], Any]", choice)(leaves)
     if not isinstance(chosen, list | tuple) or not all(leaf in leaves for leaf in cast("list[Any]", chosen)):
         raise RolloutError(
             f"--session-leaves: the function returned {type(chosen).__name__}; it must return a list of some of the "
@@ -91,7 +91,7 @@ def _kept(leaves: Sequence[Node], choice: Leaves) -> list[Node]:
     return [leaf for leaf in leaves if leaf in chosen]
 
 
-def _sample(session: Session, origin: Sample, leaf: Node, trained: set[Node]) -> Sample:
+def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeNode]) -> Sample:
     """Build the sample of one leaf. Its prompt ends where the first token to train on begins."""
     ids, stretches = leaf.ids(), _stretches(leaf, trained)
     first = next((s.start for s in stretches if s.is_new), len(ids) - len(leaf.sampled))
@@ -119,7 +119,7 @@ def _sample(session: Session, origin: Sample, leaf: Node, trained: set[Node]) ->
     return sample
 
 
-def _stretches(leaf: Node, trained: set[Node]) -> list[_Stretch]:
+def _stretches(leaf: TreeNode, trained: set[TreeNode]) -> list[_Stretch]:
     return [_Stretch(node, node.num_ids - len(node.sampled), node not in trained) for node in leaf.path]
 
 

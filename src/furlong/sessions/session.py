@@ -19,7 +19,7 @@ from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_templa
 from furlong.chat.template_boundary import ChatFormat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, FinishReason, SamplingParams
-from furlong.sessions.tree import Node, Request, SessionTree, hash_of
+from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
 
 Complete = Callable[[list[int], SamplingParams, int | None], Awaitable[Completion]]
 """Completes ids; the last argument selects the random numbers, None for those of the next call of the sample."""
@@ -67,7 +67,7 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     id: str
-    node: Node | None = field(default=None, repr=False)
+    node: TreeNode | None = field(default=None, repr=False)
 
     @property
     def content(self) -> str:
@@ -89,7 +89,7 @@ class Reply:
 class _Prompt:
     """Where a request attaches, and the ids of the engine's prompt."""
 
-    parent: Node | None
+    parent: TreeNode | None
     ids: list[int]
     text: str  # its end, which shows whether a thought is open
     is_rewritten: bool = False  # the messages are known, and the template renders them otherwise than before
@@ -180,7 +180,7 @@ class Session:
         await self._prove()
         return len(self._prompt(request, tools, kwargs).ids)
 
-    def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> Request:
+    def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> ChatRequest:
         return self.tree.request(messages, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
 
     def end(self) -> None:
@@ -205,7 +205,7 @@ class Session:
                 role, "with" if has_tools else "without", reason,
             )  # fmt: skip
 
-    def _prompt(self, request: Request, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> _Prompt:
+    def _prompt(self, request: ChatRequest, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> _Prompt:
         """Find where the request attaches, and return its ids."""
         candidates = list(self.tree.candidates(request))
         proof = self.chat_format.proof()
@@ -228,14 +228,14 @@ class Session:
         return _Prompt(None, ids, text, is_rewritten=bool(candidates))
 
     def _appended(
-        self, node: Node, new: Sequence[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+        self, node: TreeNode, new: Sequence[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
     ) -> _Prompt:
         assert node.reply is not None
         last = self.chat_format.decode(node.sampled[-1:]) if self._has_end(node) else ""
         text = self.chat_format.appended(node.reply, last, new, tools=tools, kwargs=kwargs)
         return _Prompt(node, [*node.ids(), *self.chat_format.encode(text)], text)
 
-    def _has_end(self, node: Node) -> bool:
+    def _has_end(self, node: TreeNode) -> bool:
         """Return whether the last sampled token is one that ends answers."""
         is_stopped = node.completion.finish_reason == "stop" and bool(node.sampled)
         return is_stopped and node.sampled[-1] in self.chat_format.end_ids
@@ -243,8 +243,8 @@ class Session:
     # -- answers -----------------------------------------------------------------------------------------------
 
     async def _sample(
-        self, prompt: _Prompt, params: SamplingParams | None, *, request: Request | None, role: str
-    ) -> Node:
+        self, prompt: _Prompt, params: SamplingParams | None, *, request: ChatRequest | None, role: str
+    ) -> TreeNode:
         """Call the engine. The node is not yet part of the tree. Raises FullContextError and EndedError."""
         params = params or self.params
         if self.context_len is not None and len(prompt.ids) >= self.context_len:
@@ -264,7 +264,7 @@ class Session:
         start = 0 if prompt.parent is None else prompt.parent.num_ids
         num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
         number = len(self.tree.nodes)
-        return Node(
+        return TreeNode(
             prompt.parent,
             number,
             prompt.ids[start:],
@@ -292,7 +292,7 @@ class Session:
         self._asked[digest] += 1
         return None if is_first else MAX_CALLS + digest + same
 
-    def _parse(self, node: Node, prompt_text: str, tools: list[dict[str, Any]] | None) -> ParsedReply:
+    def _parse(self, node: TreeNode, prompt_text: str, tools: list[dict[str, Any]] | None) -> ParsedReply:
         text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
         ends = [at for stop in node.params.stop if (at := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
@@ -318,7 +318,7 @@ class Session:
         return message
 
 
-def _reply(node: Node, message: Message) -> Reply:
+def _reply(node: TreeNode, message: Message) -> Reply:
     done = node.completion
     num_prompt = node.num_ids - len(done.tokens)
     return Reply(

@@ -27,7 +27,7 @@ def hash_of(ids: Sequence[int]) -> str:
 
 
 @dataclass(eq=False)
-class Node:
+class TreeNode:
     """One answer of the policy.
 
     added: ids between the parent's last one and the first sampled one. messages: those since the parent's answer;
@@ -37,7 +37,7 @@ class Node:
     prompt_hash: of the ids that the engine read.
     """
 
-    parent: Node | None
+    parent: TreeNode | None
     number: int
     added: Sequence[int]
     completion: Completion
@@ -71,9 +71,9 @@ class Node:
         return self.completion.routed_experts
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[TreeNode]:
         """The nodes from the root to this one."""
-        nodes: list[Node] = [self]
+        nodes: list[TreeNode] = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
         return nodes[::-1]
@@ -93,7 +93,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Request:
+class ChatRequest:
     """The messages of a request with their keys. hashes[i] identifies the first i messages, tools and kwargs."""
 
     messages: Sequence[Message]
@@ -110,35 +110,35 @@ class SessionTree:
 
     def __init__(self, key: KeyFunction) -> None:
         self._key = key
-        self.nodes: list[Node] = []
+        self.nodes: list[TreeNode] = []
         self.branch_reasons: Counter[BranchReason] = Counter()
-        self._by_hash: dict[str, list[Node]] = {}  # nodes by their messages, with tools and template kwargs
+        self._by_hash: dict[str, list[TreeNode]] = {}  # nodes by their messages, with tools and template kwargs
         self._seen: dict[str, int] = {}  # prefixes of requests and answers, without tools -> messages of the longest
 
-    def request(self, messages: Sequence[Message], root: str) -> Request:
+    def request(self, messages: Sequence[Message], root: str) -> ChatRequest:
         """Return a request; `root` has the tools and the template kwargs."""
         keys = [self._key(message) for message in messages]
-        return Request(messages, keys, chain(root, keys), root)
+        return ChatRequest(messages, keys, chain(root, keys), root)
 
-    def candidates(self, request: Request) -> Iterator[Node]:
+    def candidates(self, request: ChatRequest) -> Iterator[TreeNode]:
         """Yield the nodes whose messages the request repeats, the deepest and latest first."""
         for count in range(len(request.messages), 0, -1):
             for node in reversed(self._by_hash.get(request.hashes[count], ())):
                 if self._keeps_reasoning(node, request.messages):
                     yield node
 
-    def _keeps_reasoning(self, node: Node, messages: Sequence[Message]) -> bool:
+    def _keeps_reasoning(self, node: TreeNode, messages: Sequence[Message]) -> bool:
         return all(
             each.reply is None or same_reasoning(each.reply, messages[each.num_messages - 1]) for each in node.path
         )
 
-    def longest_prefix(self, ids: Sequence[int]) -> Node | None:
+    def longest_prefix(self, ids: Sequence[int]) -> TreeNode | None:
         """Return the deepest node all of whose ids begin `ids`."""
-        children: dict[Node | None, list[Node]] = {}
+        children: dict[TreeNode | None, list[TreeNode]] = {}
         for node in self.nodes:
             children.setdefault(node.parent, []).append(node)
-        found: Node | None = None
-        open_nodes: list[Node | None] = [None]
+        found: TreeNode | None = None
+        open_nodes: list[TreeNode | None] = [None]
         while open_nodes:
             parent = open_nodes.pop()
             start = 0 if parent is None else parent.num_ids
@@ -150,7 +150,7 @@ class SessionTree:
                         found = node
         return found
 
-    def commit(self, node: Node, request: Request | None = None) -> None:
+    def commit(self, node: TreeNode, request: ChatRequest | None = None) -> None:
         """Add a node, so that later requests can attach to it. `request` is the one that it answers, if in messages."""
         self.nodes.append(node)
         if node.parent is not None:
@@ -163,7 +163,7 @@ class SessionTree:
         for prefix in prefixes:
             self._seen[prefix] = max(self._seen.get(prefix, 0), len(prefixes))
 
-    def siblings(self, request: Request, parent: Node | None) -> list[Node]:
+    def siblings(self, request: ChatRequest, parent: TreeNode | None) -> list[TreeNode]:
         """Return the answers to the same messages, after the same node."""
         keys = [self._key(message) for message in request.messages[0 if parent is None else parent.num_messages :]]
         return [
@@ -172,7 +172,7 @@ class SessionTree:
             if node.parent is parent and [self._key(message) for message in node.messages] == keys
         ]
 
-    def branch_reason(self, request: Request, parent: Node | None) -> BranchReason | None:
+    def branch_reason(self, request: ChatRequest, parent: TreeNode | None) -> BranchReason | None:
         """Return why a request does not extend the latest answer of its conversation; None if it does."""
         if parent is not None and parent.num_children == 0:
             return None
@@ -186,6 +186,6 @@ class SessionTree:
             return "retry" if self.siblings(request, parent) else "tools"
         return "compacted" if len(prefixes) + 1 < shared[-1] else "edited"
 
-    def leaves(self) -> list[Node]:
+    def leaves(self) -> list[TreeNode]:
         """Return the nodes without children, in order of completion; superseded ones are left out."""
         return [node for node in self.nodes if not node.num_children and not node.is_superseded]

@@ -38,7 +38,7 @@ from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_eve
 
 if TYPE_CHECKING:
     from furlong.inference.server.gateway import Gateway
-    from furlong.sessions.server import SessionServer
+    from furlong.sessions.session_server import SessionServer
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = used_eval_specs(config)
-    inputs = build_inputs(context)
-    if inputs is not None:
+    if (inputs := build_inputs(context)) is not None:
         opened.callback(inputs.close)
     checkpoints = build_checkpoints(config, inputs)
     ledger = build_ledger(context, checkpoints.peek())

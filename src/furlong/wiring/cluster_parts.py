@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from furlong.algo import advantage, policy_loss
 from furlong.cluster.rank_actor import RankParts, RankSettings
-from furlong.cluster.session import Session, open_session
+from furlong.cluster.ray_session import RaySession, open_session
 from furlong.config.command_line import config_from_json, config_to_json
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import CheckpointFlags
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Cluster:
     """A session and the slots of the run in it."""
 
-    session: Session
+    session: RaySession
     placement: Placement
 
     @property

@@ -27,11 +27,11 @@ from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, Samplin
 from furlong.models.hf_model import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.evaluation import EvalSet
+from furlong.rollout.episode_limits import EpisodeLimits
+from furlong.rollout.eval_rollout import EvalSet
 from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
 from furlong.rollout.group_pool import GroupPool
-from furlong.rollout.limits import EpisodeLimits
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout

@@ -24,7 +24,7 @@ from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.server import SessionServer
+    from furlong.sessions.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
 

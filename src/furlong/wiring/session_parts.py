@@ -21,7 +21,7 @@ from furlong.sessions.session import SessionSettings
 from furlong.wiring.run_context import RunContext
 
 if TYPE_CHECKING:
-    from furlong.sessions.server import SessionServer
+    from furlong.sessions.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def build_session_server(
     functions = [context.hooks.custom_generate_function, *(spec.custom_generate_function_path for spec in specs)]
     if context.tokenizer is None or all(function is None for function in functions):
         return None
-    from furlong.sessions.server import SessionServer  # imports a web server, which most runs do not need
+    from furlong.sessions.session_server import SessionServer  # imports a web server, which most runs do not need
 
     flags = context.config.session
     server = SessionServer(

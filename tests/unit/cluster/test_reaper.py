@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from furlong.cluster import reaper, session
+from furlong.cluster import ray_session, reaper
 
 STARTER = """
 import os, subprocess, sys, time
@@ -56,8 +56,8 @@ def test_a_process_of_ray_that_does_not_end_in_time_is_left_to_the_reaper(monkey
 
     stuck = Stuck()
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr(session, "_children", lambda: [stuck, stuck])
+    monkeypatch.setattr(ray_session, "_children", lambda: [stuck, stuck])
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as watching:  # ends with its stdin, as the reaper does
-        session.Session("local", is_own=True, _reaper=watching).close()
+        ray_session.RaySession("local", is_own=True, _reaper=watching).close()
         assert watching.wait(30) == 0
     assert stuck.waited == 2

@@ -18,7 +18,7 @@ from furlong.rollout import episode_load
 from furlong.rollout.agent import BlockingTimer
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.evaluation import EvalSet
+from furlong.rollout.eval_rollout import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation, gather_or_cancel
 from furlong.rollout.train_batch import Conversion

@@ -24,7 +24,7 @@ from furlong.rollout import agent_function
 from furlong.rollout.episode_load import RewardWait
 from furlong.rollout.generate import Generation, run_group
 from furlong.rollout.sample_metrics import rollout_metrics
-from furlong.sessions.server import SessionServer
+from furlong.sessions.session_server import SessionServer
 
 TURNS = 6
 

@@ -38,7 +38,7 @@ FORWARDED_NAMES = ("PYTHONPATH", "SLIME_DEBUG", "CUDA_DEVICE_MAX_CONNECTIONS", "
 
 
 @dataclass(frozen=True)
-class Session:
+class RaySession:
     """A connection to Ray. `is_own`: the run started the cluster, and `close` stops it.
 
     `was_connected`: the program was connected before the run; `close` keeps that connection.
@@ -74,7 +74,7 @@ class Session:
         logger.info("ray: %s", "the cluster of this run has ended" if self.is_own else f"left {self.address}")
 
 
-def open_session(address: str | None, *, num_slots: int) -> Session:
+def open_session(address: str | None, *, num_slots: int) -> RaySession:
     """Connect to the cluster at `address` or RAY_ADDRESS; without either, start one on this machine.
 
     A program that is connected to Ray already stays so, and its cluster is used.
@@ -88,14 +88,14 @@ def open_session(address: str | None, *, num_slots: int) -> Session:
         import ray
 
         if ray.is_initialized():
-            return Session(ray.get_runtime_context().gcs_address, is_own=False, was_connected=True)
+            return RaySession(ray.get_runtime_context().gcs_address, is_own=False, was_connected=True)
     address = address or os.environ.get("RAY_ADDRESS")
     if address is not None and address != "local":
         return _connect(address)
     return _start(num_slots)
 
 
-def _connect(address: str) -> Session:
+def _connect(address: str) -> RaySession:
     if address.startswith("ray://"):
         raise ConfigError(
             f"--ray-address {address} is a Ray client address: tensors cannot go that way; run on a machine of the "
@@ -111,10 +111,10 @@ def _connect(address: str) -> Session:
             "RAY_ADDRESS to start a local one"
         ) from error
     logger.info("ray: connected to %s, version %s", address, ray.__version__)
-    return Session(address, is_own=False)
+    return RaySession(address, is_own=False)
 
 
-def _start(num_slots: int) -> Session:
+def _start(num_slots: int) -> RaySession:
     """Start a local cluster, and a reaper process that stops it if this process is killed."""
     mark = secrets.token_hex(8)
     folder = Path(tempfile.mkdtemp(prefix="furlong-ray-", dir="/tmp"))  # short: it holds Unix sockets
@@ -126,7 +126,7 @@ def _start(num_slots: int) -> Session:
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C must reach only the program
     )
-    session = Session("local", is_own=True, _reaper=watching)
+    session = RaySession("local", is_own=True, _reaper=watching)
     import ray
     import torch
 

@@ -16,8 +16,8 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample
 from furlong.interfaces import SamplingParams
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.server import OpenSession, SessionServer
 from furlong.sessions.session import Session
+from furlong.sessions.session_server import OpenSession, SessionServer
 
 USER = {"role": "user", "content": "what is the sum?"}
 CALL = 'let me see\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
