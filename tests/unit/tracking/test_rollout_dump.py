@@ -116,7 +116,7 @@ def test_a_value_that_is_not_plain_data_is_an_error(tmp_path):
 
 
 def test_a_file_that_is_not_a_dump_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="no rollout dump"):
+    with pytest.raises(DataError, match=r"none\.pt does not exist; write one with --save-debug-rollout-data"):
         load_samples(tmp_path / "none.pt")
     torch.save({"samples": []}, tmp_path / "slime.pt")
     with pytest.raises(DataError, match=r"torch\.save.* pickled"):
