@@ -36,7 +36,8 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.core.weights import SyncReport, WeightSource
 from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_load import EpisodeLoad

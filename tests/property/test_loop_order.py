@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fakes_loop import FakeRollout, FakeSync, World, fake_parts
 from furlong.errors import SyncError
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 
 
 def run(world: World, plan: RunSchedule, **changes):

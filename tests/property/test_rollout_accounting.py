@@ -21,7 +21,8 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import DataError, EngineError, RolloutError
 from furlong.interfaces import DeviceSharing, Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation

@@ -22,7 +22,7 @@ from furlong.errors import ConfigError
 from furlong.inference.supervisor.server_launch import check_startable
 from furlong.interfaces import Parts
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule
+from furlong.loop.schedule import RunSchedule
 from furlong.rewards.group_reward import GroupReward
 from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer

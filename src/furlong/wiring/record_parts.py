@@ -18,7 +18,7 @@ from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonito
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule
+from furlong.loop.schedule import RunSchedule
 from furlong.machine import MemoryUse
 from furlong.models.tokenizer import read_template, write_template
 from furlong.tracking.console import ConsoleTracker

@@ -13,7 +13,8 @@ from fakes_loop import FakeSync, World, fake_parts
 from furlong.core import garbage
 from furlong.core.garbage import GarbageCollector
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from furlong.core.checkpoint_folder import check_manifest, find_complete_folders
 from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WAIT_S = 20

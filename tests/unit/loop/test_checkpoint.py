@@ -23,7 +23,8 @@ from furlong.core.checksums import file_checksum
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RolloutStream, RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import RolloutStream, train
 
 
 def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> None:

@@ -18,7 +18,8 @@ from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Status
 from furlong.interfaces import DeviceSharing, Parts, SamplingParams
 from furlong.loop.checkpoints import Checkpoints
-from furlong.loop.train import RunSchedule, train
+from furlong.loop.schedule import RunSchedule
+from furlong.loop.train import train
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_load import EpisodeLoad
