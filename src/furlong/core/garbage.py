@@ -12,6 +12,7 @@ YOUNG_OBJECTS = 50_000  # minimum number of new objects between garbage collecti
 OBJECTS_PER_SAMPLE = 100  # the same per sample of a rollout
 MAX_OBJECTS = 2**31 - 1  # the largest threshold of the collector
 COLLECTION_FRAC = 0.01  # of the time, at most, for complete collections
+FIRST_S = 10.0  # after the start of a run: a collection takes about 0.1 s, and little has accumulated before
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ class GarbageCollector:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._next_s = -float("inf")
+        self._next_s = clock() + FIRST_S
 
     def collect(self) -> bool:
         """Collect garbage of all generations, unless the last collection was too recent; return whether it did."""
