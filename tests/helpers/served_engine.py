@@ -143,18 +143,31 @@ class ScriptedServer(ServerThread):
         @contextlib.asynccontextmanager
         async def serving() -> Any:
             listener = bound_socket("127.0.0.1", 0)
-            server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-            task = asyncio.create_task(server._serve(sockets=[listener]))
-            while not server.started:
-                await asyncio.sleep(0.001)
+            config = uvicorn.Config(app, log_config=None, lifespan="off")
+            config.load()
+            server = uvicorn.Server(config)
+            server.lifespan = config.lifespan_class(config)
+            await server.startup(sockets=[listener])
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                await task
+            finally:  # at once: uvicorn's own end takes two tenths of a second, and hundreds of tests start servers
+                await _end(server)
                 listener.close()
 
         super().__init__(serving)
+
+
+async def _end(server: uvicorn.Server) -> None:
+    for listening in server.servers:
+        listening.close()
+    state = server.server_state
+    for task in state.tasks:
+        task.cancel()
+    await asyncio.gather(*state.tasks, return_exceptions=True)
+    for connection in list(state.connections):
+        connection.transport.close()
+    while state.connections:
+        await asyncio.sleep(0)
 
 
 def reply(tokens: list[int], *, version: str = "default", reason: str = "length", **meta: Any) -> dict[str, Any]:

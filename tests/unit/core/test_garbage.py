@@ -45,6 +45,7 @@ class Failing(FakeSync):
         return await super().update_weights(version)
 
 
+@pytest.mark.slow
 def test_tensors_of_failed_updates_do_not_accumulate_over_the_steps_of_a_run(rare_gc, monkeypatch):
     monkeypatch.setattr(garbage, "COLLECTION_FRAC", 1e9)  # a step of fakes takes less than a collection
     monkeypatch.setattr(garbage, "FIRST_S", 0.0)

@@ -127,11 +127,13 @@ def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -
     assert event["probable"] == "HANG01"
 
 
+@pytest.mark.slow
 def test_an_endless_loop_is_named_by_its_function_and_not_by_an_operator(tmp_path: Path) -> None:
     event = report_of(tmp_path, (loops, AnswersSoon()))
     assert "MainThread is in loops (diagnosis/test_task_waits.py:" in event["doing"]
 
 
+@pytest.mark.slow
 def test_a_line_that_blocks_the_event_loop_is_reported_once_before_the_run_counts_as_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

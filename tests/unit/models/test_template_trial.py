@@ -37,6 +37,7 @@ def test_a_template_beyond_the_limits_is_refused_by_name(source, words):
         require_bounded_template(tokenizer_with(source), "/models/m")
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_end_is_refused(monkeypatch):
     monkeypatch.setattr(template_trial, "TRIAL_S", 1)
     with pytest.raises(ConfigError, match=r"m is not usable: it (ran longer than 1 s|gave no text within 3 s)"):
