@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": CORE,
     "sglang_layout": CORE,
     "chat": CORE,
+    "environments": INTERFACES,
     "algo": INTERFACES,
     "models": INTERFACES,
     "data": INTERFACES,
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": INTERFACES | {"models", "process_group", "sglang_layout", "chat"},
     "training": INTERFACES | {"models", "algo", "machine"},
     "sessions": INTERFACES | {"chat", "inference"},
-    "rollout": INTERFACES | {"algo", "chat", "sessions"},
+    "rollout": INTERFACES | {"algo", "chat", "environments", "sessions"},
     "tools": INTERFACES | {"data", "rewards", "models", "inference", "training", "tracking", "machine"},
     "diagnosis": INTERFACES
     | {"algo", "data", "rewards", "models", "inference", "training", "weight_sync", "sglang_layout"}

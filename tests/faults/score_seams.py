@@ -16,7 +16,7 @@ from furlong.cluster.nodes import Node
 from furlong.config.command_line import config_from_values
 from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import preflight
-from furlong.tools.environment import Environment, Package, environment_findings
+from furlong.tools.environment import Installation, Package, environment_findings
 from furlong.tools.gpu_memory import GpuInUse
 from furlong.tools.model_folder import check_model
 from stored_models import expert_layer, write_stored_model
@@ -89,7 +89,7 @@ def _converted(change: Callable[[dict[str, Any]], Any], **settings: Any) -> Call
 
 def _installed(name: str, version: str, problem: str = "") -> Callable[[Path], Iterable[Diagnosis]]:
     package = Package(name, version, ">=5.0,<6", is_tested=not version.startswith("4"), problem=problem)
-    return lambda _: environment_findings(Environment("0", "3.11", "x86_64", "", [package]))
+    return lambda _: environment_findings(Installation("0", "3.11", "x86_64", "", [package]))
 
 
 def _raising(error: Exception) -> Callable[[Path], Iterable[Diagnosis]]:

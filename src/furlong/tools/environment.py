@@ -65,7 +65,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Environment:
+class Installation:
     """The packages installed on this machine."""
 
     furlong: str
@@ -79,7 +79,7 @@ class Environment:
         return asdict(self)
 
 
-def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environment:
+def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Installation:
     """Read versions, and load each installed compiled package in its own process, which it may crash."""
     packages = [_package(name, tested) for name, tested in TESTED.items()]
     packages += [
@@ -87,7 +87,7 @@ def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environmen
         for kernel in kernels
         if (installed := installed_version(kernel.package)) is not None
     ]
-    return Environment(
+    return Installation(
         furlong=__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -96,7 +96,7 @@ def read_environment(kernels: Sequence[CompiledPackage] = KERNELS) -> Environmen
     )
 
 
-def environment_findings(environment: Environment, kernels: Sequence[CompiledPackage] = KERNELS) -> list[Diagnosis]:
+def environment_findings(environment: Installation, kernels: Sequence[CompiledPackage] = KERNELS) -> list[Diagnosis]:
     """ENV01: untested versions, missing required packages, and compiled packages that do not load."""
     diagnoses: list[Diagnosis] = []
     untested = [p for p in environment.packages if p.installed is not None and not p.is_tested]
