@@ -24,6 +24,11 @@ if TYPE_CHECKING:  # they take seconds to import
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Recurrent kinds of layers.
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+DELTA_PARTS = (  # of the gated delta nets of Qwen3-Next; Qwen3.5; OLMo Hybrid, beside their convolution
+    {"in_proj_qkvz", "in_proj_ba", "norm", "out_proj"},
+    {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"},
+    {"q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj"},
+)
 DELTA_LAYERS = "linear_attention"  # the kind of gated delta nets, and of other layers
 # Families with a sliding window only in their masks, which packed attention does not get.
 WINDOW_IN_MASKS = frozenset({"phimoe"})
@@ -67,7 +72,16 @@ def single_sequence_reason(model: PreTrainedModel) -> str:
 
 def delta_nets(model: Any) -> list[Any]:
     """Return a model's gated delta nets, which `recurrent_layers` runs on packed sequences."""
-    return [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+    return [module for module in model.modules() if _is_delta_net(module)]
+
+
+def _is_delta_net(module: Any) -> bool:
+    """Whether this is a gated delta net with the parts, the convolution and the activation of a known family."""
+    if not type(module).__name__.endswith("GatedDeltaNet"):
+        return False
+    parts = {name for name, _ in module.named_children()} - {"conv1d"}
+    has_bias = getattr(getattr(module, "conv1d", None), "bias", None) is not None
+    return parts in DELTA_PARTS and module.activation in ("silu", "swish") and not has_bias
 
 
 def has_only_delta_nets(model: Any) -> bool:

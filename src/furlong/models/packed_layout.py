@@ -12,6 +12,7 @@ all positions of the padded buckets, R response tokens, S sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from furlong.core.batch import MicroBatch
 from furlong.models.context_parallel import ContextParallel
+from furlong.models.delta_rule import PackedSequences
 
 Index = NDArray[np.int64]
 
@@ -59,6 +61,18 @@ class PackedLayout:
     first_copy_D: Tensor | None = None
     context: ContextParallel | None = None
     num_tokens: int = 0
+
+    @cached_property
+    def sequences(self) -> PackedSequences:
+        """The sequences as the delta rule reads them: in U, or in P if U lacks the prompts of some.
+
+        In P, the padding after a sequence belongs to it, which changes nothing before the padding.
+        """
+        cu_host_S1 = self.cu_host_S1
+        if self.run_U is not None and self.buckets:
+            widths = torch.tensor([0, *(width for count, width in self.buckets for _ in range(count))])
+            cu_host_S1 = widths.cumsum(0).to(cu_host_S1.dtype)
+        return PackedSequences.of(cu_host_S1, self.cu_seqlens_S1.device)
 
 
 def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool = True) -> PackedLayout:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import TrainerError
@@ -14,14 +16,24 @@ from furlong.models.packed_model import PackedModel
 from furlong.models.recurrent_layers import delta_nets
 from models_zoo import VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 # Groups with a common prompt, lengths in several buckets, one longer than the chunk of the delta rule (64).
 BATCH = random_batch(prompts=[5, 3, 30], responses=[[6, 2], [4], [47, 20]])
 ROWS = list(range(len(BATCH)))
 
 
+def config_of(family):
+    if family != "olmo_hybrid":
+        return family_config(family)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    widths = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "vocab_size": VOCAB, "pad_token_id": 0}
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_allow_neg_eigval": True}
+    return AutoConfig.for_model("olmo_hybrid", max_position_embeddings=128, **sizes, **heads, **widths, **kinds)
+
+
 def built(family, **options):
-    model = build_model(family_config(family), seed=3)
+    model = build_model(config_of(family), seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,7 +42,7 @@ def built(family, **options):
 
 
 def plain_twin(packed, family):
-    twin = AutoModelForCausalLM.from_config(family_config(family), attn_implementation="eager", dtype=torch.float32)
+    twin = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
     twin.load_state_dict(packed.model.state_dict())
     return twin
 
@@ -70,6 +82,29 @@ def test_a_layer_computes_each_sequence_from_an_empty_state(padded):
     assert grad[0, start:end].abs().sum() > 0
     assert not grad[0, :start].any()
     assert not grad[0, end:].any()
+
+
+def test_the_delta_rule_reads_offsets_without_padding_unless_prompts_are_shared():
+    micro = pack_micro_batch(BATCH, ROWS)
+    for padded in (True, False):
+        layout = plan_layout(micro, share_prompts=False, padded=padded)
+        assert layout.sequences.cu_S1.tolist() == micro.cu_seqlens_S1.tolist()
+    shared = plan_layout(micro)
+    assert len(shared.buckets) > 1
+    assert shared.sequences.cu_S1.diff().tolist() == [width for count, width in shared.buckets for _ in range(count)]
+
+
+def test_other_tokens_in_one_sequence_leave_the_log_probs_of_the_others_bitwise_equal():
+    packed = built("qwen3_next", share_prompts=False)
+    micro = pack_micro_batch(BATCH, ROWS)
+    start, end = micro.cu_seqlens_S1[1:3].tolist()
+    tokens = micro.tokens_T.clone()
+    tokens[start:end] = (tokens[start:end] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = packed_log_probs(packed, micro), packed_log_probs(packed, replace(micro, tokens_T=tokens))
+    is_other = micro.seq_of_R != 1
+    assert torch.equal(before[is_other], after[is_other])
+    assert not torch.equal(before[~is_other], after[~is_other])
 
 
 def test_a_layer_without_a_layout_is_an_error():
