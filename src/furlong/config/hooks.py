@@ -7,6 +7,7 @@ or be a verifier `fn(response, label, metadata) -> float`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.config.args_view import Args
+from furlong.config.checks.environment_specs import class_problems, parse_environments
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.sample import Sample
@@ -77,6 +79,7 @@ class Hooks:
     custom_generate_function: Function | None = None
     rollout_sample_hook: tuple[Function, ...] = ()
     agent_function: Function | None = None
+    environment: tuple[Function, ...] = ()
     custom_rm: Function | None = None
     dynamic_sampling_filter: Function | None = None
     buffer_filter: Function | None = None
@@ -124,6 +127,7 @@ HOOKS: dict[str, Hook] = {
         calling="either",
         drops_keywords=True,
     ),
+    "environment": Hook("--environment", ("**arguments",), methods=("reset", "step")),
     "custom_rm": Hook("--custom-rm-path", ("args", "sample"), calling="either"),
     "dynamic_sampling_filter": Hook("--dynamic-sampling-filter-path", ("args", "samples")),
     "buffer_filter": Hook("--buffer-filter-path", ("args", "rollout_id", "buffer", "num_samples")),
@@ -165,7 +169,7 @@ BUILT_IN = (
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
 )
-_CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function")
+_CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function", "environment")
 
 
 @functools.cache
@@ -255,6 +259,7 @@ def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
     values = {name: fields[hook.flag].value_in(config) for name, hook in HOOKS.items()}
     if values["custom_tis_function"] in BUILT_IN:
         values["custom_tis_function"] = None
+    values["environment"] = tuple(entry.partition("?")[0] for entry in config.session.environment)
     return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
 
 
@@ -281,13 +286,21 @@ def load_hooks(config: Config, refused: Mapping[str, str] | None = None) -> tupl
             except ConfigError as error:
                 problems.append(f"{hook.flag} {error}")
             else:
-                problem = check_signature(hook, functions[-1])
-                problems.extend([problem] if problem else [])
+                if name == "environment":
+                    problems.extend(_environment_problems(config, len(functions) - 1, functions[-1]))
+                elif problem := check_signature(hook, functions[-1]):
+                    problems.append(problem)
         if name == "eval_function" and value == config.rollout.rollout_function_path:
             del problems[num_problems:]  # derived from that flag, whose problems are reported
         if functions:
-            loaded[name] = tuple(functions) if spec.kind == "append" else functions[0]
+            loaded[name] = tuple(functions) if spec.kind in ("append", "many") else functions[0]
     return Hooks(**loaded), problems
+
+
+def _environment_problems(config: Config, number: int, made: Function) -> list[str]:
+    with contextlib.suppress(ConfigError):  # of the values of the flag, which `validate` reports
+        return list(class_problems(parse_environments(config.session.environment)[number], made))
+    return []
 
 
 def usable_hooks(config: Config) -> Hooks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.checks.engine_checks import SERVERS
+from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.sections import AlgoFlags, Config
 from furlong.core.algorithms import find_algorithm
@@ -18,6 +19,7 @@ from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
 AGENT_PATH = "furlong.rollout.agent_function:generate"  # runs the agents of --agent-function-path, --agent-command
+ENVIRONMENT_PATH = "furlong.rollout.environment_episode:generate"
 DEFAULT_MAX_TOKENS = 4096  # per micro-batch, if no flag sets the packing
 
 Derived = dict[str, tuple[Any, str]]
@@ -65,6 +67,11 @@ def derive(config: Config, explicit: frozenset[str]) -> Derived:
     _algorithm(config, put)
     if config.session.agent_function_path or config.session.agent_command:
         put("custom_generate_function_path", AGENT_PATH, "--agent-function-path or --agent-command")
+    if config.session.environment:
+        put("custom_generate_function_path", ENVIRONMENT_PATH, "--environment")
+        with contextlib.suppress(ConfigError):  # which `validate` reports
+            files = [spec.prompt_data for spec in parse_environments(config.session.environment)]
+            put("prompt_data", next((file for file in files if file is not None), None), "--environment")
     context_len = derived.get("rollout_max_context_len")
     for name, origin in _EVAL_FROM_TRAINING.items():
         value = next(getattr(s, origin) for s in vars(config).values() if hasattr(s, origin))

@@ -50,8 +50,10 @@ def outcome_from_value(value: Any) -> Outcome:
     """Convert the return value of a reward function to an outcome.
 
     A finite number, a bool, and a numpy or torch scalar are rewards; so is a dict of them. Anything else, including
-    None, nan, inf and text, is a failed outcome whose reason has the type and the value.
+    None, nan, inf and text, is a failed outcome whose reason has the type and the value. An Outcome stays unchanged.
     """
+    if isinstance(value, Outcome):
+        return value
     value = _plain(value)
     if isinstance(value, dict):
         return _from_dict(value)

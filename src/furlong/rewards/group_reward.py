@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from furlong.core.daemon_calls import call_in_thread
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.core.text import redact_credentials
@@ -155,7 +155,7 @@ class GroupReward:
         return scoring.result() if done else [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
 
     async def _call_in_thread(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
-        answer = _in_thread(lambda: function.evaluate(self._args, samples), name=f"reward {function.name}")
+        answer = call_in_thread(lambda: function.evaluate(self._args, samples), name=f"reward {function.name}")
         done, _ = await asyncio.wait({answer}, timeout=self._limits.timeout_s)
         if not done:
             logger.warning(
@@ -224,27 +224,6 @@ class GroupReward:
         if self._remote is None:
             return Outcome.failed(f"rm_type {verifier.name} needs a reward server; pass --rm-url")
         return await self._remote.score(sample, response)
-
-
-def _in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
-    """Run `call` in a daemon thread, so that it cannot block process exit; the future is (value, exception)."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(result: tuple[Any, BaseException | None]) -> None:
-        if not answer.done():
-            answer.set_result(result)
-
-    def run() -> None:
-        try:
-            result = (call(), None)
-        except BaseException as error:  # noqa: BLE001  passed to the event loop, where it becomes the outcome
-            result = (None, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
 
 
 class RemoteReward:

@@ -21,6 +21,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
+from furlong.rollout.environment_metrics import environment_metrics, part_metrics
 from furlong.rollout.episode_limits import LIMIT, REISSUED
 from furlong.sessions.samples import EPISODE
 
@@ -45,7 +46,7 @@ def rollout_metrics(
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
-    With sessions of agents `session/*` and `rollout/episode_versions`.
+    With sessions of agents `session/*` and `rollout/episode_versions`; with environments `env/NAME/*`, `reward/NAME`.
     If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
     `rollout/other_context`, samples whose tokens were sampled in another context than they are trained in, and
     `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
@@ -66,7 +67,7 @@ def rollout_metrics(
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
         metrics["rollout/other_context"] = total(count)
-    metrics |= _episodes(samples)
+    metrics |= _episodes(samples) | environment_metrics(samples, reward_key)
     if track.log_reward_category is not None:
         metrics |= _under("rollout/error_cat", _categories(samples, track.log_reward_category))
     if track.log_passrate:
@@ -118,7 +119,7 @@ def eval_metrics(
     if pass_k is not False and any(len(group) > 1 for group in groups):
         ks = None if pass_k is True else pass_k
         metrics |= {f"eval/{name}-{k}": v for k, v in pass_at_k(_attempts(groups, reward_key), ks).items()}
-    metrics |= _under(f"eval/{name}", _outcomes(samples))
+    metrics |= _under(f"eval/{name}", _outcomes(samples) | part_metrics(samples))
     return metrics
 
 

@@ -9,7 +9,7 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import GenerateFunctionError
-from furlong.rollout.episode_limits import EpisodeWatch
+from furlong.rollout.episode_limits import LIMIT, EpisodeWatch
 from furlong.rollout.policy import Policy
 from furlong.sessions.samples import Leaves, samples_from_session
 from furlong.sessions.session import Session
@@ -61,6 +61,10 @@ def session_samples(produced: list[Sample], policy: Policy, leaves: Leaves) -> l
     if produced[0].status in (Status.ABORTED, Status.FAILED):
         return produced
     try:
-        return samples_from_session(session, produced[0], leaves=leaves)
+        samples = samples_from_session(session, produced[0], leaves=leaves)
     except RolloutError as error:
         raise GenerateFunctionError(error) from error
+    if LIMIT in produced[0].metadata:  # of an environment
+        for sample in samples:
+            sample.status = Status.TRUNCATED if sample.status is Status.COMPLETED else sample.status
+    return samples

@@ -84,32 +84,32 @@ class RolloutFlags:
         "Time limit of one episode of an agent, in seconds: it ends, and what was sampled is trained "
         "on with its reward. Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command",
+        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
     )
     turn_timeout: float | None = flag(
         None,
         "Time limit of one call of the policy, in seconds; the episode then ends. Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command",
+        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
     )
     tool_timeout: float | None = flag(
         None,
         "Time limit between two calls of the policy, in seconds, for tools and environments; the episode then ends. "
         "Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command",
+        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
     )
     max_turns: int | None = flag(
         None,
         "Maximum number of turns that an episode samples. Default: no limit.",
         within="[1, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command",
+        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
     )
     max_episode_tokens: int | None = flag(
         None,
         "Maximum number of tokens that an episode samples in all its turns. Default: no limit.",
         within="[1, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command",
+        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
     )
     rollout_function_path: str | None = flag(None, "User function that produces a whole rollout.")
     custom_generate_function_path: str | None = flag(None, "User function that generates one sample.")

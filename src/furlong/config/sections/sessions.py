@@ -22,6 +22,20 @@ class SessionFlags:
         "environment, the task is JSON on stdin.",
         excludes="agent_function_path",
     )
+    environment: tuple[str, ...] = flag(
+        (),
+        "Class of the environment, as file.py:Class or file.py:Class?key=value&key=value with arguments of the class. "
+        "Several are a mixture: `weight` is the share of an environment, `prompt_data` its data, `name` its name in "
+        "metrics, and `max_turns` and the other limits of episodes replace those of the run.",
+        kind="many",
+        excludes="agent_function_path agent_command",
+    )
+    environment_workers: int = flag(
+        32,
+        "Number of threads for methods of environments that are not async.",
+        within="[1, inf)",
+        needs="environment",
+    )
     session_server_host: str = flag("127.0.0.1", "Address that the session server listens on.")
     session_server_port: int = flag(0, "Port of the session server; 0 chooses a free one.", within="[0, 65535]")
     session_match: str = flag(

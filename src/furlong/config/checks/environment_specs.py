@@ -1,0 +1,165 @@
+"""Environments as `--environment` names them: `module:Class?key=value&key=value`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+from furlong.config.checks.value_checks import prompt_file_problem
+from furlong.config.sections import Config
+from furlong.core.user_code import message_of
+from furlong.core.user_modules import split_path
+from furlong.errors import ConfigError
+
+LIMITS = {
+    "max_turns": int,
+    "max_episode_tokens": int,
+    "episode_timeout": float,
+    "turn_timeout": float,
+    "tool_timeout": float,
+}
+OWN_KEYS = ("name", "weight", "prompt_data", *LIMITS)  # the others are arguments of the class
+FORM = "write file.py:Class or file.py:Class?key=value&key=value"
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """One environment. arguments: of the class. weight: its share of the prompts. limits: those that replace flags."""
+
+    name: str
+    path: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    weight: float = 1.0
+    prompt_data: str | None = None
+    limits: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def rubric_path(self) -> str:
+        """The path of the class's rubric, as reward workers load it."""
+        module, attributes = split_path(self.path)
+        return f"{module}:{'.'.join((*attributes, 'rubric'))}"
+
+
+@functools.lru_cache(maxsize=64)
+def parse_environments(entries: Sequence[str]) -> tuple[EnvironmentSpec, ...]:
+    """Parse the values of `--environment`. Raises ConfigError with every problem."""
+    specs: list[EnvironmentSpec] = []
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            specs.append(_spec(entry))
+        except ConfigError as error:
+            problems += error.problems
+    names = [spec.name for spec in specs]
+    problems += [
+        f"--environment: the name {name} is used {names.count(name)} times; set name=... in one of them: it is part of "
+        "metrics"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(specs)
+
+
+def _spec(entry: str) -> EnvironmentSpec:
+    path, _, query = entry.partition("?")
+    where = f"--environment {entry}"
+    try:
+        _, attributes = split_path(path)
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ConfigError:
+        raise ConfigError(f"{where} does not name a class; {FORM}") from None
+    except ValueError:
+        raise ConfigError(f"{where}: {query!r} is not of the form key=value&key=value; {FORM}") from None
+    values: dict[str, str] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(f"{where}: {key} is given twice, {values[key]} and {value}; give it once")
+        values[key] = value
+    name = values.get("name", attributes[-1])
+    if not name or not all(character.isalnum() or character in "_-." for character in name):
+        raise ConfigError(f"{where}: the name {name!r} has other characters than letters, digits, '_', '-' and '.'")
+    limits = {key: _number(where, key, values[key], kind) for key, kind in LIMITS.items() if key in values}
+    return EnvironmentSpec(
+        name,
+        path,
+        {key: _value(value) for key, value in values.items() if key not in OWN_KEYS},
+        _number(where, "weight", values.get("weight", "1"), float),
+        values.get("prompt_data"),
+        limits,
+    )
+
+
+def _number(where: str, key: str, text: str, kind: type) -> float:
+    """Return a positive number. Raises ConfigError."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < float("inf"):
+        what = "whole number of at least 1" if kind is int else "number above 0"
+        raise ConfigError(f"{where}: {key}={text} must be a {what}")
+    return number
+
+
+def _value(text: str) -> Any:
+    """Return an argument: a JSON value, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def environment_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the values of `--environment`, and with the files that they name."""
+    try:
+        specs = parse_environments(config.session.environment)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for spec in specs:
+        if spec.prompt_data is not None:
+            problem = prompt_file_problem(f"--environment {spec.name}, prompt_data", spec.prompt_data)
+            if problem is not None:
+                yield problem
+    if config.data.streaming_data and len(specs) > 1:
+        yield (
+            f"--streaming-data cannot be combined with a mixture of {len(specs)} environments, whose prompts are in "
+            "memory; remove --streaming-data"
+        )
+
+
+def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
+    """Yield why a class cannot be the environment of `spec`."""
+    where, name = f"--environment {spec.path}", getattr(made, "__qualname__", repr(made))
+    methods = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
+    if methods and not callable(getattr(made, "run", None)):
+        yield f"{where}: {name} has no {' and no '.join(methods)}; write a class with reset and step, or with run"
+    try:
+        parameters = inspect.signature(made).parameters
+        reserved = [key for key in OWN_KEYS if key in parameters]
+        if reserved:
+            yield (
+                f"{where}: {name} has the parameter {reserved[0]}, which is furlong's own setting of an environment "
+                f"({', '.join(OWN_KEYS)}); rename it"
+            )
+        inspect.signature(made).bind(**spec.arguments)
+    except TypeError as error:
+        yield f"{where}: {name}{inspect.signature(made)} cannot be called with {dict(spec.arguments)}: {error}; {FORM}"
+    except ValueError:
+        pass  # a builtin without a signature
+    rubric = getattr(made, "rubric", None)
+    if rubric is not None and not callable(rubric):
+        yield f"{where}: {name}.rubric is {type(rubric).__name__}; set it to a furlong.environments.Rubric, or None"
+    if callable(schemas := getattr(made, "tool_schemas", None)) and not methods:
+        try:
+            schemas(made.__new__(made))
+        except ConfigError as error:
+            yield from (f"{where}: {problem}" for problem in error.problems)
+        except Exception as error:  # noqa: BLE001  user code
+            yield f"{where}: the tools of {name} raised {type(error).__name__}: {message_of(error)}; fix them"
