@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from furlong.cluster.ray_session import open_session
 from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.quantization.weight_format import WeightFormat
@@ -48,13 +49,11 @@ def test_a_quantized_engine_trains_with_the_weights_of_ref_load(folders, tmp_pat
     assert train(again) == 3
 
 
-def test_dequantize_trains_from_the_quantized_values(folders, tmp_path, monkeypatch, caplog):
+def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
     _, quantized, data = folders
-    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     with pytest.raises(ConfigError, match=r"(?s)weights are quantized.*--ref-load.*--dequantize"):
         train(flags(quantized, data, tmp_path / "refused"))
     assert train(flags(quantized, data, tmp_path / "run", dequantize=True, use_kl_loss=True, kl_loss_coef=0.1)) == 2
-    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 has no effect" in caplog.text
     first = rows(tmp_path / "run")[0]
     assert first["train/train_rollout_logprob_abs_diff"] < 0.5
 
@@ -79,3 +78,43 @@ def test_an_engine_server_gets_quantized_tensors_by_every_transport(folders, tmp
     assert all(map(is_finite, rows(out)))
     assert rows(out)[1]["train/train_rollout_logprob_abs_diff"] > 1e-6
     assert caplog.text.count("every checksum verified") >= 2
+
+
+@pytest.fixture
+def int4(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Return a model whose columns two ranks can share, its copy in INT4, and prompts."""
+    model = write_model(tmp_path / "model", num_key_value_heads=2)
+    (tmp_path / "int4").mkdir()
+    quantize_folder(model, tmp_path / "int4", Int4Groups(8))
+    return model, tmp_path / "int4", write_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_quantization_aware_training_computes_what_the_int4_engine_does(int4, tmp_path, monkeypatch):
+    model, quantized, data = int4
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "8")
+    changes = {"ref_load": model, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    assert train(flags(quantized, data, tmp_path / "run", check_weight_update_equal=True, **changes)) == 2
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-6 for row in rows(tmp_path / "run"))
+    assert abs(rows(tmp_path / "run")[0]["train/kl_loss"]) < 1e-9  # the reference is rounded as well
+    monkeypatch.delenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG")
+    assert train(flags(quantized, data, tmp_path / "without", **changes)) == 2
+    assert all(row["train/train_rollout_logprob_abs_diff"] > 1e-4 for row in rows(tmp_path / "without"))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_weights_round_them_alike(int4, tmp_path):
+    model, quantized, data = int4
+    layouts = {
+        "fsdp": {},
+        "megatron": {"train_backend": "megatron", "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    }
+    session = open_session("local", num_slots=3)
+    try:
+        for name, layout in layouts.items():
+            changes = {"ref_load": model, "int4_qat": True, "check_weight_update_equal": True, **layout}
+            ranks = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "engine": "embedded"}
+            assert train(flags(quantized, data, tmp_path / name, **ranks, **changes)) == 2
+            assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-6 for row in rows(tmp_path / name))
+    finally:
+        session.close()

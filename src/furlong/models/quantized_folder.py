@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 from furlong.config.sections import CheckpointFlags
 from furlong.core.checkpoint_folder import find_foreign_weights, is_first_start
 from furlong.core.model_config import read_json
+from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.quantization.scheme import QuantizationScheme, quantization_settings, read_scheme
 from furlong.core.safetensors_header import read_header
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.carried_tensors import WITH_VISION, is_carried
 from furlong.models.hf_folder import WEIGHT_FILES, quantization_seen, read_weight_map
 
+QAT_VARIABLE, QAT_GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"  # slime's
 TWO_WAYS = (
     "give the trainer's weights in bfloat16 with --ref-load or --load and keep --hf-checkpoint for the engines, or "
     "train from the quantized values with --dequantize"
@@ -45,6 +48,34 @@ def trainer_folders(flags: CheckpointFlags, model_dir: Path, *, uses_reference: 
     if ref is None and (uses_reference or not has_start):
         folders["--hf-checkpoint"] = model_dir
     return folders
+
+
+def qat_scheme(
+    folder: Path, config: Any, *, flag: bool, environment: Mapping[str, str] = os.environ
+) -> QuantizationScheme | None:
+    """Return how weights are rounded for quantization-aware training; None without it.
+
+    flag: --int4-qat. environment: may set it by slime's variables. Raises ConfigError if the folder of --hf-checkpoint
+    is not quantized in INT4, or in groups of another size than the environment says.
+    """
+    value = environment.get(QAT_VARIABLE, "0")
+    if not flag and value in ("", "0"):
+        return None
+    source = "--int4-qat" if flag else f"{QAT_VARIABLE}={value}"
+    scheme = trained_scheme(folder, config)
+    form = None if scheme is None else scheme.form
+    if not isinstance(form, Int4Groups):
+        seen = "its weights are not quantized" if form is None else f"its weights are in {form.description}"
+        raise ConfigError(
+            f"{source} rounds weights as an INT4 engine does, but --hf-checkpoint is {folder}: {seen}; name a folder "
+            "of `furlong convert hf-to-int4` and give the trainer's weights with --ref-load, or remove it"
+        )
+    if (size := environment.get(QAT_GROUP_SIZE)) not in (None, "", str(form.group_size)):
+        raise ConfigError(
+            f"{QAT_GROUP_SIZE}={size}, but --hf-checkpoint {folder} has groups of {form.group_size}; unset the "
+            "variable, or convert the model with that --group-size"
+        )
+    return scheme
 
 
 def training_problem(flag: str, folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:

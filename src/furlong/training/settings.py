@@ -13,6 +13,7 @@ import torch
 from furlong.config.checks.device_checks import offload_problem
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.core.batch import MicroBatch
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
 
@@ -59,6 +60,8 @@ class BackendSettings:
     """Sampling temperature of the rollout, applied to the policy's logits."""
     total_steps: int | None = None
     """Optimizer steps of the run: the default end of the learning rate decay."""
+    fake_quantization: QuantizationScheme | None = None
+    """Compute with the values that the engine's INT4 weights have (--int4-qat), in all models of the run."""
     check_finite: bool = True
     """Raise TrainerError for a non-finite loss or gradient; if False, skip the step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
 from furlong.models.quantized_folder import (
     is_quantized,
+    qat_scheme,
     stored_dtypes,
     trained_scheme,
     trainer_folders,
@@ -56,8 +56,6 @@ from furlong.wiring.run_context import RunContext
 if TYPE_CHECKING:
     from furlong.cluster.ray_trainer import RayTrainer
     from furlong.training.megatron.megatron_backend import MegatronBackend
-
-QAT_VARIABLE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"  # slime's, for INT4 quantization-aware training
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +125,12 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
     _check_quantized(context)
+    scheme = qat_scheme(context.model_dir, hf.load_config(context.model_dir), flag=config.train.int4_qat)
+    if scheme is not None:
+        logger.info(
+            "quantization-aware training: %d weights are rounded as the engines' (%s)",
+            len(scheme.names), scheme.form.description,
+        )  # fmt: skip
     return BackendSettings(
         hf_checkpoint=context.model_dir,
         initial_weights=start,
@@ -137,6 +141,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
         total_steps=num_rollout * (config.train.num_steps_per_rollout or 1) or None,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
+        fake_quantization=scheme,
         train=config.train,
         optim=config.optim,
         moe=config.moe,
@@ -149,12 +154,6 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
 def _check_quantized(context: RunContext) -> None:
     """Raise ConfigError for a quantized folder that the trainer would load, without --dequantize."""
     flags, algo = context.config.checkpoint, context.config.algo
-    if os.environ.get(QAT_VARIABLE, "0") not in ("", "0"):
-        logger.warning(
-            "%s=%s has no effect: quantization-aware training is not implemented, and the trainer computes with "
-            "unquantized weights; unset it, and correct for the difference with --use-tis",
-            QAT_VARIABLE, os.environ[QAT_VARIABLE],
-        )  # fmt: skip
     if flags.dequantize:
         return
     folders = trainer_folders(flags, context.model_dir, uses_reference=algo.uses_reference)

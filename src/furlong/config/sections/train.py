@@ -23,6 +23,12 @@ class TrainFlags:
         excludes="fp32",
     )
     fp32: bool = flag(False, "Compute in float32.")
+    int4_qat: bool = flag(
+        False,
+        "Quantization-aware training: compute with weights rounded to the INT4 values of --hf-checkpoint, which the "
+        "engines use, and pass gradients on unchanged. The environment variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 "
+        "sets it.",
+    )
     seed: int = flag(1234, "Seed of all randomness in training.", within="[0, 1e18]")
     deterministic_mode: bool = flag(
         False,

@@ -59,14 +59,25 @@ class Int4Groups:
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Divide each group by its largest magnitude / 7.5 and round to -8 .. 7."""
         self.parts(tuple(weight.shape))
-        groups = weight.detach().to(self.scale_dtype).unflatten(1, (-1, self.group_size))
-        largest = groups.abs().amax(dim=2)
-        check_finite(largest)
-        scale = largest / ((HIGHEST - LOWEST) / 2)
-        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        values = (groups / scale[:, :, None]).clamp(LOWEST, HIGHEST).round().to(torch.int8).flatten(1)
+        values, scale = self._divided(weight)
+        check_finite(scale)
         shape = torch.tensor(weight.shape, device=weight.device, dtype=self.shape_dtype)
-        return {"weight_packed": packed(values), "weight_scale": scale, "weight_shape": shape}
+        return {"weight_packed": packed(values.to(torch.int8).flatten(1)), "weight_scale": scale, "weight_shape": shape}
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return what `dequantize` gives for the parts of `quantize`, without packing.
+
+        `weight` [..., columns] may have any number of leading axes, because rows are independent; inf and nan are kept.
+        """
+        values, scale = self._divided(weight.reshape(-1, weight.shape[-1]))
+        return (values * scale[:, :, None]).to(weight.dtype).view(weight.shape)
+
+    def _divided(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the integers [rows, groups, group_size], in the dtype of the scales, and the scales [rows, groups]."""
+        groups = weight.detach().to(self.scale_dtype).unflatten(1, (-1, self.group_size))
+        scale = groups.abs().amax(dim=2) / ((HIGHEST - LOWEST) / 2)
+        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        return (groups / scale[:, :, None]).clamp(LOWEST, HIGHEST).round(), scale
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Multiply in the dtype of the scales, and round to `dtype`."""

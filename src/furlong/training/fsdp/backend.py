@@ -35,6 +35,7 @@ from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
+from furlong.models.fake_quantization import round_model
 from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.training.backend_interface import Backend, OptimReport
@@ -134,13 +135,16 @@ class FsdpBackend(Backend):
     def _pack(self, model: PreTrainedModel) -> PackedModel:
         if self._compiles is None:
             self._compiles = self._is_worth_compiling(model)
-        return PackedModel(
+        packed = PackedModel(
             model,
             share_prompts=self._share_prompts,
             compiled=self._compiles,
             compute_dtype=self.settings.dtype,
             context=self.sharding.context,
         )
+        if (scheme := self.settings.fake_quantization) is not None:
+            round_model(model, scheme)
+        return packed
 
     def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
         """Return whether compiling the decoder layers, which takes a minute, pays off."""

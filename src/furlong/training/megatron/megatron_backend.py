@@ -45,7 +45,7 @@ from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
-from furlong.training.megatron.role_models import RoleModels, fill, set_trainable
+from furlong.training.megatron.role_models import RoleModels, fill, round_chunks, set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule
@@ -120,6 +120,8 @@ class MegatronBackend(PipelinedBackend):
             if chunk.post_process:
                 chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
+        if (scheme := self.settings.fake_quantization) is not None:
+            round_chunks(chunks, self.hf, scheme)
         return chunks
 
     def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:

@@ -15,8 +15,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from furlong.config.sections import TrainFlags
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
+from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
@@ -138,3 +140,18 @@ def _name(parameter: Parameter) -> str:
     if parameter.expert is not None:
         name = re.sub(r"\.local_experts\.\d+\.", f".local_experts.{parameter.expert}.", name)
     return name
+
+
+def round_chunks(chunks: Sequence[GPTModel], hf: Any, scheme: QuantizationScheme) -> None:
+    """Make this rank's model chunks compute with the engine's INT4 values. Raises ConfigError as `round_model` does."""
+    rounding = rounding_of(scheme)
+    for parameter, local in names.parameters_with_local(chunks, hf):
+        if local is None or not is_rounded(parameter.ours, parameter.theirs, local.shape[-1], scheme):
+            continue
+        if parameter.rule.join in ("packed", "packed_gate_up"):
+            raise ConfigError(
+                f"--int4-qat: {parameter.ours} is the transpose of the folder's tensors; remove --int4-qat, or use "
+                "--train-backend fsdp"
+            )
+        owner, _, attribute = parameter.ours.rpartition(".")
+        fake_quantize(chunks[parameter.chunk].get_submodule(owner), attribute, rounding)

@@ -1,0 +1,99 @@
+"""Models that compute with INT4 values: the engine's, with the gradient of the rounded weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.core.quantization.int4 import Int4Groups
+from furlong.errors import ConfigError
+from furlong.models.fake_quantization import is_rounded, round_model
+from furlong.models.hf_model import build_model, load_config, load_model, named_tensors, save_model
+from furlong.models.quantized_folder import QAT_GROUP_SIZE, QAT_VARIABLE, folder_scheme, qat_scheme
+from furlong.tools.quantize_folder import quantize_folder
+from models_zoo import VOCAB, family_config
+
+
+def folders(tmp_path: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+    save_model(build_model(family_config(family), seed=0, dtype=dtype), tmp_path / "model")
+    (tmp_path / "int4").mkdir()
+    quantize_folder(tmp_path / "model", tmp_path / "int4", Int4Groups(8, scale_dtype=dtype))
+    return tmp_path / "model", tmp_path / "int4"
+
+
+def loaded(folder: Path, dtype: torch.dtype):
+    model = load_model(folder, dtype=dtype).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4)),
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
+)
+def test_rounded_values_are_those_of_the_stored_parts(dtype, scale_dtype, shape, seed, size):
+    form = Int4Groups(8, scale_dtype=scale_dtype)
+    experts, rows, groups = shape
+    weight = (torch.randn(experts, rows, groups * 8, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+    weight[0, 0, :8] = 0.0
+    stored = torch.stack([form.dequantize(form.quantize(each), dtype) for each in weight])
+    assert torch.equal(form.rounded(weight), stored)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2-sliding", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rounded_model_computes_as_the_engine_and_keeps_its_weights(tmp_path: Path, family, dtype) -> None:
+    plain, quantized = folders(tmp_path, family)
+    scheme = qat_scheme(quantized, load_config(quantized), flag=True)
+    assert scheme is not None
+    model, engine = loaded(plain, dtype), loaded(quantized, dtype)
+    before = {name: tensor.clone() for name, tensor in named_tensors(model)}
+    assert round_model(model, scheme) > 0
+    ids = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    outputs = [each(ids).logits for each in (model, engine)]
+    assert torch.equal(*outputs)
+    assert (outputs[0] != loaded(plain, dtype)(ids).logits).any()
+    for each in outputs:
+        each.float().log_softmax(-1)[..., 3].sum().backward()
+    gradients = {name: parameter.grad for name, parameter in engine.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+        assert (parameter.grad is None) == (gradients[name] is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, gradients[name]), name
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(ids).logits, outputs[0])
+
+
+def test_parameters_of_which_one_part_is_quantized_and_other_column_counts_are_refused(tmp_path: Path) -> None:
+    _, quantized = folders(tmp_path, "qwen3_moe")
+    scheme = folder_scheme(quantized)
+    assert scheme is not None
+    gate = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    assert is_rounded("fc1", [gate], 32, scheme)
+    assert not is_rounded("norm", ["model.norm.weight"], 7, scheme)
+    with pytest.raises(ConfigError, match=r"gate_proj.*quantized and model\.norm"):
+        is_rounded("fc1", [gate, "model.norm.weight"], 32, scheme)
+    with pytest.raises(ConfigError, match=r"12 columns.*group size 8"):
+        is_rounded("fc2", [gate], 12, scheme)
+
+
+def test_flag_and_variables_need_an_int4_folder_with_that_group_size(tmp_path: Path) -> None:
+    plain, quantized = folders(tmp_path, "qwen3")
+    config = load_config(plain)
+    assert qat_scheme(plain, config, flag=False, environment={}) is None
+    assert qat_scheme(plain, config, flag=False, environment={QAT_VARIABLE: "0", QAT_GROUP_SIZE: "128"}) is None
+    for flag, environment in ((True, {}), (False, {QAT_VARIABLE: "1"})):
+        with pytest.raises(ConfigError, match=r"not quantized.*hf-to-int4"):
+            qat_scheme(plain, config, flag=flag, environment=environment)
+        with pytest.raises(ConfigError, match=r"GROUP_SIZE=128.*groups of 8"):
+            qat_scheme(quantized, config, flag=flag, environment=environment | {QAT_GROUP_SIZE: "128"})
+        assert qat_scheme(quantized, config, flag=flag, environment=environment | {QAT_GROUP_SIZE: "8"}) is not None
