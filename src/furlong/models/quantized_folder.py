@@ -50,19 +50,22 @@ def trainer_folders(flags: CheckpointFlags, model_dir: Path, *, uses_reference: 
     return folders
 
 
-def qat_scheme(
-    folder: Path, config: Any, *, flag: bool, environment: Mapping[str, str] = os.environ
-) -> QuantizationScheme | None:
-    """Return how weights are rounded for quantization-aware training; None without it.
-
-    flag: --int4-qat. environment: may set it by slime's variables. Raises ConfigError if the folder of --hf-checkpoint
-    is not quantized in INT4, or in groups of another size than the environment says.
-    """
+def qat_source(*, flag: bool, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what asks for quantization-aware training, --int4-qat or slime's variable; None without it."""
+    if flag:
+        return "--int4-qat"
     value = environment.get(QAT_VARIABLE, "0")
-    if not flag and value in ("", "0"):
-        return None
-    source = "--int4-qat" if flag else f"{QAT_VARIABLE}={value}"
-    scheme = trained_scheme(folder, config)
+    return None if value in ("", "0") else f"{QAT_VARIABLE}={value}"
+
+
+def check_qat(
+    source: str, folder: Path, scheme: QuantizationScheme | None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ConfigError unless the folder of --hf-checkpoint is quantized as quantization-aware training needs it.
+
+    source: what asks for it. scheme: that of the folder, which must be INT4, in groups of the size that slime's
+    variable names, if it is set.
+    """
     form = None if scheme is None else scheme.form
     if not isinstance(form, Int4Groups):
         seen = "its weights are not quantized" if form is None else f"its weights are in {form.description}"
@@ -75,7 +78,6 @@ def qat_scheme(
             f"{QAT_GROUP_SIZE}={size}, but --hf-checkpoint {folder} has groups of {form.group_size}; unset the "
             "variable, or convert the model with that --group-size"
         )
-    return scheme
 
 
 def training_problem(flag: str, folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:

@@ -30,8 +30,9 @@ from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
 from furlong.models.quantized_folder import (
+    check_qat,
     is_quantized,
-    qat_scheme,
+    qat_source,
     stored_dtypes,
     trained_scheme,
     trainer_folders,
@@ -125,7 +126,10 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
     _check_quantized(context)
-    scheme = qat_scheme(context.model_dir, hf.load_config(context.model_dir), flag=config.train.int4_qat)
+    scheme = None
+    if (source := qat_source(flag=config.train.int4_qat)) is not None:
+        scheme = trained_scheme(context.model_dir, hf.load_config(context.model_dir))
+        check_qat(source, context.model_dir, scheme)
     if scheme is not None:
         logger.info(
             "quantization-aware training: %d weights are rounded as the engines' (%s)",

@@ -14,7 +14,14 @@ from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import ConfigError
 from furlong.models.fake_quantization import is_rounded, round_model
 from furlong.models.hf_model import build_model, load_config, load_model, named_tensors, save_model
-from furlong.models.quantized_folder import QAT_GROUP_SIZE, QAT_VARIABLE, folder_scheme, qat_scheme
+from furlong.models.quantized_folder import (
+    QAT_GROUP_SIZE,
+    QAT_VARIABLE,
+    check_qat,
+    folder_scheme,
+    qat_source,
+    trained_scheme,
+)
 from furlong.tools.quantize_folder import quantize_folder
 from models_zoo import VOCAB, family_config
 
@@ -53,7 +60,7 @@ def test_rounded_values_are_those_of_the_stored_parts(dtype, scale_dtype, shape,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rounded_model_computes_as_the_engine_and_keeps_its_weights(tmp_path: Path, family, dtype) -> None:
     plain, quantized = folders(tmp_path, family)
-    scheme = qat_scheme(quantized, load_config(quantized), flag=True)
+    scheme = trained_scheme(quantized, load_config(quantized))
     assert scheme is not None
     model, engine = loaded(plain, dtype), loaded(quantized, dtype)
     before = {name: tensor.clone() for name, tensor in named_tensors(model)}
@@ -88,12 +95,14 @@ def test_parameters_of_which_one_part_is_quantized_and_other_column_counts_are_r
 
 def test_flag_and_variables_need_an_int4_folder_with_that_group_size(tmp_path: Path) -> None:
     plain, quantized = folders(tmp_path, "qwen3")
-    config = load_config(plain)
-    assert qat_scheme(plain, config, flag=False, environment={}) is None
-    assert qat_scheme(plain, config, flag=False, environment={QAT_VARIABLE: "0", QAT_GROUP_SIZE: "128"}) is None
+    unquantized, int4 = folder_scheme(plain), folder_scheme(quantized)
+    assert qat_source(flag=False, environment={}) is None
+    assert qat_source(flag=False, environment={QAT_VARIABLE: "0", QAT_GROUP_SIZE: "128"}) is None
     for flag, environment in ((True, {}), (False, {QAT_VARIABLE: "1"})):
-        with pytest.raises(ConfigError, match=r"not quantized.*hf-to-int4"):
-            qat_scheme(plain, config, flag=flag, environment=environment)
+        source = qat_source(flag=flag, environment=environment)
+        assert source is not None
+        with pytest.raises(ConfigError, match=rf"{source}.*not quantized.*hf-to-int4"):
+            check_qat(source, plain, unquantized, environment)
         with pytest.raises(ConfigError, match=r"GROUP_SIZE=128.*groups of 8"):
-            qat_scheme(quantized, config, flag=flag, environment=environment | {QAT_GROUP_SIZE: "128"})
-        assert qat_scheme(quantized, config, flag=flag, environment=environment | {QAT_GROUP_SIZE: "8"}) is not None
+            check_qat(source, quantized, int4, environment | {QAT_GROUP_SIZE: "128"})
+        check_qat(source, quantized, int4, environment | {QAT_GROUP_SIZE: "8"})

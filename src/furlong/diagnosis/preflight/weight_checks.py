@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,8 @@ def _models(context: PreflightContext) -> list[_Weights]:
 
 def weights(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT04: shards, layers and shapes of every model that the run loads; QNT03: quantized weights."""
+    if problem := _qat_problem(context):
+        yield from_problem(problem, {"folder": str(context.model_dir)}, "QNT03")
     for each in _models(context):
         try:
             check_folder(each.folder, weights=True)
@@ -124,6 +127,24 @@ def _quantized(
     if each.folder not in trained.values():
         return whole, ""
     return whole, quantized.training_problem(each.flag, each.folder, each.model.config, dtypes) or ""
+
+
+def _qat_problem(context: PreflightContext) -> str:
+    """Return why the run cannot train quantization-aware, as asked; "" if it can."""
+    config, folder = context.config, context.model_dir
+    environment = {**os.environ, **config.cluster.train_env_vars}
+    if folder is None or not (config.train.int4_qat or environment.get("OPEN_TRAINING_INT4_FAKE_QAT_FLAG")):
+        return ""
+    with import_without_gc("furlong.models.quantized_folder"):
+        from furlong.models import quantized_folder as quantized  # imports torch
+
+    source = quantized.qat_source(flag=config.train.int4_qat, environment=environment)
+    try:
+        if source is not None:
+            quantized.check_qat(source, folder, quantized.folder_scheme(folder), environment)
+    except (ConfigError, CheckpointError) as error:
+        return str(error) if isinstance(error, ConfigError) else ""  # else reported with the folder
+    return ""
 
 
 def _is_loaded(context: PreflightContext) -> bool:
