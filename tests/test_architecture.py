@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "sglang_layout": CORE,
     "chat": CORE,
     "environments": INTERFACES,
+    "sandboxes": CORE,
     "algo": INTERFACES,
     "models": INTERFACES,
     "data": INTERFACES,
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": INTERFACES | {"models", "process_group", "sglang_layout", "chat"},
     "training": INTERFACES | {"models", "algo", "machine"},
     "sessions": INTERFACES | {"chat", "inference"},
-    "rollout": INTERFACES | {"algo", "chat", "environments", "sessions"},
+    "rollout": INTERFACES | {"algo", "chat", "environments", "sandboxes", "sessions"},
     "tools": INTERFACES | {"data", "rewards", "models", "inference", "training", "tracking", "machine"},
     "diagnosis": INTERFACES
     | {"algo", "data", "rewards", "models", "inference", "training", "weight_sync", "sglang_layout"}

@@ -7,10 +7,9 @@ samples to train on are those of the session.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
+import tempfile
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,9 +18,9 @@ from furlong.core.sample import Sample
 from furlong.core.user_code import is_async
 from furlong.errors import RolloutError
 from furlong.rollout.agent import policy
+from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 
 RESULT = "agent_result"  # sample metadata: what the agent returned
-MAX_OUTPUT = 1 << 20  # bytes of stdout that are kept, from the end
 SHOWN_ERRORS = 2000  # characters of stderr in a message
 MODEL = "default"
 
@@ -49,7 +48,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             "ANTHROPIC_MODEL": MODEL,
         }
         task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
-        result = await run_command(args.agent_command, json.dumps(task), variables)
+        result = await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
     record_result(sample, result)
     if not policy().session_tree.tree.nodes:
         raise RolloutError(
@@ -57,6 +56,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             f"{'base_url' if args.agent_function_path else 'OPENAI_BASE_URL'}"
         )
     return sample
+
+
+def _limits(memory_gib: float | None) -> ProcessLimits:
+    return ProcessLimits(memory_bytes=None if memory_gib is None else int(memory_gib * 2**30))
 
 
 def request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,54 +84,27 @@ def record_result(sample: Sample, result: Any) -> None:
         sample.metadata[RESULT] = result if isinstance(result, str) else repr(result)[:1000]
 
 
-async def run_command(command: str, task: str, variables: Mapping[str, str]) -> Any:
-    """Run a command in a session of processes of its own, and return the last line of its stdout, decoded if JSON.
+async def run_command(command: str, task: str, variables: Mapping[str, str], limits: ProcessLimits) -> Any:
+    """Run a command, and return the last line of its stdout, decoded if JSON.
 
-    Raises RolloutError if it exits with another code than 0. Its processes are killed when it ends or is cancelled.
+    It gets a temporary directory, which is deleted when it ends, and its processes are killed then.
+    Raises RolloutError if it exits with another code than 0 or exceeds a limit.
     """
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_shell(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **variables}, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    readers = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
-    try:
-        with contextlib.suppress(ConnectionError):  # an agent need not read its task
-            process.stdin.write(task.encode() + b"\n")
-            await process.stdin.drain()
-        process.stdin.close()
-        code = await process.wait()
-        _kill_group(process.pid)  # what it left running would keep the pipes open
-        output, errors = await asyncio.gather(*readers)
-    finally:
-        _kill_group(process.pid)
-        for reader in readers:
-            reader.cancel()
-        if process.returncode is None:
-            await process.wait()
-    if code != 0:
-        shown = errors.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
-        raise RolloutError(f"--agent-command exited with code {code}: {shown or 'it wrote nothing to stderr'}")
-    lines = output.decode("utf-8", "replace").strip().splitlines()
+    with tempfile.TemporaryDirectory(prefix="furlong-agent-", ignore_cleanup_errors=True) as folder:
+        ended = await run_supervised(
+            ["/bin/sh", "-c", command],
+            stdin=task.encode() + b"\n",
+            directory=os.getcwd(),
+            environment={**os.environ, "TMPDIR": folder, **variables},
+            limits=limits,
+        )
+    if ended.code != 0:
+        shown = ended.stderr.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
+        raise RolloutError(f"--agent-command ended ({ended.ending}): {shown or 'it wrote nothing to stderr'}")
+    lines = ended.stdout.decode("utf-8", "replace").strip().splitlines()
     if not lines:
         return None
     try:
         return json.loads(lines[-1])
     except ValueError:
         return lines[-1]
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """Read a stream to its end, and return its last `MAX_OUTPUT` bytes."""
-    kept = bytearray()
-    while part := await stream.read(1 << 16):
-        kept += part
-        del kept[:-MAX_OUTPUT]
-    return bytes(kept)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

@@ -112,7 +112,7 @@ def episodes(
             hooks=Hooks(custom_generate_function=function),
             vocab_size=416,
             max_tokens=1024,
-            args=SimpleNamespace(agent_function_path=None, agent_command=None, **args),
+            args=SimpleNamespace(agent_function_path=None, agent_command=None, agent_memory_limit=None, **args),
             chat_format=ChatFormat(tokenizer),
             session_server=server,
         )
@@ -237,7 +237,7 @@ def test_an_agent_that_fails_or_never_asks_fails_its_sample():
         args.agent_command = "true"
         return await agent_function.generate(args, sample, sampling_params)
 
-    for function, reason in ((silent, "exited with code 3"), (quiet, "without an answer")):
+    for function, reason in ((silent, "exit code 3"), (quiet, "without an answer")):
         samples, _, _ = episodes(function, num_groups=1)
         assert all(sample.status is Status.FAILED for sample in samples)
         assert all(reason in sample.outcome.reason for sample in samples if sample.outcome)

@@ -22,6 +22,12 @@ class SessionFlags:
         "environment, the task is JSON on stdin.",
         excludes="agent_function_path",
     )
+    agent_memory_limit: float | None = flag(
+        None,
+        "Memory of all processes of one `--agent-command` together, in GiB. An agent that exceeds it fails.",
+        within="(0, inf)",
+        needs="agent_command",
+    )
     environment: tuple[str, ...] = flag(
         (),
         "Class of the environment, as file.py:Class or file.py:Class?key=value&key=value with arguments of the class. "

@@ -1,0 +1,219 @@
+"""Run a command under `process_supervisor`: with limits, bounded output, and no process left at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from furlong.errors import InfraError
+
+MAX_OUTPUT = 1 << 20
+_SUPERVISOR = str(Path(__file__).with_name("process_supervisor.py"))
+_ENDS_WITHIN_S = 10.0  # for the supervisor to kill the processes, before it is killed itself
+MARK = "_FURLONG_COMMAND"  # environment variable of all processes of one command
+_FINDS_PYTHON = ("PYTHONHOME", "LD_LIBRARY_PATH")  # that the supervisor's interpreter may need to start
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Limits of a command; None is no limit.
+
+    memory_bytes: resident memory of all processes together, and writable memory of each (Linux). max_processes: at
+    one time. cpu_s: CPU seconds of each process. file_bytes: size of each file. open_files: of each process.
+    """
+
+    memory_bytes: int | None = None
+    max_processes: int | None = None
+    cpu_s: int | None = None
+    file_bytes: int | None = None
+    open_files: int | None = None
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What a command is shut off from: its view of files is read-only without `hide`, but with `keep`.
+
+    private: directory that it may write to, and sees as /tmp. network: whether it has the machine's network.
+    """
+
+    private: str
+    hide: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    network: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a command. code: exit code, negative for a signal, None if it was killed by furlong for `reason`.
+
+    stdout, stderr: their last bytes. missing: the kinds of isolation that the machine refuses, with reasons.
+    """
+
+    code: int | None
+    reason: str = ""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def ending(self) -> str:
+        """Describe how the command ended, such as "exit code 1"."""
+        if self.code is None:
+            return self.reason
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"killed by {known.get(-self.code, f'signal {-self.code}')}"
+
+
+async def run_supervised(
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    directory: str,
+    environment: Mapping[str, str],
+    limits: ProcessLimits | None = None,
+    isolation: Isolation | None = None,
+    timeout_s: float | None = None,
+    output_bytes: int = MAX_OUTPUT,
+) -> Ended:
+    """Run a command to its end, or for `timeout_s`; all processes that it started have ended when this returns.
+
+    output_bytes: of stdout, and of stderr, are kept, from the end. A cancellation ends the processes, too.
+    Raises InfraError if the machine cannot start the supervisor, or if a process is left.
+    """
+    control, open_end = os.pipe()
+    report, report_end = os.pipe()
+    values = {
+        "role": "outer",
+        "command": list(command),
+        "directory": directory,
+        "limits": asdict(limits or ProcessLimits()),
+        "isolate": isolation is not None,
+        "control": control,
+        "report": report_end,
+        **(asdict(isolation) if isolation is not None else {"network": True}),
+    }
+    pipe = asyncio.subprocess.PIPE
+    words = [sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(values)]
+    inherited = {name: os.environ[name] for name in _FINDS_PYTHON if name in os.environ}
+    mark = secrets.token_hex(8)
+    variables = {**inherited, **environment, MARK: mark}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, env=variables,
+            pass_fds=(control, report_end), start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        os.close(open_end)
+        os.close(report)
+        raise InfraError(
+            f"a process cannot be started: {error}; see ulimit -u and the memory of the machine"
+        ) from error
+    finally:
+        os.close(control)
+        os.close(report_end)
+    running = _Running(process, open_end, report, mark, output_bytes)
+    try:
+        return await running.result(stdin, timeout_s)
+    finally:
+        await running.close()
+
+
+class _Running:
+    """A supervisor and its pipes."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, open_end: int, report: int, mark: str, output_bytes: int
+    ) -> None:
+        self._process, self._open_end, self._report, self._mark = process, open_end, report, mark
+        streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+        self._readers = [asyncio.create_task(_tail(stream, output_bytes)) for stream in streams]
+        self._writer: asyncio.Task[None] | None = None
+
+    async def result(self, stdin: bytes, timeout_s: float | None) -> Ended:
+        self._writer = asyncio.create_task(self._send(stdin))
+        is_overdue = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            is_overdue = True
+            await self._end()
+        if len(records := [json.loads(line) for line in self._reported().splitlines()]) < 2:
+            _kill_marked(self._mark)  # the command killed its supervisor
+        with contextlib.suppress(TimeoutError):  # a process that escaped keeps the pipes
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                await asyncio.wait(self._readers)
+        outputs = [reader.result() if reader.done() else b"" for reader in self._readers]
+        missing: dict[str, str] = records[0]["missing"] if records else {}
+        end: dict[str, Any] = records[-1] if len(records) > 1 else {"code": None, "reason": "its supervisor was killed"}
+        if end.get("left"):
+            raise InfraError(f"{end['left']} processes of a command could not be killed; end them, or run it in Docker")
+        reason = f"not finished within {timeout_s:g} s" if is_overdue and timeout_s is not None else end["reason"]
+        return Ended(None if is_overdue else end["code"], reason, outputs[0], outputs[1], missing)
+
+    async def close(self) -> None:
+        """End what runs, and close the pipes."""
+        try:
+            await self._end()
+        finally:
+            for task in (*self._readers, *([self._writer] if self._writer else [])):
+                task.cancel()
+            os.close(self._report)
+
+    async def _send(self, stdin: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # a command need not read its input
+            self._process.stdin.write(stdin)
+            await self._process.stdin.drain()
+        self._process.stdin.close()
+
+    async def _end(self) -> None:
+        """Have the supervisor kill the processes; kill it if it does not."""
+        if self._open_end >= 0:
+            os.close(self._open_end)
+            self._open_end = -1
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
+        try:
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+            _kill_marked(self._mark)
+
+    def _reported(self) -> bytes:
+        os.set_blocking(self._report, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._report, 1 << 16)
+        return b""
+
+
+async def _tail(stream: asyncio.StreamReader, count: int) -> bytes:
+    """Read a stream to its end, and return its last `count` bytes."""
+    kept = bytearray()
+    while part := await stream.read(1 << 16):
+        kept += part
+        del kept[:-count]
+    return bytes(kept)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that have the mark in their environment (Linux)."""
+    word = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if word in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)

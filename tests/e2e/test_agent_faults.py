@@ -1,0 +1,122 @@
+"""Agents that crash, hang, fork, stop, write too much or take too much: each is an outcome, and nothing is left."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from furlong.cli import main
+from furlong.core.sample import Status
+from furlong.sandboxes.supervised_process import MARK
+from furlong.tracking.rollout_dump import load_samples
+from runs import flags, free_ports, rows, train
+
+pytestmark = pytest.mark.slow  # two faults last until the time limit
+
+AGENT = """
+import json, os, signal, sys, tempfile, time, urllib.request
+
+def launch():  # the number of this launch
+    number = 0
+    while True:
+        try:
+            os.mkdir(os.path.join(sys.argv[1], str(number)))
+            return number
+        except FileExistsError:
+            number += 1
+
+def ask(prompt):
+    body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+
+faults = ("crash", "hang", "fork", "output", "stop", "memory", "silent", "closed")
+task, number = json.load(sys.stdin), launch() % 16
+fault = faults[number] if number < 8 else ""
+tempfile.mkdtemp()
+if fault == "silent":
+    sys.exit()
+ask(task["prompt"])
+if fault == "crash":
+    os.abort()
+if fault == "hang":
+    time.sleep(1000)
+if fault == "fork" and os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    time.sleep(1000)
+if fault == "output":
+    print("x" * 200_000)
+    sys.stderr.write("y" * 200_000)
+if fault == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if fault == "memory":
+    bytearray(2 << 30)
+if fault == "closed":
+    os.close(1)
+    os._exit(0)
+print(json.dumps({"said": fault or "well"}))
+"""
+
+
+def live_commands() -> list[str]:
+    """Return the commands of live processes of agents."""
+    found: list[str] = []
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_each_fault_is_an_outcome_and_leaves_no_process_port_or_folder(model, data, tmp_path, monkeypatch):
+    program, launches, temporary = tmp_path / "agent.py", tmp_path / "launches", tmp_path / "temporary"
+    program.write_text(AGENT)
+    launches.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (port,) = free_ports(1)
+    dump = tmp_path / "samples_{rollout_id}.safetensors"
+    command = f"{sys.executable} -I -S {program} {launches}"
+    words = flags(
+        model, data, tmp_path / "run",
+        num_rollout=1, input_key="input", agent_command=command, agent_memory_limit=0.5, episode_timeout=15,
+        session_server_port=port, save_debug_rollout_data=dump,
+    )  # fmt: skip
+    assert train(words) == 1
+
+    assert len(list(launches.iterdir())) == 16
+    samples = [
+        sample for group in load_samples(Path(str(dump).format(rollout_id=0))).groups for sample in group.samples
+    ]
+    failed = [sample for sample in samples if sample.status is Status.FAILED]
+    limited = [sample for sample in samples if sample.metadata.get("episode_limit") == "episode_time"]
+    said = sorted(str(sample.metadata.get("said")) for sample in samples if "said" in sample.metadata)
+    assert said == [*["fork", "output"], *["well"] * 8]
+    assert len(failed) == 3
+    assert len(limited) == 2
+    assert len(samples) == 16
+    for sample in samples:
+        assert (sample.reward is None) == (sample in failed)
+        assert sample in failed or sum(sample.loss_mask or [1] * sample.response_length) > 0
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "MemoryError" in log
+    assert "without an answer" in log
+    assert "exit code 134" in log or "SIGABRT" in log  # with and without a shell between
+    row = rows(tmp_path / "run")[-1]
+    assert (row["rollout/episodes/agent_error"], row["rollout/episodes/policy_limit"]) == (3, 2)
+    assert main(["report", str(tmp_path / "run"), "--finished"]) == 0
+
+    assert live_commands() == []
+    assert list(temporary.iterdir()) == []
+    with socket.create_server(("127.0.0.1", port)):
+        pass

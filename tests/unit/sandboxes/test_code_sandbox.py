@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from furlong.errors import ConfigError, DataError, InfraError
+from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, SandboxPool, sandbox
+from furlong.sandboxes.supervised_process import MARK, ProcessLimits, run_supervised
+
+pytestmark = pytest.mark.slow  # starts processes
+MIB = 1 << 20
+
+
+def in_sandbox(use: Callable[[CodeSandbox], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        async with sandbox(**options) as opened:
+            return await use(opened)
+
+    return asyncio.run(main())
+
+
+def run(command: str, **limits: Any) -> Executed:
+    return in_sandbox(lambda opened: opened.exec(command), limits=SandboxLimits(**limits))
+
+
+def missing() -> dict[str, str]:
+    async def kinds(opened: CodeSandbox) -> dict[str, str]:
+        return dict(opened.missing)
+
+    return in_sandbox(kinds)
+
+
+@pytest.fixture(scope="module")
+def isolates():
+    """Skip a test of isolation where the kernel refuses namespaces."""
+    if reasons := missing():
+        pytest.skip(f"this machine does not isolate: {reasons}")
+
+
+def left_behind() -> list[str]:
+    """Return the commands of live processes of supervised commands, and temporary folders of sandboxes."""
+    found = list(map(str, Path(tempfile.gettempdir()).glob("furlong-sandbox-*")))
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert left_behind() == []
+
+
+def test_a_program_and_its_tests_run_with_the_interpreter_of_the_driver():
+    async def use(opened: CodeSandbox) -> None:
+        await opened.write("pkg/sums.py", "def add(a, b):\n    return a + b\n")
+        await opened.write("check.py", "from pkg.sums import add\nassert add(2, 3) == 5\nprint(input())\n")
+        done = await opened.exec("python check.py > said.txt; cat said.txt; echo bad >&2; exit 3", stdin="hello\n")
+        assert (done.code, done.stdout, done.stderr) == (3, "hello\n", "bad\n")
+        assert await opened.read("said.txt") == b"hello\n"
+        with pytest.raises(FileNotFoundError):
+            await opened.read("absent.txt")
+
+    in_sandbox(use)
+
+
+def test_code_sees_no_secrets_files_processes_or_network_of_the_machine(isolates, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_API_KEY", "sk-1")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text("hf-1")
+    code = f"""
+import os, socket
+print("SECRET_API_KEY" in os.environ, os.path.exists({str(tmp_path / "home" / "token")!r}))
+print(sorted(int(n) for n in os.listdir("/proc") if n.isdigit())[-1] < 50)
+def refused(action):
+    try:
+        action()
+    except OSError as error:
+        return type(error).__name__
+print(refused(lambda: open({str(Path(__file__))!r}, "a")), refused(lambda: os.mkdir("/etc/x")))
+print(refused(lambda: os.kill({os.getpid()}, 0)))
+print(refused(lambda: socket.create_connection(("1.1.1.1", 53), 2)))
+s = socket.create_server(("127.0.0.1", 0)); print(socket.create_connection(s.getsockname(), 2) is not None)
+open("/tmp/free", "w").write("x")
+"""
+
+    async def use(opened: CodeSandbox) -> Executed:
+        await opened.write("look.py", code)
+        return await opened.exec(f"{sys.executable} look.py")
+
+    done = in_sandbox(use)
+    assert done.stderr == ""
+    lines = done.stdout.split("\n")
+    assert lines[:2] == ["False False", "True"]
+    assert "None" not in done.stdout
+    assert lines[4:] == ["OSError", "True", ""]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "reason"),
+    [
+        ("python -c 'bytearray(2 << 30)'", 1, ""),
+        ("python -c 'b = [bytearray(60 << 20) for _ in range(2)]; import os; os.fork(); b2 = bytearray(90 << 20); "
+         "import time; time.sleep(30)'", None, "MiB of memory, the limit is 256 MiB"),
+        ("for i in $(seq 40); do sleep 30 & done; wait", None, "processes, the limit is 16"),
+        ("head -c 9000000 /dev/zero > big", None, ""),
+        ("kill -SEGV $$", -11, ""),
+        ("python -c 'while True: pass'", None, ""),
+    ],
+    ids=["one-allocation", "memory-of-two", "processes", "file-size", "signal", "cpu"],
+)  # fmt: skip
+def test_limits_end_a_command(command, code, reason):
+    done = run(command, memory_bytes=256 * MIB, max_processes=16, file_bytes=4 * MIB, cpu_s=1)
+    assert done.code == code if code is not None or reason else done.code != 0
+    assert reason in done.reason
+
+
+def test_a_command_that_hangs_stops_or_forks_ends_within_its_time():
+    for command in ("sleep 100", "kill -STOP $$", "kill -STOP $PPID; sleep 100", "exec >&- 2>&-; sleep 100"):
+        assert run(command, timeout_s=0.5).is_timeout, command
+    done = run("(setsid sleep 100 &); (setsid sh -c 'trap \"\" TERM HUP; sleep 100' &); echo started")
+    assert (done.code, done.stdout) == (0, "started\n")
+
+
+def test_the_end_of_long_output_is_kept():
+    done = run("python -c \"print('x' * 3_000_000 + 'end')\"", output_bytes=1000)
+    assert (len(done.stdout), done.stdout[-4:]) == (1000, "end\n")
+
+
+def test_without_namespaces_daemons_and_supervisors_that_are_killed_leave_nothing(tmp_path):
+    for command in (
+        "(setsid sleep 100 &); echo x",
+        "(setsid sleep 100 &); sleep 0.2; kill -9 $PPID; sleep 100",
+        "(setsid sleep 100 &); kill -STOP $PPID; sleep 100",
+    ):
+        words = ["/bin/sh", "-c", command]
+        ended = asyncio.run(run_supervised(words, directory=str(tmp_path), environment=dict(os.environ), timeout_s=1.0))
+        assert ended.code in (0, None)
+
+
+def test_a_cancelled_command_ends(tmp_path):
+    async def main() -> None:
+        words = ["/bin/sh", "-c", "setsid sleep 100 & touch started; wait"]
+        command = run_supervised(
+            words, directory=str(tmp_path), environment={"PATH": os.environ["PATH"]}, limits=ProcessLimits()
+        )
+        task = asyncio.create_task(command)
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_paths_outside_links_and_pipes_are_refused():
+    async def use(opened: CodeSandbox) -> None:
+        for path in ("/etc/passwd", "../x", ""):
+            with pytest.raises(DataError):
+                await opened.read(path)
+            with pytest.raises(DataError):
+                await opened.write(path, "x")
+        await opened.exec("ln -s /etc/passwd link; ln -s / root; mkfifo pipe; mkdir folder; chmod 0 folder")
+        for path in ("link", "root/etc/passwd", "pipe", "folder"):
+            with pytest.raises(DataError):
+                await opened.read(path)
+        with pytest.raises(DataError):
+            await opened.write("link", "x")
+
+    in_sandbox(use)
+
+
+def test_wrong_arguments_and_closed_sandboxes_are_errors():
+    with pytest.raises(ConfigError, match="subprocess"):
+        in_sandbox(lambda opened: opened.exec("true"), backend="subproces")
+    with pytest.raises(ConfigError, match="has no image"):
+        in_sandbox(lambda opened: opened.exec("true"), backend="subprocess", image="python:3.12")
+    for wrong in ({"timeout_s": 0}, {"memory_bytes": -1}, {"require": ("disk",)}):
+        with pytest.raises(ConfigError):
+            SandboxLimits(**wrong)
+
+    async def late() -> None:
+        async with sandbox() as opened:
+            pass
+        with pytest.raises(InfraError, match="closed"):
+            await opened.exec("true")
+
+    asyncio.run(late())
+
+
+def test_isolation_that_the_machine_lacks_is_refused_if_required(monkeypatch):
+    from furlong.sandboxes import subprocess_backend
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        from furlong.sandboxes.supervised_process import Ended
+
+        return Ended(0, missing={"network": "the kernel refuses user namespaces"})
+
+    monkeypatch.setattr(subprocess_backend, "run_supervised", refused)
+    with pytest.raises(InfraError, match="kernel refuses"):
+        run("true", require=("network",))
+    assert missing() == {"network": "the kernel refuses user namespaces"}
+
+
+def test_a_pool_hands_out_each_sandbox_once():
+    async def main() -> None:
+        pool = SandboxPool(2, episode_s=10)
+        try:
+            for number in range(3):
+                async with pool.take() as opened:
+                    assert (await opened.exec("ls")).stdout == ""
+                    await opened.write(f"{number}.txt", "x")
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match="ttl_s"):
+        SandboxPool(1, limits=SandboxLimits(ttl_s=5), episode_s=10)
