@@ -37,7 +37,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` -1 and `min_p` 0 are off. With a `sampling_seed`, the completion depends only on
     the prompt, the weights and the seed, not on the other requests in the batch. `return_routed_experts` adds the
-    experts of each token to the result and does not change the completion.
+    experts of each token to the result and does not change the completion. An engine may keep the KV cache of the
+    prompt under `prefix_key`, for the next prompt with that key, which has its beginning.
     """
 
     max_new_tokens: int = 128
@@ -53,6 +54,7 @@ class SamplingParams:
     no_stop_trim: bool = True
     sampling_seed: int | None = None
     return_routed_experts: bool = False
+    prefix_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Completion:
     log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang), and in the
         embedded engine before stop tokens are banned for `min_new_tokens`.
     versions: the weight version that each token was sampled from.
+    cached_tokens: prompt tokens that were not computed, because the engine had their KV cache.
     finish_reason: "abort" if the request was ended early; `tokens` are those generated until then.
     routed_experts: [prompt + tokens - 1, layers, experts per token] if requested; None if the request was aborted
         before its prompt was processed.
@@ -114,6 +117,11 @@ class Engine(ABC):
     async def wait_until_weights_needed(self) -> None:
         """Return once every server was lost and the replacements need a weight update; by default, never."""
         await asyncio.Event().wait()
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether the next prompt with a `prefix_key` is computed from where it differs from the last; False here."""
+        return False
 
     @property
     def num_gpus(self) -> int:

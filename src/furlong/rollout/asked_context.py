@@ -54,7 +54,7 @@ def context_differences(
             request = max(same or fitting, key=lambda i: len(sampled[i]))
             stop = min(at + len(sampled[request]), end)
             if not same:
-                common = _common_length(asked[request], tokens[:at])
+                common = common_length(asked[request], tokens[:at])
                 part = (at - prompt_length, stop - prompt_length)
                 differences.append(ContextDifference(*part, len(asked[request]), at, common))
             at = stop
@@ -72,5 +72,9 @@ def _requests_at(tokens: list[int], at: int, end: int, sampled: Sequence[Sequenc
     ]
 
 
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two lists."""
+    count = min(len(a), len(b))
+    if a[:count] == b[:count]:
+        return count
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

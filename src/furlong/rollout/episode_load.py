@@ -28,6 +28,7 @@ class EpisodeLoad:
         self._episodes = self._requests = self._most = 0
         self._since = self._last = perf_counter()
         self._episode_s = self._waiting_s = self._idle_s = 0.0
+        self._repeated = self._cached = 0
 
     @asynccontextmanager
     async def episode(self) -> AsyncGenerator[None]:
@@ -55,12 +56,17 @@ class EpisodeLoad:
         self.order.answered(sample, completion.versions)
         return completion
 
+    def prefixes(self, repeated: int, cached: int) -> None:
+        """Count prompt tokens that an earlier prompt of the episode has too, and those of them that were cached."""
+        self._repeated, self._cached = self._repeated + repeated, self._cached + cached
+
     def take(self) -> Metrics:
         """Return the load since the last call.
 
         `perf/episodes_in_flight` and `_max`: episodes running at a time. `perf/engine_idle_frac`: fraction of the time
         without any request. `perf/env_wait_frac`: fraction of the time of episodes in which they wait for something
-        else than the engine; absent without episodes.
+        else than the engine; absent without episodes. `rollout/prefix_cache_hit_frac`: fraction of the prompt tokens
+        that turns repeat under the same weights and that the engine had cached; absent without any.
         """
         self._change()
         seconds = self._last - self._since
@@ -73,6 +79,9 @@ class EpisodeLoad:
         }
         if self._episode_s:
             metrics["perf/env_wait_frac"] = mean(self._waiting_s / self._episode_s, self._episode_s)
+        if self._repeated:
+            metrics["rollout/prefix_cache_hit_frac"] = mean(self._cached / self._repeated, self._repeated)
+        self._repeated = self._cached = 0
         self._since, self._most = self._last, self._episodes
         self._episode_s = self._waiting_s = self._idle_s = 0.0
         return metrics

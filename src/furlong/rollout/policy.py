@@ -15,6 +15,7 @@ from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
+from furlong.rollout.prefix_use import PrefixUse
 from furlong.sessions.session import FullContextError, Reply, Session
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
@@ -24,7 +25,7 @@ MAX_FULL = 16  # calls with a full context
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
-_PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+_PARAM_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams)) - {"prefix_key"}
 
 
 def params_from_dict(values: dict[str, Any]) -> SamplingParams:
@@ -42,10 +43,11 @@ def params_from_dict(values: dict[str, Any]) -> SamplingParams:
 def dict_from_params(params: SamplingParams) -> dict[str, Any]:
     """Return sampling parameters as the dict that slime passes to custom generate functions.
 
-    It is valid as `sampling_params` of an SGLang request, so it leaves out `return_routed_experts`, which `Policy` has.
+    It is valid as `sampling_params` of an SGLang request, so it leaves out `return_routed_experts` and `prefix_key`,
+    which `Policy` has.
     """
     values = dataclasses.asdict(params)
-    del values["return_routed_experts"]
+    del values["return_routed_experts"], values["prefix_key"]
     values["stop"] = list(params.stop)
     values["stop_token_ids"] = list(params.stop_token_ids)
     return values
@@ -80,6 +82,7 @@ class Policy:
     full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
     load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
     watch: EpisodeWatch = field(default_factory=EpisodeWatch, repr=False)
+    prefix_use: PrefixUse = field(default_factory=PrefixUse, repr=False)
     sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`
     server: SessionServer | None = field(default=None, repr=False)
@@ -157,6 +160,7 @@ class Policy:
 
     async def complete(self, ids: list[int], params: SamplingParams, part: int | None = None) -> Completion:
         """Complete token ids, with the seed of this call, or that of `part`."""
+        params = dataclasses.replace(params, prefix_key=self.session)
         if self.return_routed_experts:
             params = dataclasses.replace(params, return_routed_experts=True)
         if self.context_len is not None and self.sampled:
@@ -217,7 +221,10 @@ class Policy:
         return whole
 
     async def _request(self, ids: list[int], params: SamplingParams) -> Completion:
-        return await self.load.complete(self.engine, ids, params, session=self.session, sample=self.sample)
+        done = await self.load.complete(self.engine, ids, params, session=self.session, sample=self.sample)
+        if self.engine.caches_prefixes:
+            self.load.prefixes(*self.prefix_use.add(ids, done))
+        return done
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without adding special tokens."""

@@ -45,7 +45,7 @@ def test_continued_steps_equal_freshly_prepared_steps(family, dtype, data):
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
     with torch.inference_mode():
         for model, cache in zip((kept, anew), caches, strict=True):
-            model.prefill(prompts, cache, range(SLOTS))
+            model.prefill(prompts, cache, range(SLOTS), [0] * SLOTS)
         positions = np.array([len(prompt) for prompt in prompts])
         for _ in range(8):
             change = data.draw(st.sampled_from(["none", "none", "another slot", "longer", "fewer", "weights"]))
@@ -109,7 +109,7 @@ def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
     with torch.inference_mode():
         for model in models:
             cache = filled_cache()
-            model.prefill([[5, 6, 7], [8]], cache, [0, 1])
+            model.prefill([[5, 6, 7], [8]], cache, [0, 1], [0, 0])
             logits.append(model.decode(torch.tensor([1, 2, 0, 0]), np.array([3, 1, 0, 0]), cache, 64)[:2])
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
@@ -122,7 +122,7 @@ def test_steps_on_another_device_have_consistent_shapes(family, dtype):
     cache, positions = filled_cache(), np.array([3, 1, 0, 0])
     tokens = torch.zeros(4, dtype=torch.int64, device="meta")
     with torch.inference_mode():
-        model.prefill([[5, 6, 7], [8]], cache, [0, 1])
+        model.prefill([[5, 6, 7], [8]], cache, [0, 1], [0, 0])
         for length in (64, 64, 32):
             logits = model.decode(tokens, positions, cache, length)
             positions[:2] += 1
@@ -132,7 +132,7 @@ def test_steps_on_another_device_have_consistent_shapes(family, dtype):
 def test_resizing_the_cache_drops_its_prepared_steps():
     model, cache = build("qwen2", torch.float32), filled_cache()
     with torch.inference_mode():
-        model.prefill([[5, 6]], cache, [0])
+        model.prefill([[5, 6]], cache, [0], [0])
         model.decode(torch.zeros(4, dtype=torch.int64), np.array([2, 0, 0, 0]), cache, 32)
         assert cache.prepared is not None
         cache.resize(8, 96)

@@ -8,13 +8,15 @@ Two implementations: `FusedDenseModel` here (Llama, Mistral, Qwen2, Qwen3 withou
 
 Batch invariance. On CPU, a row of a matmul does not depend on the other rows as long as the same kernel is used, and
 MKL and oneDNN switch kernels only for very few rows. So every matmul here has at least `min_rows()` rows (padding is
-dropped afterwards), attention over masked positions adds exact zeros, and prompts are attended one at a time. A
-completion is then bitwise independent of batch composition, slot and order of arrival. (In bfloat16 PyTorch switches
+dropped afterwards), attention over masked positions adds exact zeros, and prompts are attended one at a time, in chunks
+(`prompt_attention`). A completion is then bitwise independent of batch composition, slot, order of arrival and the
+number of cached positions. (In bfloat16 PyTorch switches
 kernels at 16 * 16 * 16 multiply-adds; only toy widths, with heads under 32, are below that.)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_steps import DecodeLinear, DecodeSteps, SlotCache, StepShape, supports_blocks
+from furlong.inference.embedded.prompt_attention import PromptMask, attend_prompt
 from furlong.inference.embedded.weight_table import WeightTable
 
 ROW_MULTIPLE = 4
@@ -54,6 +57,8 @@ def bucketed_length(length: int) -> int:
 class DecodeModel(Protocol):
     """A model that the engine can run. All calls come from one thread, under `torch.inference_mode`.
 
+    extends_prefixes: Whether a prompt may begin with cached positions. Recurrent states cannot be cut, so models that
+        have them always compute whole prompts.
     routing: Shape of the expert routing; None for a model without experts.
     routes: With `records_routes`, the routed experts of the last call: one array for each prompt, or one with a row
         for each slot.
@@ -64,12 +69,19 @@ class DecodeModel(Protocol):
     device: torch.device
     vocab_size: int
     table: WeightTable
+    extends_prefixes: bool
     routing: RoutingShape | None
     records_routes: bool
     routes: list[Routes]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
-        """Write the KV cache of `prompts` into `slots`; return the logits of the last tokens, float32 [B, V]."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+    ) -> Tensor:
+        """Write the KV cache of `prompts` into `slots`; return the logits of the last tokens, float32 [B, V].
+
+        The slots have the cache of the first `starts` tokens already; at least one token of each prompt is left. The
+        cache has room for a multiple of `CHUNK` positions.
+        """
         ...
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
@@ -161,6 +173,7 @@ class FusedDenseModel:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
         self.description = f"fused {config.model_type} path"
+        self.extends_prefixes = True
         self.routing: RoutingShape | None = None
         self.records_routes = False
         self.routes: list[Routes] = []
@@ -189,6 +202,7 @@ class FusedDenseModel:
         self._supports_blocks = supports_blocks(linear.weight for linear in self._linears)
         self._gains: list[_Gains] = []
         self._derived_writes = -1
+        self._mask = PromptMask()
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -279,16 +293,17 @@ class FusedDenseModel:
         gains = [gain.index_select(0, self._head_order).to(self._wide) for gain in (layer.q_norm_D, layer.k_norm_D)]
         return torch.cat([gains[0].expand(self.num_heads, -1), gains[1].expand(self.num_kv_heads, -1)])
 
-    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
-        """Run all prompts packed into one sequence; each attends to itself only."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+    ) -> Tensor:
+        """Run all new tokens packed into one sequence; each attends to its own prompt only."""
         self._refresh_derived()
-        lengths = [len(p) for p in prompts]
-        total = sum(lengths)
-        pad = padded_rows(total) - total
-        flat = [token for prompt in prompts for token in prompt] + [0] * pad
-        tokens_T = torch.tensor(flat, device=self.device)
-        positions_T = torch.cat([torch.arange(n) for n in [*lengths, pad]]).to(self.device)
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        news = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        ends = list(itertools.accumulate(map(len, news)))
+        pad = padded_rows(ends[-1]) - ends[-1]
+        tokens_T = torch.tensor([token for new in news for token in new] + [0] * pad, device=self.device)
+        positions = [torch.arange(start, len(prompt)) for prompt, start in zip(prompts, starts, strict=True)]
+        positions_T = torch.cat([*positions, torch.arange(pad)]).to(self.device)
         rotation_T1D = self._rotations_LD.index_select(0, positions_T)[:, None]
         x = functional.embedding(tokens_T, self.embedding)
         for index, layer in enumerate(self.layers):
@@ -296,16 +311,20 @@ class FusedDenseModel:
             shape = (1, self.num_kv_heads, 1, self.head_dim)
             keys, values = cache.layer(index, k.new_empty(shape), v.new_empty(shape))
             attended = x.new_zeros(x.shape[0], self.num_heads * self.head_dim)
-            for start, n, slot in zip(starts, lengths, slots, strict=True):
-                rows = slice(start, start + n)
-                k_KTD, v_KTD = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
-                keys[slot, :, :n], values[slot, :, :n] = k_KTD, v_KTD
-                out_HTD = functional.scaled_dot_product_attention(
-                    q[rows].transpose(0, 1)[None], k_KTD[None], v_KTD[None], is_causal=True, enable_gqa=True
+            for prompt, start, end, slot in zip(prompts, starts, ends, slots, strict=True):
+                rows, places = slice(end + start - len(prompt), end), slice(start, len(prompt))
+                keys[slot, :, places], values[slot, :, places] = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+                out_HTD = attend_prompt(
+                    q[rows].transpose(0, 1)[None],
+                    keys[slot][None],
+                    values[slot][None],
+                    start,
+                    self._mask,
+                    self.shape.scale,
                 )[0]
                 attended[rows] = out_HTD.transpose(0, 1).flatten(1)
             x = self._mlp(x, attended, layer)
-        last = [start + n - 1 for start, n in zip(starts, lengths, strict=True)]
+        last = [end - 1 for end in ends]
         last += [last[-1]] * (padded_rows(len(last)) - len(last))
         return self._logits(x[torch.tensor(last, device=self.device)])[: len(prompts)]
 

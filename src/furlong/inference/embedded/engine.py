@@ -31,6 +31,7 @@ from furlong.models.hf_model import load_config
 T = TypeVar("T")
 
 UNSEEDED = 1 << 63
+PREFIX_TOKENS = 1 << 18  # kept for later calls by default
 
 
 class EmbeddedEngine(Engine):
@@ -46,8 +47,10 @@ class EmbeddedEngine(Engine):
         state_dict: Weights under Hugging Face names.
         kv_tokens: Limit of num_slots x cache length (default: 30 % of the free memory).
         prefill_tokens: Limit of one prefill.
-        kv_policy: After a weight load, "recompute" rebuilds the KV cache of running requests with the new weights;
-            "keep" continues with the old cache.
+        kv_policy: After a weight load, "recompute" rebuilds the KV cache of running requests with the new weights and
+            drops the kept prompts; "keep" continues with both.
+        prefix_tokens: Limit of the prompt positions kept for later calls with their `prefix_key`; None: a third of
+            `kv_tokens`, at most `PREFIX_TOKENS`; 0: none.
         return_routed_experts: Requests may ask for routed experts. Raises EngineError for a model without experts.
 
     >>> engine = EmbeddedEngine(Path("model"), dtype=torch.float32)                      # doctest: +SKIP
@@ -70,6 +73,7 @@ class EmbeddedEngine(Engine):
         prefill_tokens: int = 4096,
         kv_policy: KvPolicy = "recompute",
         return_routed_experts: bool = False,
+        prefix_tokens: int | None = None,
     ) -> None:
         if (model_dir is None) == (config is None or state_dict is None):
             raise EngineError("pass either model_dir, or both config and state_dict")
@@ -98,6 +102,7 @@ class EmbeddedEngine(Engine):
             kv_tokens=max(budget, 4 * torch.get_num_threads() * length),
             prefill_tokens=prefill_tokens,
             tokenizer=tokenizer,
+            prefix_tokens=min(PREFIX_TOKENS, budget // 3) if prefix_tokens is None else prefix_tokens,
         )
         self.kv_policy: KvPolicy = kv_policy
         self._seed, self._counter = seed % UNSEEDED, itertools.count()
@@ -288,6 +293,11 @@ class EmbeddedEngine(Engine):
         return await future
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts with a `prefix_key` are kept for the next one."""
+        return self._batch.kept_prompts.max_tokens > 0
+
+    @property
     def version(self) -> int:
         """Version of the weights in use."""
         return self._batch.version
@@ -303,8 +313,8 @@ class EmbeddedEngine(Engine):
         return not self._thread.is_admitting
 
     async def forget_prefixes(self) -> None:
-        """Drop the cached prompts of queued requests."""
-        await self.execute(lambda: self._batch.prefixes.clear())
+        """Drop the cached prompts of queued requests and sessions."""
+        await self.execute(self._batch.forget_prefixes)
 
     async def set_version(self, version: int) -> None:
         """Change the version number of the weights in use."""

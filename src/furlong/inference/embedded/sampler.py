@@ -17,6 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.interfaces import SamplingParams
 
 ONE_LEVEL_VOCAB = 512
@@ -226,3 +227,15 @@ def _take(rows: SamplingRows, index: Tensor) -> SamplingRows:
     return SamplingRows(
         None, rows.top_k_N[index], rows.top_p_N[index], rows.min_p_N[index], rows.greedy, rows.plain, rows.filtered
     )
+
+
+def nonfinite_logits(where: str, version: int) -> Diagnosis:
+    """Return diagnosis NUM04 of the initial weights (version 0), or of weights after a training step."""
+    finding = f"the logits of {where}, with weights of version {version}"
+    if version == 0:
+        cause = "The model's weights contain NaN or infinity, or overflow in this dtype."
+        remedy = "check the values in its files with `furlong check DIR`; try --fp32"
+        return diagnosis("NUM04", finding, cause=cause, remedy=remedy)
+    cause = "The last training step left NaN or infinity in the weights."
+    remedy = "lower --lr or --clip-grad, or use --fp32; resume from a checkpoint before that step"
+    return diagnosis("NUM04", finding, cause=cause, remedy=remedy)

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
+from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
-from furlong.inference.embedded.sampler import Sampler, SamplingRows
+from furlong.inference.embedded.sampler import Sampler, SamplingRows, nonfinite_logits
 from furlong.interfaces import TextTokenizer
 
 KvPolicy = Literal["recompute", "keep"]
@@ -84,8 +84,10 @@ class SlotBatch:
         kv_tokens: int,
         prefill_tokens: int,
         tokenizer: TextTokenizer | None,
+        prefix_tokens: int = 0,
     ) -> None:
         self.model = model
+        self.kept_prompts = PrefixCache(prefix_tokens if model.extends_prefixes else 0)
         self.num_slots, self.kv_tokens, self.prefill_tokens = num_slots, kv_tokens, prefill_tokens
         self.tokenizer = tokenizer
         self.version = 0
@@ -98,11 +100,17 @@ class SlotBatch:
         self._stop_strings = StopStrings(tokenizer)
         self._allocate()
 
+    def forget_prefixes(self) -> None:
+        """Drop the KV cache of queued prompts and of earlier ones."""
+        self.prefixes.clear()
+        self.kept_prompts.clear()
+
     def _allocate(self) -> None:
         slots = padded_rows(self.num_slots)
         self._cache = SlotCache()
         self._steps_since_resize = 0
         self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
+        self.kept_prompts.clear()
         self._plan: _StepPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
         self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
@@ -137,6 +145,7 @@ class SlotBatch:
         assert not self.running
         freed = self._cache.num_bytes()
         self._drop_unused_prefixes()
+        self.kept_prompts.clear()
         self._cache = SlotCache()
         return freed
 
@@ -164,11 +173,12 @@ class SlotBatch:
     def new_weights(self, version: int, policy: KvPolicy) -> None:
         """Set the version of the weights.
 
-        "recompute" retracts running requests, so that their cache is recomputed; "keep" continues with the cache of
-        the old weights.
+        "recompute" retracts running requests, so that their cache is recomputed, and drops the kept prompts; "keep"
+        continues with the cache of the old weights.
         """
         if policy == "recompute":
             self.retract(len(self.running))
+            self.kept_prompts.clear()
         else:
             for slot in range(len(self.running)):
                 self._flush(slot)
@@ -234,7 +244,7 @@ class SlotBatch:
         while self.waiting and len(self.running) + len(taken) < self.num_slots:
             request = self.waiting[0]
             prefix = request.prefix
-            cost = 0 if prefix in seen or prefix in self.prefixes else len(prefix)
+            cost = 0 if prefix in seen or prefix in self.prefixes else len(prefix) - self._known(request)
             occupied = len(self.running) + len(taken)
             longest = max(longest, len(prefix) + 1)
             if occupied and padded_rows(occupied + 1) * bucketed_length(longest + 1) > self.kv_tokens:
@@ -251,6 +261,11 @@ class SlotBatch:
         order = {prefix: i for i, prefix in enumerate(dict.fromkeys(r.prefix for r in taken))}
         return sorted(taken, key=lambda r: order[r.prefix])
 
+    def _known(self, request: Request) -> int:
+        """Positions of the request's prefix that its session has cached."""
+        key = request.params.prefix_key
+        return 0 if key is None else self.kept_prompts.match(key, request.prefix)
+
     def _fill_slots(self, taken: list[Request], first: int) -> Tensor:
         """Prefill each distinct prefix once and copy it to its other slots; returns the requests' logits [N, V]."""
         counts = Counter(request.prefix for request in taken)
@@ -262,29 +277,52 @@ class SlotBatch:
         fresh = [prefix for prefix in counts if prefix not in self.prefixes]
         logits: dict[tuple[int, ...], Tensor] = {}
         routes: dict[tuple[int, ...], Routes] = {}
+        known: dict[tuple[int, ...], int] = {}
         if fresh:
-            rows = self.model.prefill(fresh, self._cache, [starts[prefix] for prefix in fresh])
-            logits = dict(zip(fresh, rows, strict=True))
-            if self.model.records_routes:
-                routes = dict(zip(fresh, self.model.routes, strict=True))
-            self.prefilled_tokens += sum(map(len, fresh))
+            logits, routes, known = self._prefill(fresh, starts, taken, first)
         for prefix, count in counts.items():
             start = starts[prefix]
             if prefix in logits:
                 if count > 1:
                     self._cache.copy(start, slice(start + 1, start + count), len(prefix))
             else:
-                stored, logits[prefix], known = self.prefixes[prefix]
-                if known is not None:
-                    routes[prefix] = known
+                stored, logits[prefix], experts = self.prefixes[prefix]
+                if experts is not None:
+                    routes[prefix] = experts
                 self._cache.insert(stored, slice(start, start + count))
             for slot in range(start, start + count):
-                if prefix not in fresh or slot > start:
-                    taken[slot - first].cached_tokens = len(prefix)
+                if not taken[slot - first].num_retractions:  # of the prompt, before tokens were added
+                    is_computed = prefix in known and slot == start
+                    taken[slot - first].cached_tokens = known[prefix] if is_computed else len(prefix)
                 if prefix in routes:  # after a retraction, keep the earlier routes
                     taken[slot - first].add_routes(routes[prefix][taken[slot - first].num_routed :])
         self._store_prefixes(fresh, starts, logits, routes)
+        if self.kept_prompts.max_tokens:
+            for slot, request in enumerate(taken, first):
+                if (key := request.params.prefix_key) is not None:
+                    self.kept_prompts.store(key, request.prefix, self._cache, slot, routes.get(request.prefix))
         return torch.stack([logits[request.prefix] for request in taken])
+
+    def _prefill(
+        self, fresh: list[tuple[int, ...]], slots: Mapping[tuple[int, ...], int], taken: list[Request], first: int
+    ) -> tuple[dict[tuple[int, ...], Tensor], dict[tuple[int, ...], Routes], dict[tuple[int, ...], int]]:
+        """Compute what the sessions of these prefixes have not cached; returns logits, routes and cached lengths."""
+        known: dict[tuple[int, ...], int] = {}
+        begun: dict[tuple[int, ...], Routes] = {}
+        for prefix in fresh:
+            request = taken[slots[prefix] - first]
+            known[prefix] = length = self._known(request)
+            if (key := request.params.prefix_key) is not None and length:
+                experts = self.kept_prompts.insert(key, prefix, length, self._cache, slots[prefix])
+                if experts is not None:
+                    begun[prefix] = experts
+        rows = self.model.prefill(fresh, self._cache, [slots[prefix] for prefix in fresh], list(known.values()))
+        routes: dict[tuple[int, ...], Routes] = {}
+        if self.model.records_routes:
+            routes = dict(zip(fresh, self.model.routes, strict=True))
+            routes |= {prefix: np.concatenate([begun[prefix], routes[prefix]]) for prefix in begun}
+        self.prefilled_tokens += sum(len(prefix) - known[prefix] for prefix in fresh)
+        return dict(zip(fresh, rows, strict=True)), routes, known
 
     def _store_prefixes(
         self,
@@ -385,7 +423,7 @@ class SlotBatch:
         if not math.isfinite(log_probs.sum()):
             slot = first + int(np.flatnonzero(~np.isfinite(log_probs))[0])
             where = f"request {self.running[slot].rid} are not finite at response token {buffer.num_tokens(slot, row)}"
-            raise EngineError(_not_finite(where, self.version).text())
+            raise EngineError(nonfinite_logits(where, self.version).text())
         buffer.tokens[row, slots] = tokens
         buffer.log_probs[row, slots] = log_probs
         self.tokens_generated += n
@@ -455,15 +493,3 @@ class SlotBatch:
         tokens, log_probs = self._buffer.unreported(slot)
         if tokens:
             report(Progress(tokens, log_probs, self.version))
-
-
-def _not_finite(where: str, version: int) -> Diagnosis:
-    """Diagnosis NUM04 of the initial weights (version 0), or of weights after a training step."""
-    finding = f"the logits of {where}, with weights of version {version}"
-    if version == 0:
-        cause = "The model's weights contain NaN or infinity, or overflow in this dtype."
-        remedy = "check the values in its files with `furlong check DIR`; try --fp32"
-        return diagnosis("NUM04", finding, cause=cause, remedy=remedy)
-    cause = "The last training step left NaN or infinity in the weights."
-    remedy = "lower --lr or --clip-grad, or use --fp32; resume from a checkpoint before that step"
-    return diagnosis("NUM04", finding, cause=cause, remedy=remedy)

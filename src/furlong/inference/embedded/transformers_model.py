@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import padded_rows
+from furlong.inference.embedded.decode_model import bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, attend_slots, decode_mask
+from furlong.inference.embedded.prompt_attention import PromptMask, attend_explicitly, attend_prompt
 from furlong.inference.embedded.weight_table import WeightTable
 from furlong.models.hf_model import Rows, disk_rows
 from furlong.models.model_facts import (
@@ -58,12 +59,17 @@ WIDE_GAP, HALF_GAP = 0.01, 0.2  # measured: 0.015 in bfloat16, at least 0.24 wit
 
 @dataclass
 class _Call:
-    """One forward pass: prefill of `length` tokens of `slots`, or decode at `positions_N` over `length` positions."""
+    """One forward pass: prefill of the tokens from `start` to `length` of `slot`, or decode at `positions_N`.
+
+    A decode step reads `length` positions.
+    """
 
     cache: SlotCache
-    slots: Tensor | None = None
+    slot: int = 0
+    start: int = 0
     positions_N: Tensor | None = None
     length: int = 0
+    masks: dict[int | None, PromptMask] = field(default_factory=dict[int | None, PromptMask])  # by window
     attended_layers: int = 0
 
 
@@ -83,10 +89,10 @@ class _CacheAdapter:
         call: _Call = _current.call
         keys, values = call.cache.layer(self._places[layer_idx], key_states, value_states)
         if call.positions_N is None:
-            assert call.slots is not None
-            keys[call.slots, :, : call.length] = key_states[:, :, : call.length]
-            values[call.slots, :, : call.length] = value_states[:, :, : call.length]
-            return key_states, value_states
+            new, places = slice(call.length - call.start), slice(call.start, call.length)
+            keys[call.slot, :, places] = key_states[0, :, new]
+            values[call.slot, :, places] = value_states[0, :, new]
+            return keys[call.slot][None], values[call.slot][None]
         where = call.cache.places(call.positions_N, keys.shape[1])
         for cached, new in ((keys, key_states), (values, value_states)):
             cached.view(-1, cached.shape[-1]).index_copy_(0, where, new.reshape(-1, new.shape[-1]))
@@ -129,8 +135,7 @@ class _CacheAdapter:
         call: _Call = _current.call
         state = call.cache.state(name, rows)
         if call.positions_N is None:
-            assert call.slots is not None
-            state[call.slots] = rows
+            state[call.slot : call.slot + 1] = rows
         else:
             state[: len(rows)] = rows
 
@@ -149,7 +154,7 @@ def _slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention of [B, H, T, D] queries; returns [B, T, H, Dv].
 
-    During decode T is 1 and keys are the slots' [N, K, L, D]; during prefill keys are the prompt's own.
+    During decode T is 1 and keys are the slots' [N, K, L, D]; during prefill keys are those of the prompt's slot.
     """
     call: _Call = _current.call
     call.attended_layers += 1
@@ -173,32 +178,16 @@ def _slot_attention(
             out = attend_slots(q, key, value, mask, scale)
         else:
             sinks = None if s_aux is None else s_aux.view(K, H // K, 1).repeat(B, 1, 1)
-            out = _explicit(q, key.flatten(0, 1), value.flatten(0, 1), mask, scale, sinks, softcap)
+            out = attend_explicitly(q, key.flatten(0, 1), value.flatten(0, 1), mask, scale, sinks, softcap)
         return out.reshape(B, 1, H, value.shape[-1]), None
-    windowed = sliding_window is not None and sliding_window < T
-    if not windowed and s_aux is None and softcap is None:
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None  # some families view it
-    mask = decode_mask(torch.arange(T, device=query.device), T, query.dtype, 1, sliding_window).view(1, 1, T, T)
-    key, value = (t.repeat_interleave(H // K, 1) for t in (key, value))
-    sinks = None if s_aux is None else s_aux.view(1, H, 1, 1)
-    return _explicit(query, key, value, mask, scale, sinks, softcap).transpose(1, 2).contiguous(), None
-
-
-def _explicit(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
-) -> Tensor:
-    """Softmax attention with a sink logit per head (gpt-oss) or capped scores (Gemma 2), float32 inside."""
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask.float()
-    if sinks is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        sinks = sinks.float().expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-    return torch.matmul(weights.to(value.dtype), value)
+    count = call.length - call.start  # the others are padding
+    if sliding_window not in call.masks:
+        call.masks[sliding_window] = PromptMask(sliding_window)
+    mask = call.masks[sliding_window]
+    out = query.new_zeros(B, T, H, value.shape[-1])
+    attended = attend_prompt(query[:, :, :count], key, value, call.start, mask, scale, sinks=s_aux, softcap=softcap)
+    out[:, :count] = attended.transpose(1, 2)
+    return out, None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _slot_attention)
@@ -235,6 +224,8 @@ class TransformersModel:
         kinds: Sequence[str] = config.layer_types if is_recurrent else ("",) * config.num_hidden_layers
         self._attention_layers = [layer for layer, kind in enumerate(kinds) if kind != DELTA_LAYERS]
         self._is_recurrent = is_recurrent
+        self.extends_prefixes = not is_recurrent
+        self._masks: dict[int | None, PromptMask] = {}
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)
         self._adapter = _CacheAdapter(self._attention_layers)
@@ -278,28 +269,31 @@ class TransformersModel:
         """Logits after the first half of `ids_T` as a prompt, and after each further token as a decode step."""
         slots, half = padded_rows(1), len(ids_T) // 2
         cache = SlotCache()
-        cache.resize(slots, len(ids_T))
-        rows = [self.prefill([ids_T[:half].tolist()], cache, [0])]
+        cache.resize(slots, bucketed_length(len(ids_T)))
+        rows = [self.prefill([ids_T[:half].tolist()], cache, [0], [0])]
         for place in range(half, len(ids_T)):
             tokens_N, positions_N = ids_T.new_zeros(slots), np.zeros(slots, np.int64)
             tokens_N[0], positions_N[0] = ids_T[place], place
             rows.append(self.decode(tokens_N, positions_N, cache, len(ids_T))[:1])
         return torch.cat(rows)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int]) -> Tensor:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+    ) -> Tensor:
         """Run the prompts one by one; short ones are padded on the right."""
         rows: list[Tensor] = []
         self.routes = []
-        for prompt, slot in zip(prompts, slots, strict=True):
-            padding = 0 if self._is_recurrent else padded_rows(len(prompt)) - len(prompt)  # would change the state
-            tokens = [*prompt, *[0] * padding]
-            call = _Call(cache, slots=torch.tensor([slot], device=self.device), length=len(prompt))
+        for prompt, slot, start in zip(prompts, slots, starts, strict=True):
+            count = len(prompt) - start
+            padding = 0 if self._is_recurrent else padded_rows(count) - count  # would change the state
+            tokens = [*prompt[start:], *[0] * padding]
+            call = _Call(cache, slot=slot, start=start, length=len(prompt), masks=self._masks)
             ids = torch.tensor([tokens], device=self.device)
-            positions = torch.arange(len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
-            last = torch.full((padded_rows(1),), len(prompt) - 1, device=self.device)
+            positions = torch.arange(start, start + len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
+            last = torch.full((padded_rows(1),), count - 1, device=self.device)
             rows.append(self._logits(call, ids, positions, last)[0, 0])
             if self.records_routes:
-                self.routes[-1] = self.routes[-1][: len(prompt)]
+                self.routes[-1] = self.routes[-1][:count]
         return torch.stack(rows)
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:

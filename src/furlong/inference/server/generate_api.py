@@ -98,7 +98,9 @@ def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Convert SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
     reject_unsupported(fields, UNSUPPORTED_SAMPLING)
-    known = {f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_routed_experts"}
+    known = {
+        f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("return_routed_experts", "prefix_key")
+    }
     unknown = sorted(set(fields) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
     if unknown:
         raise RequestError(f"sampling_params has unknown fields {quote(unknown)}; known are {sorted(known)}")
