@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop": INTERFACES,
     "cluster": INTERFACES | {"training", "inference", "weight_sync", "machine"},
 }
-ALLOWED["slime_api"] = INTERFACES | {"models", "rewards", "rollout"}
+ALLOWED["slime_api"] = INTERFACES | {"chat", "inference", "models", "rewards", "rollout", "sessions"}
 PARTS = set(ALLOWED)  # the packages above the parts may import all of them
 ALLOWED |= {
     "agent": {"core", "errors", "rollout", "sessions"},

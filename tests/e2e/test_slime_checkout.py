@@ -45,12 +45,12 @@ EXAMPLES = {  # folder on the path, generate function, reward function, keys of 
         "examples.strands_sglang.generate_with_strands.generate",
         "examples.strands_sglang.generate_with_strands.reward_func",
     ),
+    "coding_agent": (".", "examples.coding_agent_rl.generate.generate", None),
 }
 
 
 IMPORT = re.compile(r"^\s*(?:>>> )?(from slime[\w.]* import [\w, ]+|import slime[\w.]*)(?: as \w+)?\s*$", re.MULTILINE)
 REFUSED = (
-    "slime.agent",
     "slime.utils.external_utils",
     "slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine",
 )
@@ -78,15 +78,25 @@ def test_an_example_trains(name, long_model, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(path))
     known = set(sys.modules)
     data = tmp_path / "prompts.jsonl"
+    for name_of_variable in ("ADAPTER_PUBLIC_HOST", "ADAPTER_BIND_HOST"):
+        monkeypatch.setenv(name_of_variable, "127.0.0.1")
+    monkeypatch.setenv("ADAPTER_PORT", "0")
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "image")
+    for name_of_variable in ("SLIME_AGENT_NODE_TARBALL", "SLIME_AGENT_CC_TARBALL"):
+        (tmp_path / "archive.tar").write_bytes(b"content")
+        monkeypatch.setenv(name_of_variable, str(tmp_path / "archive.tar"))
     label = {"ground_truth": {"target": ["42"]}} if name == "search-r1" else "42"
-    data.write_text("".join(json.dumps({"input": str(i), "label": label}) + "\n" for i in range(8)))
+    task = {"image": "img", "workdir": "/work", "problem_statement": "it fails"}
+    tasks = [task | {"eval_cmd": ("true", "fails")[i % 2], "instance_id": f"task-{i}"} for i in range(8)]
+    lines = [{"input": str(i), "label": label, "metadata": tasks[i]} for i in range(8)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = {
         "hf_checkpoint": long_model,
         "prompt_data": data,
         "label_key": "label",
         "custom_generate_function_path": generate,
         "custom_rm_path": reward,
-        "rm_type": None if reward else "random",
+        "rm_type": None if reward or name == "coding_agent" else "random",
         "reward_key": "score" if name == "retool" else None,
         "num_rollout": 2,
         "rollout_batch_size": 2,
@@ -105,7 +115,7 @@ def test_an_example_trains(name, long_model, tmp_path, monkeypatch):
     }
     assert train(argv_from_options({k: v for k, v in values.items() if v is not None})) == 2
     for module in set(sys.modules) - known:
-        if module.partition(".")[0] in ("examples", "tool_sandbox", "sglang", "tau_bench", "strands"):
+        if module.partition(".")[0] in ("examples", "tool_sandbox", "sglang", "tau_bench", "strands", "e2b"):
             del sys.modules[module]
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
     assert all(is_finite(row) for row in rows(tmp_path / "run") if row["step"])

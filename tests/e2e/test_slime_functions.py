@@ -12,10 +12,13 @@ import pytest
 from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.tracking.rollout_dump import load_samples
-from runs import flags, is_finite, rows, train
+from runs import flags, is_finite, rows, train, write_model
 
 ZOO = Path(__file__).parents[1] / "helpers" / "slime_zoo.py"
 OBSERVATION = " 42 "
+CHAT = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -44,6 +47,15 @@ def search(monkeypatch):
     yield queries
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A model with a chat template that has a turn for each message."""
+    folder = write_model(tmp_path_factory.mktemp("chat") / "model", max_position_embeddings=256)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT}))
+    return folder
 
 
 @pytest.fixture
@@ -106,6 +118,24 @@ def test_agents_fan_out_with_values_in_args(go):
     solvers = [tuple(sample.tokens) for sample in samples[0]]
     assert len(set(solvers)) > 16 * 2  # requests with one seed differ
     assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_agents_of_both_apis_are_trained_through_adapters(chat_model, data, tmp_path):
+    values = {
+        "custom_generate_function_path": f"{ZOO}:generate_with_coding_agent",
+        "rollout_max_context_len": 96,
+        "rm_type": None,
+        "save_debug_train_data": f"{tmp_path}/batches/{{rollout_id}}",
+        "save_debug_rollout_data": f"{tmp_path}/samples/{{rollout_id}}.safetensors",
+    }
+    assert train(flags(chat_model, data, tmp_path / "run", **values)) == 2
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
+    assert has_versions([load_batch(path) for path in sorted((tmp_path / "batches").glob("*"))])
+    samples = [s for g in load_samples(tmp_path / "samples" / "0.safetensors").groups for s in g.samples]
+    assert {sample.reward for sample in samples} == {0.0, 1.0, 2.0}
+    assert {(sample.metadata["exit_code"], sample.metadata["session_turns"]) for sample in samples} == {(0, 2)}
+    assert all(0 < sum(sample.loss_mask) < sample.response_length for sample in samples)
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(tmp_path / "run") if row["step"])
 
 
 def test_a_new_sample_without_log_probs_is_trained_on(go):

@@ -218,9 +218,9 @@ def test_names_of_slime_that_furlong_has_and_does_not_have(world):
     agent.write_text("from slime.utils.http_utils import post\nfrom slime.utils.types import Sample\n" + body)
     assert world.look(custom_generate_function_path=f"{agent}:generate") == []
     imports = world.folder / "imports.py"
-    imports.write_text("from slime.agent.adapters import AnthropicAdapter\n" + body)
+    imports.write_text("from slime.agent.trajectory import TurnRecord\n" + body)
     found = only(world.look(custom_generate_function_path=f"{imports}:generate"), "HOOK01")
-    assert "furlong has no module slime.agent" in found.finding
+    assert "furlong has no module slime.agent.trajectory" in found.finding
     assert "policy()" in found.remedy
 
 

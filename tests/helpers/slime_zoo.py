@@ -8,6 +8,9 @@ import os
 from dataclasses import dataclass, field
 
 import httpx
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
+from slime.agent.harness import BaseHarness, HarnessContext
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.rm_hub import batched_async_rm
@@ -15,7 +18,8 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import post
-from slime.utils.misc import load_function
+from slime.utils.misc import SingletonMeta, load_function
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 TURNS = 2
@@ -238,3 +242,66 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     done = run(roll(args, groups))
     kept = [group for group in done if call_dynamic_filter(None, args, group).keep]
     return RolloutFnTrainOutput(samples=kept, metrics={"rollout/mine": rollout_id + 1})
+
+
+class CodingService(metaclass=SingletonMeta):
+    """The adapters of a process: one for agents of Anthropic's API, one for those of OpenAI's."""
+
+    def __init__(self, args):
+        load_tokenizer(args.hf_checkpoint)
+        url = router(args)
+        self.adapters = [kind(tokenizer=None, sglang_url=url) for kind in (AnthropicAdapter, OpenAIAdapter)]
+        self.handles = [
+            run_app_in_thread(
+                adapter.app,
+                host="127.0.0.1",
+                port=0,
+                thread_name="adapter",
+                runner_kwargs={"access_log_class": FilteredAccessLogger},
+            )
+            for adapter in self.adapters
+        ]
+
+
+class HttpHarness(BaseHarness):
+    """An agent that asks twice over HTTP, as its CLI would from a sandbox."""
+
+    name = "http"
+
+    async def install_cli(self, sb):
+        pass
+
+    async def write_config(self, sb, ctx):
+        pass
+
+    async def launch_and_wait(self, sb, ctx, prompt, time_budget_sec):
+        path, answer = ("messages", "content") if sb == "anthropic" else ("chat/completions", "choices")
+        messages = [{"role": "user", "content": prompt}]
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {ctx.session_id}"}, trust_env=False) as client:
+            for _ in range(TURNS):
+                body = {"model": ctx.model_label, "max_tokens": 3, "messages": messages}
+                reply = (await client.post(f"{ctx.adapter_url}/v1/{path}", json=body)).raise_for_status().json()
+                said = reply[answer] if answer == "content" else reply[answer][0]["message"]["content"]
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": OBSERVATION}]
+        return 0
+
+
+async def generate_with_coding_agent(args, sample, sampling_params, evaluation=False):
+    """Open a session, let a harness run its agent, and fan the session out; samples alternate between the APIs."""
+    service = CodingService(args)
+    which = sample.index % 2
+    adapter, url = service.adapters[which], f"http://127.0.0.1:{service.handles[which].port}"
+    sid = sample.session_id = f"agent-{sample.index}-{sample.group_index}"
+    adapter.open_session(sid, sampling_defaults=sampling_params, max_context_tokens=args.rollout_max_context_len)
+    try:
+        context = HarnessContext("/work", sid, url)
+        sandbox = ("anthropic", "openai")[which]
+        code = await HttpHarness().launch_and_wait(sandbox, context, sample.prompt, 30)
+        reward = float(sample.index % 3)
+        samples = await adapter.finish_session(
+            sid, base_sample=sample, reward=reward, extra_metadata={"exit_code": code}
+        )
+        assert await adapter.finish_session(sid, base_sample=sample) == []
+        return samples
+    finally:
+        await adapter.drop_session(sid, wait_timeout=30)

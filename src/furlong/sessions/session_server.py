@@ -72,9 +72,10 @@ class SessionServer(SessionEndpoints):
         """Number of open sessions."""
         return len(self._by_id)
 
-    def open(self, session: Session, abort: Abort) -> OpenSession:
-        """Make a session reachable; `abort` ends its requests in the engine."""
-        id, key = secrets.token_hex(16), f"sk-{secrets.token_hex(24)}"
+    def open(self, session: Session, abort: Abort, *, key: str | None = None) -> OpenSession:
+        """Make a session reachable; `abort` ends its requests in the engine. key: None for a random one."""
+        id, key = secrets.token_hex(16), key or f"sk-{secrets.token_hex(24)}"
+        self._ended.pop(key, None)
         opened = OpenSession(id, f"http://{host_and_port(*self.address)}/sessions/{id}", key, session, abort)
         self._by_id[id] = self._by_key[key] = opened
         return opened

@@ -5,7 +5,13 @@ from __future__ import annotations
 _SAMPLE = "furlong.core.sample"
 _GENERATION, _REWARDS, _HTTP = "furlong.slime_api.generation", "furlong.slime_api.rewards", "furlong.slime_api.http"
 _HELPERS, _MASKS, _ROLLOUTS = "furlong.slime_api.helpers", "furlong.slime_api.masks", "furlong.slime_api.rollouts"
+_ADAPTERS, _SANDBOXES = "furlong.slime_api.agent_adapters", "furlong.slime_api.sandboxes"
+_HARNESSES = "furlong.slime_api.harnesses"
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
+HARNESS_NAMES = (
+    *("ClaudeCodeHarness", "CodexHarness", "BaseHarness", "HarnessContext"),
+    *("install_npm_cli", "install_node22", "run_agent"),
+)
 
 NAMES: dict[str, dict[str, str]] = {
     "slime": {},
@@ -39,6 +45,23 @@ NAMES: dict[str, dict[str, str]] = {
     "slime.observability": {},
     "slime.observability.trace_utils": {
         name: f"{_HELPERS}:{name}" for name in ("trace_function", "trace_span", "build_sglang_meta_trace_attrs")
+    },
+    "slime.agent": {},
+    "slime.agent.adapters": {
+        "AnthropicAdapter": f"{_ADAPTERS}:AnthropicAdapter",
+        "OpenAIAdapter": f"{_ADAPTERS}:OpenAIAdapter",
+    },
+    "slime.agent.adapters.anthropic": {"AnthropicAdapter": f"{_ADAPTERS}:AnthropicAdapter"},
+    "slime.agent.adapters.openai": {"OpenAIAdapter": f"{_ADAPTERS}:OpenAIAdapter"},
+    "slime.agent.adapters.common": {"flatten_content": f"{_ADAPTERS}:flatten_content"},
+    "slime.agent.aiohttp_threaded": {
+        name: f"{_ADAPTERS}:{name}" for name in ("run_app_in_thread", "AppHandle", "FilteredAccessLogger")
+    },
+    "slime.agent.harness": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[:4]},
+    "slime.agent.harness.common": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[2:]},
+    "slime.agent.sandbox": {
+        name: f"{_SANDBOXES}:{name}"
+        for name in ("Sandbox", "E2BSandbox", "exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
     },
     "slime.rollout": {},
     "slime.rollout.base_types": {
@@ -96,7 +119,8 @@ _VALUE = "it is only a value of"
 _SOURCE = "write a class with the methods in docs/reference/hooks.md, without a base class"
 _IMAGES = "images, audio and video are not supported; train on text"
 _REMEDIES = {  # by module or `module:name`; the longest prefix counts
-    "slime.agent": "write the agent as a generate function with furlong.rollout.agent.policy() (docs/guides/agents.md)",
+    "slime.agent": "write the agent as a generate function with furlong.agent.policy() or session() "
+    "(docs/guides/agents.md)",
     "slime.utils.external_utils": "start runs with `furlong train` or furlong.train(); nothing else is needed",
     "slime.utils.misc:exec_command": "use subprocess.run",
     "slime.utils.misc": f"copy the helper into your module; {_MAP}",

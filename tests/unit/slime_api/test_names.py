@@ -44,8 +44,8 @@ def test_names_are_those_of_furlong():
 @pytest.mark.parametrize(
     ("statement", "fix"),
     [
-        ("import slime.agent.adapters", r"policy\(\)"),
-        ("from slime.agent import sandbox", r"policy\(\)"),
+        ("import slime.agent.trajectory", r"policy\(\)"),
+        ("from slime.agent import parsing", r"policy\(\)"),
         ("from slime.utils.types import MultimodalTypes", "train on text"),
         ("from slime.utils.misc import chunk_named_params_by_size", "copy the helper"),
         ("from slime.rollout.on_policy_distillation import reward_func", "not supported"),

@@ -12,6 +12,8 @@ from furlong.inference.server.connections import build_server
 from furlong.inference.server.http_server import bound_socket
 from furlong.inference.server.limits import Counts
 
+BACKLOG = 2048  # connections that wait to be accepted
+
 
 class LoopServer:
     """Serves `app`. `address` is the bound host and port; port 0 chooses a free one.
@@ -21,6 +23,7 @@ class LoopServer:
 
     def __init__(self, app: Any, host: str, port: int, counts: Counts) -> None:
         self._listener = bound_socket(host, port)
+        self._listener.listen(BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._server = build_server(app, counts)
         self._task: asyncio.Task[None] | None = None

@@ -71,6 +71,10 @@ class SessionEndpoints(ABC):
     def find(self, http: HttpRequest) -> OpenSession:
         """Return the session of a request. Raises RefusedError (401 or 404) and EndedError."""
 
+    def check_model(self, asked: Any) -> None:
+        """Raise RequestError for a model that is not served."""
+        check_model(asked, self.model_name)
+
     @property
     def posts(self) -> dict[str, Handler]:
         """Handlers of POST by path."""
@@ -161,7 +165,7 @@ class SessionEndpoints(ABC):
     async def chat(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         """Answer POST /v1/chat/completions."""
         call = chat_completions.read(body)
-        check_model(body.get("model"), self.model_name)
+        self.check_model(body.get("model"))
         replies = await self._answered(http, opened, call)
         if call.is_stream:
             return _stream(http, chat_completions.stream(call, replies, opened.session, self.model_name))
@@ -169,7 +173,7 @@ class SessionEndpoints(ABC):
 
     async def _messages(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = anthropic_messages.read(body)
-        check_model(body.get("model"), self.model_name)
+        self.check_model(body.get("model"))
         (reply,) = await self._answered(http, opened, call)
         if call.is_stream:
             return _stream(http, anthropic_messages.stream(reply, self.model_name))
@@ -177,13 +181,13 @@ class SessionEndpoints(ABC):
 
     async def _count_tokens(self, _http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = anthropic_messages.read(body, counts_only=True)
-        check_model(body.get("model"), self.model_name)
+        self.check_model(body.get("model"))
         count = await opened.session.count_tokens(call.messages, tools=call.tools, template_kwargs=call.template_kwargs)
         return json_response({"input_tokens": count})
 
     async def _responses(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = responses.read(body, opened.session)
-        check_model(body.get("model"), self.model_name)
+        self.check_model(body.get("model"))
         (reply,) = await self._answered(http, opened, call)
         if call.is_stream:
             return _stream(http, responses.stream(call, reply, self.model_name))
@@ -191,7 +195,7 @@ class SessionEndpoints(ABC):
 
     async def _generate(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = token_generate.read(body)
-        check_model(body.get("model"), self.model_name)
+        self.check_model(body.get("model"))
         return json_response(token_generate.write(call, await self._answered(http, opened, call)))
 
     async def models(self, _http: HttpRequest, opened: OpenSession, _body: dict[str, Any]) -> Response:
