@@ -5,8 +5,8 @@ from __future__ import annotations
 _SAMPLE = "furlong.core.sample"
 _GENERATION, _REWARDS, _HTTP = "furlong.slime_api.generation", "furlong.slime_api.rewards", "furlong.slime_api.http"
 _HELPERS, _MASKS, _ROLLOUTS = "furlong.slime_api.helpers", "furlong.slime_api.masks", "furlong.slime_api.rollouts"
-_ADAPTERS, _SANDBOXES = "furlong.slime_api.agent_adapters", "furlong.slime_api.sandboxes"
-_HARNESSES = "furlong.slime_api.harnesses"
+_ADAPTERS, _SANDBOXES = "furlong.slime_api.agent_adapters", "furlong.slime_api.agent_sandboxes"
+_HARNESSES = "furlong.slime_api.agent_harnesses"
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
 HARNESS_NAMES = (
     *("ClaudeCodeHarness", "CodexHarness", "BaseHarness", "HarnessContext"),
@@ -60,8 +60,11 @@ NAMES: dict[str, dict[str, str]] = {
     "slime.agent.harness": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[:4]},
     "slime.agent.harness.common": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[2:]},
     "slime.agent.sandbox": {
-        name: f"{_SANDBOXES}:{name}"
-        for name in ("Sandbox", "E2BSandbox", "exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
+        "Sandbox": f"{_SANDBOXES}:AgentSandbox",
+        "E2BSandbox": f"{_SANDBOXES}:E2BAgentSandbox",
+        **{
+            name: f"{_SANDBOXES}:{name}" for name in ("exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
+        },
     },
     "slime.rollout": {},
     "slime.rollout.base_types": {

@@ -11,9 +11,9 @@ import pytest
 
 from furlong.core import slime_modules
 from furlong.errors import RolloutError
-from furlong.slime_api import agent_adapters, sandboxes
-from furlong.slime_api.harnesses import ClaudeCodeHarness, CodexHarness, HarnessContext, install_node22
-from furlong.slime_api.sandboxes import EXIT_TIME_BUDGET_EXCEEDED, E2BSandbox, exec_and_wait
+from furlong.slime_api import agent_adapters, agent_sandboxes
+from furlong.slime_api.agent_harnesses import ClaudeCodeHarness, CodexHarness, HarnessContext, install_node22
+from furlong.slime_api.agent_sandboxes import EXIT_TIME_BUDGET_EXCEEDED, E2BAgentSandbox, exec_and_wait
 
 slime_modules.install()
 
@@ -64,7 +64,7 @@ def sandbox(tmp_path):
 
 
 def test_a_detached_command_returns_its_code_and_output_and_may_run_again(sandbox, monkeypatch):
-    monkeypatch.setattr(sandboxes, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(agent_sandboxes, "FIRST_POLL_S", 0.01)
 
     async def main():
         wait = {"time_budget_sec": 60, "tag": "t"}
@@ -94,7 +94,7 @@ def test_a_harness_gives_its_agent_the_address_and_the_session(harness, key, url
         seen.update(env, command=cmd)
         return 0, ""
 
-    monkeypatch.setattr("furlong.slime_api.harnesses.exec_and_wait", no_wait)
+    monkeypatch.setattr("furlong.slime_api.agent_harnesses.exec_and_wait", no_wait)
     context = HarnessContext("/work", "sid-1", "http://host:18001")
     assert asyncio.run(harness().launch_and_wait(sandbox, context, "fix it", 30)) == 0
     assert (seen[key], seen["EXTRA"]) == ("sid-1", "1")
@@ -174,12 +174,12 @@ class Service:
 
 def test_a_sandbox_of_e2b_repeats_calls_and_reports_codes(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "e2b", SimpleNamespace(AsyncSandbox=Service))
-    monkeypatch.setattr(sandboxes, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(agent_sandboxes, "LONGEST_WAIT_S", 0.0)
     monkeypatch.delenv("SWE_SANDBOX_IMAGE_METADATA_KEY", raising=False)
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "my/image")
 
     async def main():
-        async with E2BSandbox("img", size="lg", timeout=9) as sandbox:
+        async with E2BAgentSandbox("img", size="lg", timeout=9) as sandbox:
             assert Service.created == {"timeout": 9, "metadata": {"my/image": "img", "my/size": "lg"}}
             assert await sandbox.exec("ls") == (0, "ls", "")
             assert await sandbox.exec("false") == (1, "", "no")
@@ -199,10 +199,10 @@ def test_a_sandbox_of_e2b_says_what_it_needs(monkeypatch):
     for name in ("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SWE_SANDBOX_IMAGE_METADATA_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RolloutError, match="IMAGE_METADATA_KEY is not set"):
-        asyncio.run(E2BSandbox("img").__aenter__())
+        asyncio.run(E2BAgentSandbox("img").__aenter__())
     monkeypatch.setitem(sys.modules, "e2b", None)
-    with pytest.raises(RolloutError, match="pip install e2b"):
-        asyncio.run(E2BSandbox("img", image_metadata_key="image").__aenter__())
+    with pytest.raises(RolloutError, match=r"pip install .furlong\[e2b\]"):
+        asyncio.run(E2BAgentSandbox("img", image_metadata_key="image").__aenter__())
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ _GONE = ("does not exist", "STOPPED state")  # in errors of E2B that no other at
 
 
 @runtime_checkable
-class Sandbox(Protocol):
+class AgentSandbox(Protocol):
     """What harnesses and tasks need of a sandbox. `idempotent` says that a command may run twice."""
 
     sandbox_id: str
 
-    async def __aenter__(self) -> Sandbox: ...
+    async def __aenter__(self) -> AgentSandbox: ...
 
     async def __aexit__(self, *error: object) -> None: ...
 
@@ -62,7 +62,7 @@ class Sandbox(Protocol):
 
 
 async def exec_and_wait(
-    sb: Sandbox,
+    sb: AgentSandbox,
     *,
     cmd: str,
     time_budget_sec: int,
@@ -96,7 +96,7 @@ async def exec_and_wait(
     return code, tail
 
 
-async def _exit_code(sb: Sandbox, done: str, user: str, time_budget_sec: float) -> int:
+async def _exit_code(sb: AgentSandbox, done: str, user: str, time_budget_sec: float) -> int:
     """Wait for the file with the exit code of a command."""
     deadline, pause = time.monotonic() + time_budget_sec, FIRST_POLL_S
     while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ async def _exit_code(sb: Sandbox, done: str, user: str, time_budget_sec: float) 
     return EXIT_TIME_BUDGET_EXCEEDED
 
 
-async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
+async def ensure_agent_user(sb: AgentSandbox, workdir: str) -> None:
     """Create the user `agent`, who owns `workdir`, and let git read repositories of other users."""
     await sb.exec(
         "(id agent >/dev/null 2>&1 || useradd -m -s /bin/bash agent) && "
@@ -124,7 +124,7 @@ def _variable(*names: str) -> str | None:
     return next((value for name in names if (value := os.environ.get(name, "").strip())), None)
 
 
-class E2BSandbox:
+class E2BAgentSandbox:
     """A sandbox of E2B, or of a service with its API; needs the package `e2b`.
 
     `SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY` names the metadata that selects the image. Arguments replace
@@ -150,7 +150,7 @@ class E2BSandbox:
         self.sandbox_id = ""
         self._sandbox: Any = None
 
-    async def __aenter__(self) -> E2BSandbox:
+    async def __aenter__(self) -> E2BAgentSandbox:
         """Start the sandbox. Raises RolloutError without the package or the metadata key."""
         if self.image_metadata_key is None:
             raise RolloutError(
@@ -160,7 +160,7 @@ class E2BSandbox:
         try:
             kind: Any = importlib.import_module("e2b").AsyncSandbox
         except ModuleNotFoundError as error:
-            raise RolloutError(f"E2BSandbox: {error}; pip install e2b") from error
+            raise RolloutError(f"E2BSandbox: {error}; pip install 'furlong[e2b]'") from error
         metadata = {self.image_metadata_key: self.image}
         if self.size:
             folder, slash, _ = self.image_metadata_key.rpartition("/")

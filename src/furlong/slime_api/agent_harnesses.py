@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import RolloutError
+from furlong.slime_api.agent_sandboxes import AgentSandbox, ensure_agent_user, exec_and_wait
 from furlong.slime_api.helpers import SingletonMeta
-from furlong.slime_api.sandboxes import Sandbox, ensure_agent_user, exec_and_wait
 
 INSTALL_ATTEMPTS, INSTALL_WAIT_S, INSTALL_S = 3, 2.0, 300
 NODE_VARIABLE = "SLIME_AGENT_NODE_TARBALL"
@@ -42,19 +42,19 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
     name: str = ""
 
     @abstractmethod
-    async def install_cli(self, sb: Sandbox) -> None:
+    async def install_cli(self, sb: AgentSandbox) -> None:
         """Install the agent's command."""
 
     @abstractmethod
-    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+    async def write_config(self, sb: AgentSandbox, ctx: HarnessContext) -> None:
         """Write the agent's configuration files."""
 
     @abstractmethod
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+    async def launch_and_wait(self, sb: AgentSandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
         """Run the agent on a prompt, and return its exit code."""
 
     async def run(
-        self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: int, prompt: str
+        self, sb: AgentSandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: int, prompt: str
     ) -> int:
         """Create the agent's user, configure the agent, run it, and return its exit code."""
         await ensure_agent_user(sb, workdir)
@@ -71,7 +71,7 @@ class ClaudeCodeHarness(BaseHarness):
 
     name = "claude_code"
 
-    async def install_cli(self, sb: Sandbox) -> None:
+    async def install_cli(self, sb: AgentSandbox) -> None:
         """Install Node and the package. Raises RolloutError."""
         await install_npm_cli(
             sb,
@@ -80,14 +80,14 @@ class ClaudeCodeHarness(BaseHarness):
             check_cmd="/usr/local/bin/claude --version",
         )
 
-    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+    async def write_config(self, sb: AgentSandbox, ctx: HarnessContext) -> None:
         """Answer the questions of the first start."""
         del ctx
         settings = shlex.quote(json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}))
         files = "/home/agent/.claude.json /home/agent/.claude/settings.json"
         await _agent_files(sb, "/home/agent/.claude", f"echo {settings} | tee {files} > /dev/null", files)
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+    async def launch_and_wait(self, sb: AgentSandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
         """Run `claude -p`."""
         flags = "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages --verbose"
         extra = os.environ.get("SLIME_AGENT_CC_EXTRA_ARGS", "")
@@ -112,7 +112,7 @@ class CodexHarness(BaseHarness):
 
     name = "codex"
 
-    async def install_cli(self, sb: Sandbox) -> None:
+    async def install_cli(self, sb: AgentSandbox) -> None:
         """Install Node and the package. Raises RolloutError."""
         await install_npm_cli(
             sb,
@@ -121,7 +121,7 @@ class CodexHarness(BaseHarness):
             check_cmd="codex --version",
         )
 
-    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+    async def write_config(self, sb: AgentSandbox, ctx: HarnessContext) -> None:
         """Name the adapter as provider of the model."""
         lines = (
             f"model = {json.dumps(ctx.model_label)}",
@@ -137,7 +137,7 @@ class CodexHarness(BaseHarness):
             sb, "/home/agent/.codex", f"printf '%s\\n' {' '.join(map(shlex.quote, lines))} > {file}", file
         )
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+    async def launch_and_wait(self, sb: AgentSandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
         """Run `codex exec`."""
         extra = os.environ.get("SLIME_AGENT_CODEX_EXTRA_ARGS", "")
         env = {
@@ -149,7 +149,9 @@ class CodexHarness(BaseHarness):
         return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
 
 
-async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: int) -> int:
+async def run_agent(
+    sb: AgentSandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: int
+) -> int:
     """Run an agent's command as the user `agent` in `workdir`, and return its exit code.
 
     Its output is written to `.harness/trajectory.jsonl` in that folder.
@@ -170,7 +172,7 @@ async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str,
     return code
 
 
-async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
+async def install_npm_cli(sb: AgentSandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
     """Install Node and an npm package, and run `check_cmd`. Raises RolloutError if all attempts fail."""
     await install_node22(sb, node_runtime)
     await sb.write_file("/tmp/harness-cli.tgz", npm_package)
@@ -187,7 +189,7 @@ async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path,
     )
 
 
-async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
+async def install_node22(sb: AgentSandbox, host_tarball: Path) -> None:
     """Unpack a release of Node in the sandbox; an .xz file is decompressed on this machine first."""
     plain = host_tarball
     if host_tarball.suffix == ".xz":
@@ -208,7 +210,7 @@ async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
     )
 
 
-async def _agent_files(sb: Sandbox, folder: str, write: str, files: str) -> None:
+async def _agent_files(sb: AgentSandbox, folder: str, write: str, files: str) -> None:
     """Run a command that writes files of the user `agent`."""
     await sb.exec(
         f"mkdir -p {folder} && {write} && chown -R agent:agent {folder} {files}", user="root", check=True, timeout=60
