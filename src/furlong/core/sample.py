@@ -15,6 +15,9 @@ from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
+ROLE = "role"  # metadata: which of several agents of an episode the sample is of
+UNNAMED_ROLE = "policy"  # the role of agents that name none
+
 
 class Status(StrEnum):
     """State of a sample."""

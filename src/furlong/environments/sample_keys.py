@@ -7,5 +7,4 @@ STEP_REWARDS = "step_rewards"  # rewards that the environment gave, by turn
 INFO = "info"  # what the steps of the environment recorded
 PARTS = "rewards"  # value of each function of the rubric
 FAILED_PARTS = "rewards_failed"  # functions of the rubric that failed, with the reason
-ROLE = "role"  # which of several agents of an episode the sample is of
 AGENT_ERROR = "agent_error"  # exception of an agent whose episode is scored

@@ -11,6 +11,7 @@ import numpy as np
 
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
+from furlong.rollout.roles import by_role
 from furlong.rollout.sample_metrics import reward_label
 
 
@@ -52,12 +53,17 @@ def _as_bool(value: Any) -> bool:
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
-    """Keep a group only if its rewards differ (DAPO, arXiv:2503.14476 sec. 3.2): equal rewards give no gradient."""
-    rewards = [s.get_reward_value(args) for s in samples if s.status not in (Status.FAILED, Status.ABORTED)]
-    if len(rewards) < 2:
+    """Keep a group only if its rewards differ (DAPO, arXiv:2503.14476 sec. 3.2): equal rewards give no gradient.
+
+    With several roles, the rewards of one of them must differ.
+    """
+    parts = by_role(s for s in samples if s.status not in (Status.FAILED, Status.ABORTED)).values()
+    compared = [[s.get_reward_value(args) for s in part] for part in parts]
+    if all(len(rewards) < 2 for rewards in compared):
         return DynamicFilterOutput(False, "too_few_scored")
-    if float(np.std(rewards)) > 1e-6:
+    if any(float(np.std(rewards)) > 1e-6 for rewards in compared):
         return DynamicFilterOutput(True)
+    rewards = max(compared, key=len)
     return DynamicFilterOutput(False, f"zero_std_{reward_label(rewards[0])}")
 
 

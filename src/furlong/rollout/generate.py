@@ -38,6 +38,7 @@ from furlong.rollout.asked_context import ContextDifference
 from furlong.rollout.episode_limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad, RewardWait
 from furlong.rollout.policy import seed_of_part, shortened
+from furlong.rollout.roles import pick_rewards_of_roles
 from furlong.rollout.sample_metrics import OTHER_CONTEXT
 from furlong.rollout.sample_session import policy_of_sample, session_samples
 from furlong.sessions.samples import LEAF, Leaves
@@ -385,7 +386,7 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
     """Compute the rewards that user code has not set, and check those that it has.
 
     A failed or timed-out call, or an invalid reward, makes the sample FAILED and is logged. The leaves of a session
-    share the reward of the last one.
+    share the reward of the last one, of which each role takes its value if it is a dict by role.
     """
     unscored: list[Sample] = []
     for sample in samples:
@@ -407,6 +408,7 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
             last = by_index[leaf.index]
             leaf.outcome, leaf.reward = last.outcome, last.reward
             leaf.status = Status.FAILED if last.status is Status.FAILED else leaf.status
+    pick_rewards_of_roles(samples)
 
 
 async def _score(unscored: list[Sample], generation: Generation) -> None:

@@ -16,7 +16,7 @@ from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.prefix_use import PrefixUse
-from furlong.sessions.session import FullContextError, Reply, Session
+from furlong.sessions.session import FullContextError, Reply, Session, check_role
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.session_server import OpenSession, SessionServer
@@ -94,6 +94,7 @@ class Policy:
         *,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        role: str = "",
         **sampling_params: Any,
     ) -> Reply:
         """Answer chat messages in OpenAI's form; append the reply's `message` to continue the conversation.
@@ -101,9 +102,12 @@ class Policy:
         Earlier answers are not tokenized again: the engine continues the ids that it sampled. A generate function that
         returns its sample without a response gets the samples of these conversations. Parameters have SGLang's names
         and replace those of the run. If the context is full after at least one answer, the reply is empty with the
-        finish reason "length". Raises MessageError for messages that the chat template rejects.
+        finish reason "length". `role` is one of several agents of the episode. Raises MessageError for messages that
+        the chat template rejects.
         """
         session = self.session_tree
+        if role:
+            check_role(role)
         params = None
         if sampling_params:
             params = params_from_dict({**dict_from_params(session.params), **sampling_params})
@@ -111,12 +115,22 @@ class Policy:
             done = await self._full_context([])
             return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
         try:
-            return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params)
+            return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params, role=role)
         except FullContextError:
             if not session.tree.nodes:
                 raise
             done = await self._full_context([0] * (self.context_len or 0))
         return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
+
+    def role(self, name: str, *, trainable: bool = True) -> RolePolicy:
+        """Return the policy as one of several agents of the episode, whose rewards are compared with its own.
+
+        Answers of a role that is not `trainable` are no training samples. Raises RolloutError for an unusable name.
+        """
+        check_role(name)
+        if not trainable:
+            self.session_tree.frozen_roles.add(name)
+        return RolePolicy(self, name)
 
     def open_session(self) -> OpenSession:
         """Return the session of this sample on the session server. Raises RolloutError in a run without one."""
@@ -233,6 +247,18 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class RolePolicy:
+    """The policy as the agent of one role."""
+
+    policy: Policy
+    name: str
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Reply:
+        """Answer chat messages, with the options of `Policy.chat`."""
+        return await self.policy.chat(messages, role=self.name, **options)
 
 
 def shortened(params: SamplingParams, limit: int) -> SamplingParams:

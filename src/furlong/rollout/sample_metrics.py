@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from furlong.config.hooks import Hooks
 from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
-from furlong.core.sample import UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
+from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
 from furlong.rollout.episode_limits import LIMIT, REISSUED
+from furlong.rollout.roles import by_role, role_metrics, role_of
 from furlong.sessions.samples import EPISODE
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
@@ -46,7 +47,8 @@ def rollout_metrics(
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
-    With sessions of agents `session/*` and `rollout/episode_versions`; with environments `env/NAME/*`, `reward/NAME`.
+    With sessions of agents `session/*` and `rollout/episode_versions`, with environments `env/NAME/*`, `reward/NAME`,
+    with roles `role/NAME/*`.
     If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
     `rollout/other_context`, samples whose tokens were sampled in another context than they are trained in, and
     `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
@@ -60,14 +62,14 @@ def rollout_metrics(
     shown = np.array([_shown_reward(s, reward_key) for s in samples if s.reward is not None])
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
-        metrics |= _under("rollout", _zero_std(rewards))
+        metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key)))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
         metrics["rollout/other_context"] = total(count)
-    metrics |= _episodes(samples) | environment_metrics(samples, reward_key)
+    metrics |= _episodes(samples) | environment_metrics(samples, reward_key) | role_metrics(groups, reward_key)
     if track.log_reward_category is not None:
         metrics |= _under("rollout/error_cat", _categories(samples, track.log_reward_category))
     if track.log_passrate:
@@ -119,7 +121,12 @@ def eval_metrics(
     if pass_k is not False and any(len(group) > 1 for group in groups):
         ks = None if pass_k is True else pass_k
         metrics |= {f"eval/{name}-{k}": v for k, v in pass_at_k(_attempts(groups, reward_key), ks).items()}
-    metrics |= _under(f"eval/{name}", _outcomes(samples) | part_metrics(samples))
+    metrics |= _under(f"eval/{name}", _outcomes(samples) | part_metrics(samples) | role_metrics(groups, reward_key))
+    if pass_k is not False and any(ROLE in sample.metadata for sample in samples):
+        ks = None if pass_k is True else pass_k
+        for role in by_role(samples):
+            own = [Group(g.index, [s for s in g.samples if role_of(s) == role], g.epoch, g.row) for g in groups]
+            metrics |= _under(f"eval/{name}/role/{role}", pass_at_k(_attempts(own, reward_key), ks))
     return metrics
 
 
@@ -209,6 +216,12 @@ def _lengths(samples: Sequence[Sample]) -> Metrics:
 
 def _rewards(group: Group, reward_key: str | None) -> Floats:
     return np.array([scalar_reward(s, reward_key) for s in group.samples if s.reward is not None], np.float64)
+
+
+def _by_baseline(groups: Sequence[Group], reward_key: str | None) -> list[Floats]:
+    """Return the rewards that are compared with each other: those of each role of a prompt."""
+    parts = [part for group in groups for part in by_role(group.samples).values()]
+    return [np.array([scalar_reward(s, reward_key) for s in part if s.reward is not None]) for part in parts]
 
 
 def _attempts(groups: Sequence[Group], reward_key: str | None) -> list[Floats]:

@@ -16,6 +16,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.errors import DataError, RolloutError
+from furlong.rollout.roles import baseline_groups
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED
 
 # Keys of slime's custom conversion that are not per-token columns; the last three are derived here.
@@ -106,7 +107,7 @@ def _raw_reward(sample: Sample, conversion: Conversion) -> float:
 
 
 def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion: Conversion) -> NDArray[np.float32]:
-    """Return the rewards to train on; failed samples are excluded from group statistics and get 0."""
+    """Return the rewards to train on, compared within (group, role); failed samples are left out and get 0."""
     scored: list[int] = np.flatnonzero(~np.isnan(raw)).tolist()
     rewards = np.zeros(len(raw), np.float32)
     if conversion.algo is None or not scored:
@@ -115,7 +116,9 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion:
     rewards[scored] = training_rewards(
         conversion.algo,
         raw[scored],
-        group_ids_N=np.array([_required_id(samples[i].group_index) for i in scored], np.int64),
+        group_ids_N=baseline_groups(
+            [samples[i] for i in scored], [_required_id(samples[i].group_index) for i in scored]
+        ),
         rollout_ids_N=np.array([_rollout_key(samples[i]) for i in scored], np.int64),
         response_lengths_N=np.array([samples[i].response_length for i in scored], np.int64),
         max_response_len=conversion.rollout.rollout_max_response_len or 0,

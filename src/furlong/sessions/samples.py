@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from furlong.core.routing import extend_routes
-from furlong.core.sample import STATUS_BY_FINISH_REASON, UNKNOWN_VERSION, Sample, Status
+from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, UNKNOWN_VERSION, UNNAMED_ROLE, Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion
 from furlong.sessions.session import Session
@@ -17,6 +17,7 @@ from furlong.sessions.tree import TreeNode, hash_of
 MESSAGES = "messages"  # sample metadata: the conversation of the leaf
 TURNS = "session_turns"  # sample metadata: answers on the leaf's path
 EPISODE = "session"  # metadata of the last leaf's sample: counts of the episode
+ROLES = "roles"  # metadata of the last leaf's sample: the conversation of each role, with those that are not trained
 LEAF = "session_leaf"  # metadata of the other leaves' samples: their number
 
 Leaves = Literal["all", "last", "longest"] | Callable[[Sequence[TreeNode]], Sequence[TreeNode]]
@@ -38,7 +39,13 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
     leaves contain is trained in the first; in the others it is part of the prompt, or has the loss mask 0.
     Raises RolloutError if the session has no answers, or if what would be trained is not what the engine sampled.
     """
-    kept = _kept(session.tree.leaves(), leaves)
+    all_leaves = session.tree.leaves()
+    kept = _kept([leaf for leaf in all_leaves if leaf.role not in session.frozen_roles], leaves)
+    if all_leaves and not kept and session.frozen_roles:
+        raise RolloutError(
+            f"sample {origin.index} has answers of the roles {', '.join(sorted(session.frozen_roles))} only, which are "
+            "not trainable; let another role answer"
+        )
     if not kept:
         raise RolloutError(
             f"the agent of sample {origin.index} ended without an answer of the policy; let it call "
@@ -54,6 +61,10 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
     for number, sample in enumerate(samples[:-1]):
         sample.metadata[LEAF] = number
     last.metadata[EPISODE] = _counts(session, len(kept))
+    if any(leaf.role for leaf in all_leaves):
+        last.metadata[ROLES] = {leaf.role or UNNAMED_ROLE: leaf.conversation() for leaf in all_leaves}
+        for leaf, sample in zip(kept, samples, strict=True):
+            sample.metadata[ROLE] = leaf.role or UNNAMED_ROLE
     if session.counts["full_contexts"] and last.status is Status.COMPLETED:
         last.status = Status.TRUNCATED
     return samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ Complete = Callable[[list[int], SamplingParams, int | None], Awaitable[Completio
 """Completes ids; the last argument selects the random numbers, None for those of the next call of the sample."""
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
+ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,15 @@ class _Prompt:
     is_rewritten: bool = False  # the messages are known, and the template renders them otherwise than before
 
 
+def check_role(name: str) -> None:
+    """Raise RolloutError for a name that cannot be part of a URL and of metrics."""
+    if not ROLE_NAME.fullmatch(name):
+        raise RolloutError(
+            f"a role is named {name[:80]!r}; use 1 to 64 letters, digits, '_', '-' and '.': the name is part of URLs "
+            "and metrics"
+        )
+
+
 class Session:
     """The conversation of one episode. `complete` calls the engine; `params` are the sampling parameters of the run.
 
@@ -117,6 +128,7 @@ class Session:
         self.tree = SessionTree(self.settings.key)
         self.counts: Counter[str] = Counter()  # of ill-formed calls, overridden parameters and kept prefixes
         self.is_ended = False
+        self.frozen_roles: set[str] = set()  # whose answers are not trained on
         self._complete = complete
         self._started: Counter[int] = Counter()  # calls by the number of the node that they attach to
         self._asked: Counter[int] = Counter()  # calls by the hash of their prompt
@@ -145,7 +157,7 @@ class Session:
         request = self._request(checked, tools, kwargs, role)
         await self._prove()
         prompt = self._prompt(request, tools, kwargs)
-        if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent):
+        if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
         node = await self._sample(prompt, params, request=request, role=role)
         parsed = self._parse(node, prompt.text, tools if reads_calls else None)
@@ -158,8 +170,8 @@ class Session:
     async def complete(self, ids: Sequence[int], *, params: SamplingParams | None = None, role: str = "") -> Reply:
         """Answer token ids; the reply's text is not parsed. Raises FullContextError and EndedError."""
         self._check_open()
-        parent = self.tree.longest_prefix(ids)
-        if parent is None and self.tree.nodes:
+        parent = self.tree.longest_prefix(ids, role)
+        if parent is None and any(node.role == role for node in self.tree.nodes):
             self.tree.branch_reasons["edited"] += 1
         elif parent is not None and parent.num_children:
             self.tree.branch_reasons["retry"] += 1

@@ -1,7 +1,8 @@
 """The session server: agents in other processes talk to the policy over HTTP, each in a session of its own.
 
-Routes are `/sessions/ID/v1/...`, and `/v1/...` with the session's key as bearer token or `x-api-key`. It has no
-endpoint for weights. Requests are limited as those of `furlong serve`.
+Routes are `/sessions/ID/v1/...`, with roles `/sessions/ID/roles/NAME/v1/...`, and `/v1/...` with the session's key, or
+KEY:NAME, as bearer token or `x-api-key`. It has no endpoint for weights. Requests are limited as those of `furlong
+serve`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from furlong.sessions.endpoints.handlers import (
     OpenSession,
     SessionEndpoints,
     error_reply,
+    key_of_client,
     not_found,
 )
 from furlong.sessions.session import EndedError, Session
@@ -106,11 +108,13 @@ class SessionServer(SessionEndpoints):
         for path, handler in posts.items():
             endpoint = functools.partial(self.guarded, handler)
             for each in {path, path.removeprefix("/v1")}:
-                routes.append(Route("/sessions/{id}" + each, endpoint, methods=["POST"]))
+                for prefix in ("/sessions/{id}", "/sessions/{id}/roles/{role}"):
+                    routes.append(Route(prefix + each, endpoint, methods=["POST"]))
             if path != "/end":
                 routes.append(Route(path, endpoint, methods=["POST"]))
         models = functools.partial(self.guarded, self.models)
-        paths = ("/sessions/{id}/v1/models", "/sessions/{id}/models", "/v1/models")
+        bases = ("/sessions/{id}/v1", "/sessions/{id}", "/sessions/{id}/roles/{role}/v1", "/v1")
+        paths = [f"{base}/models" for base in bases]
         routes += [Route(path, models, methods=["GET"]) for path in paths]
         middleware = [
             Middleware(LimitRequests, counts=self._counts, refuse=lambda text, status: error_reply(None, text, status))
@@ -120,8 +124,7 @@ class SessionServer(SessionEndpoints):
     def find(self, http: HttpRequest) -> OpenSession:
         """Return the session that the path or the key names. Raises RefusedError (401 or 404) and EndedError."""
         id = http.path_params.get("id")
-        bearer = http.headers.get("authorization", "").removeprefix("Bearer ")
-        name = id or http.headers.get("x-api-key") or bearer
+        name = id or key_of_client(http)[0]
         opened = (self._by_id if id else self._by_key).get(name)
         if opened is None and name in self._ended:
             raise EndedError("the session has ended: its episode is over")

@@ -132,11 +132,12 @@ class SessionTree:
             each.reply is None or same_reasoning(each.reply, messages[each.num_messages - 1]) for each in node.path
         )
 
-    def longest_prefix(self, ids: Sequence[int]) -> TreeNode | None:
-        """Return the deepest node all of whose ids begin `ids`."""
+    def longest_prefix(self, ids: Sequence[int], role: str = "") -> TreeNode | None:
+        """Return the deepest node of a role all of whose ids begin `ids`."""
         children: dict[TreeNode | None, list[TreeNode]] = {}
         for node in self.nodes:
-            children.setdefault(node.parent, []).append(node)
+            if node.role == role:
+                children.setdefault(node.parent, []).append(node)
         found: TreeNode | None = None
         open_nodes: list[TreeNode | None] = [None]
         while open_nodes:
@@ -172,11 +173,11 @@ class SessionTree:
             if node.parent is parent and [self._key(message) for message in node.messages] == keys
         ]
 
-    def branch_reason(self, request: ChatRequest, parent: TreeNode | None) -> BranchReason | None:
+    def branch_reason(self, request: ChatRequest, parent: TreeNode | None, role: str = "") -> BranchReason | None:
         """Return why a request does not extend the latest answer of its conversation; None if it does."""
         if parent is not None and parent.num_children == 0:
             return None
-        if not self.nodes:
+        if not any(node.role == role for node in self.nodes):
             return None
         prefixes = chain("", request.keys)[1:]
         shared = [self._seen[prefix] for prefix in prefixes if prefix in self._seen]

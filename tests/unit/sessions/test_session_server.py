@@ -279,3 +279,27 @@ def test_clients_set_the_temperature_only_if_they_may():
         run(Recording(bpe_tokenizer("plain"), "one"), body, client_sampling=may)
     assert [params.temperature for params in used] == [1.0, 0.5]
     assert [(params.max_new_tokens, params.stop) for params in used] == [(7, ("x",))] * 2
+
+
+def test_roles_have_urls_and_keys_and_conversations_apart():
+    script = qwen("one", "two", "three")
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        solver, judge = opened.role("solver"), opened.role("judge", trainable=False)
+        await client.post(f"{solver.url}/v1/chat/completions", json={"messages": [USER]})
+        server = opened.url.partition("/sessions/")[0]
+        bearer = {"Authorization": f"Bearer {judge.key}"}
+        await client.post(f"{server}/v1/chat/completions", json={"messages": [USER]}, headers=bearer)
+        ids = {"token_ids": [5, 6, 7]}
+        await client.post(f"{solver.url}/inference/v1/generate", json=ids)
+        assert [node.role for node in opened.session.tree.nodes] == ["solver", "judge", "solver"]
+        assert opened.session.tree.branch_reasons == {"edited": 1}
+        samples = samples_from_session(opened.session, Sample(index=0))
+        assert [sample.metadata["role"] for sample in samples] == ["solver", "solver"]
+        assert set(samples[-1].metadata["roles"]) == {"solver", "judge"}
+        reply = await client.post(f"{opened.url}/roles/{'x' * 99}/v1/chat/completions", json={"messages": [USER]})
+        assert reply.status_code == 400
+        assert "role" in reply.json()["error"]["message"]
+        assert (await client.get(f"{solver.url}/v1/models")).status_code == 200
+
+    run(script, body)

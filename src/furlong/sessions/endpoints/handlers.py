@@ -25,7 +25,7 @@ from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.inference.server.streaming import event_stream
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, token_generate
 from furlong.sessions.endpoints.client_call import ClientCall, check_model
-from furlong.sessions.session import EndedError, FullContextError, Reply, Session
+from furlong.sessions.session import EndedError, FullContextError, Reply, Session, check_role
 
 MAX_ANSWERED = 64  # replies of a session that are kept for retries
 RETRY_HEADER = "x-stainless-retry-count"
@@ -56,6 +56,44 @@ class OpenSession:
     session: Session = field(repr=False)
     abort: Abort = field(repr=False)
     requests: OrderedDict[str, _Answered] = field(default_factory=OrderedDict[str, _Answered], repr=False)
+
+    def role(self, name: str, *, trainable: bool = True) -> RoleAddress:
+        """Return the address of one of several agents of the episode, whose rewards are compared with its own.
+
+        Answers of a role that is not `trainable` are no training samples. Raises RolloutError for a name with other
+        characters than letters, digits, `_`, `-` and `.`.
+        """
+        check_role(name)
+        if not trainable:
+            self.session.frozen_roles.add(name)
+        return RoleAddress(name, f"{self.url}/roles/{name}", f"{self.key}:{name}")
+
+
+@dataclass(frozen=True)
+class RoleAddress:
+    """Where the agent of a role reaches the policy. `url` is the base URL without /v1."""
+
+    name: str
+    url: str
+    key: str = field(repr=False)
+
+
+def key_of_client(http: HttpRequest) -> tuple[str, str]:
+    """Return the key that a client sent, "" if it sent none, and the role after it."""
+    bearer = http.headers.get("authorization", "").removeprefix("Bearer ")
+    key, _, role = (http.headers.get("x-api-key") or bearer).partition(":")
+    return key, role
+
+
+def _role_of(http: HttpRequest) -> str:
+    """Return the role that the path or the key names. Raises RefusedError (400)."""
+    role = str(http.path_params.get("role") or key_of_client(http)[1])
+    try:
+        if role:
+            check_role(role)
+    except RolloutError as error:
+        raise RefusedError(str(error), 400) from None
+    return role
 
 
 class SessionEndpoints(ABC):
@@ -121,11 +159,13 @@ class SessionEndpoints(ABC):
 
         The engine's call belongs to the session, and continues if the client disconnects.
         """
-        key = xxhash.xxh3_128_hexdigest(http.url.path.encode() + orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS))
+        role = _role_of(http)
+        body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
+        key = role + xxhash.xxh3_128_hexdigest(http.url.path.encode() + body)
         known = opened.requests.get(key)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
         if known is None or (known.task.done() and (not is_retry and known.is_delivered)) or _failed(known.task):
-            known = _Answered(asyncio.create_task(self._replies(opened.session, call)))
+            known = _Answered(asyncio.create_task(self._replies(opened.session, call, role)))
             opened.requests[key] = known
             while len(opened.requests) > MAX_ANSWERED and next(iter(opened.requests.values())).task.done():
                 opened.requests.popitem(last=False)
@@ -140,14 +180,14 @@ class SessionEndpoints(ABC):
         known.is_delivered = not await http.is_disconnected()
         return replies
 
-    async def _replies(self, session: Session, call: ClientCall) -> list[Reply]:
+    async def _replies(self, session: Session, call: ClientCall, role: str) -> list[Reply]:
         params = call.params(session, client_sampling=self._client_sampling)
         seeds: list[int | None] = [params.sampling_seed] * call.n
         if session.params.sampling_seed is None and params.sampling_seed is not None:
             seeds = [params.sampling_seed + i for i in range(call.n)]
         each = [replace(params, sampling_seed=seed) for seed in seeds]
         if call.ids is not None:
-            works = [session.complete(call.ids, params=own) for own in each]
+            works = [session.complete(call.ids, params=own, role=role) for own in each]
         else:
             works = [
                 session.chat(
@@ -155,6 +195,7 @@ class SessionEndpoints(ABC):
                     tools=call.tools,
                     params=own,
                     template_kwargs=call.template_kwargs,
+                    role=role,
                     reads_calls=call.reads_calls,
                     max_calls=call.max_calls,
                 )

@@ -1,0 +1,76 @@
+"""Roles: several agents in one episode, each with its rewards and its baseline.
+
+A sample's role is in its metadata (`ROLE`), from the session or set by a generate function. Rewards are normalized
+within (prompt group, role), so a solver is compared with solvers of the same prompt only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.core.metric import Metrics, mean, total
+from furlong.core.outcome import Outcome
+from furlong.core.sample import ROLE, UNNAMED_ROLE, Group, Sample, Status, scalar_reward
+from furlong.sessions.samples import ROLES
+
+
+def role_of(sample: Sample) -> str:
+    """Return the role of a sample."""
+    return str(sample.metadata.get(ROLE) or UNNAMED_ROLE)
+
+
+def baseline_groups(samples: Sequence[Sample], group_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Return a number for each sample that is equal for samples of one prompt group and role, [N]."""
+    numbers: dict[tuple[int, str], int] = {}
+    pairs = zip(group_ids, map(role_of, samples), strict=True)
+    return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
+
+
+def by_role(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Return the samples of each role, sorted by its name."""
+    parts: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        parts[role_of(sample)].append(sample)
+    return dict(sorted(parts.items()))
+
+
+def pick_rewards_of_roles(samples: Sequence[Sample]) -> None:
+    """Replace rewards that are a dict by role with the value of the sample's role.
+
+    A dict is one by role if a key is a role of the sample's episode; a role that it lacks fails its samples.
+    """
+    roles: dict[int | None, set[str]] = defaultdict(set)
+    for sample in samples:
+        if ROLE in sample.metadata:
+            roles[sample.index] |= {role_of(sample), *(sample.metadata.get(ROLES) or ())}
+    for sample in samples:
+        reward, own = sample.reward, role_of(sample)
+        if not isinstance(reward, dict) or not roles[sample.index] & reward.keys():
+            continue
+        sample.reward = reward.get(own)
+        if sample.reward is None:
+            has = ", ".join(sorted(reward))
+            sample.outcome = Outcome.failed(f"the reward has no value for the role {own}, only for {has}; return one")
+            sample.status = Status.FAILED
+
+
+def role_metrics(groups: Sequence[Group], reward_key: str | None) -> Metrics:
+    """Measure each role, if there are several: `role/NAME/{samples, reward, response_len}`; {} otherwise."""
+    samples = [sample for group in groups for sample in group.samples]
+    parts = by_role(samples)
+    if len(parts) < 2 or not any(ROLE in sample.metadata for sample in samples):
+        return {}
+    metrics: Metrics = {}
+    for role, own in parts.items():
+        metrics[f"role/{role}/samples"] = total(len(own))
+        rewards = [scalar_reward(sample, reward_key) for sample in own if sample.reward is not None]
+        if rewards:
+            metrics[f"role/{role}/reward"] = mean(sum(rewards) / len(rewards), len(rewards))
+        lengths = [s.effective_response_length for s in own if s.status is not Status.FAILED]
+        if lengths:
+            metrics[f"role/{role}/response_len"] = mean(sum(lengths) / len(lengths), len(lengths))
+    return metrics
