@@ -39,7 +39,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import ServeLaunch

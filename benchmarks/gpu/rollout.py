@@ -42,7 +42,8 @@ from transformers import GenerationConfig
 from furlong.config.passthrough import find, value_of
 from furlong.inference.sglang.generate_requests import sampling_json
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import ServerProcess, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.router import SglangRouter

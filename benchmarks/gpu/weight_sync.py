@@ -55,7 +55,8 @@ from update_timing import VERIFICATIONS, Series, Verification, cost_of_verificat
 
 from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import ServerProcess, start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch

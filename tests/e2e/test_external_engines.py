@@ -14,8 +14,9 @@ import pytest
 import faulty_engines
 from furlong.config.command_line import load
 from furlong.core.model_config import read_json
+from furlong.core.sample_file import load_samples
 from furlong.data.audit import audit
-from furlong.errors import ConfigError, SyncError
+from furlong.errors import ConfigError, EngineError, SyncError
 from furlong.models import hf_model as hf
 from loading_sglang import Loading
 from models_zoo import family_config
@@ -70,6 +71,27 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
     report = audit(folder / "ledger.jsonl", finished=True)
     assert report.ok
     assert len(rows(folder)) == 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_answers_nonsense_loses_nothing(model, data, embedded, tmp_path):
+    wanted, save = embedded[0], tmp_path / "save"
+    once = tmp_path / "answered"
+    with serve_process(model, fault=partial(faulty_engines.answers_with_other_text, once)) as (_, url):
+        with pytest.raises(EngineError, match=rf"POST {url}/generate answered text that its \d+ tokens do not have"):
+            sampled(model, data, tmp_path, rollout_external_engine_addrs=[url], save=save, save_interval=1)
+        assert once.exists()
+        assert audit(tmp_path / "run" / "ledger.jsonl").ok
+        dump = tmp_path / "samples_{rollout_id}.safetensors"
+        resumed = flags(
+            model, data, tmp_path / "run", rollout_external_engine_addrs=[url], save=save, load=save,
+            save_debug_rollout_data=dump, rollout_max_response_len=24,
+        )  # fmt: skip
+        assert train(resumed) == 2
+    second = load_samples(tmp_path / "samples_1.safetensors")
+    assert [s.tokens for group in second.groups for s in group.samples] == [s.tokens for s in embedded[1]]
+    assert [s.tokens for s in wanted] != [s.tokens for s in embedded[1]]
+    assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
 
 
 def with_experts(model: Path, folder: Path) -> Path:

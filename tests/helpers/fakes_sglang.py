@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",

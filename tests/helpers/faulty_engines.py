@@ -19,6 +19,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.slot_batch import SlotBatch
+from furlong.inference.server import generate_api
 from furlong.inference.server.app import EngineServer
 
 FEW = 6  # concurrent requests that a faulty engine survives
@@ -188,3 +189,17 @@ def leaks_device_memory() -> None:
         return freed
 
     EmbeddedEngine.release_memory = keeps
+
+
+def answers_with_other_text(once: Path) -> None:
+    """Answer a request of the second rollout with the text of other tokens, unless the file `once` exists."""
+    answered = generate_api.reply
+
+    def changed(request, finished, *, version, with_log_probs):
+        answer = answered(request, finished, version=version, with_log_probs=with_log_probs)
+        if version == "1" and not once.exists():
+            once.touch()
+            answer["text"] = "this is not what the tokens say"
+        return answer
+
+    generate_api.reply = changed

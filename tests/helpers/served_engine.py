@@ -32,7 +32,8 @@ from furlong.inference.server.http_server import bound_socket, running_server
 from furlong.inference.server.limits import ServerLimits
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from furlong.inference.sglang.server import ServerInfo
+from furlong.inference.sglang.server_info import ServerInfo
 from runs import REPOSITORY
 
 SITE = REPOSITORY / ".sglang-cpu"

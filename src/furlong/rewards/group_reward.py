@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from furlong.core.bounded_reply import ReplyError, read_json
 from furlong.core.daemon_calls import call_in_thread
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_CONCURRENT_CALLS = 256  # calls of functions in this process
 MAX_REQUESTS = 64  # concurrent requests to a reward server
 CONNECT_RETRIES = 2  # for connecting only: a request is never sent twice
-MAX_REPLY_LEN = 200  # characters of a reply in a message
+MAX_REPLY_BYTES = 16 << 20  # of a reward server
 YIELD_INTERVAL = 256  # samples after which quick verifiers, which run in the event loop's thread, yield to other tasks
 
 ABORTED = Outcome.failed("not scored: the sample was aborted")
@@ -247,19 +248,18 @@ class RemoteReward:
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         async with self._slots:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    reply = await client.post(self._url, json=payload)
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    client.stream("POST", self._url, json=payload) as reply,
+                ):
+                    return outcome_from_value(await read_json(reply, MAX_REPLY_BYTES))
             except (TimeoutError, httpx.TimeoutException):
                 return Outcome.timed_out(self._timeout_s)
+            except ReplyError as error:
+                return Outcome.failed(f"POST {self._shown_url}: {error}")
             except (httpx.HTTPError, httpx.InvalidURL, TypeError, ValueError) as error:
                 reason = redact_credentials(f"{type(error).__name__}: {error}")
                 return Outcome.failed(f"POST {self._shown_url}: {reason}")
-        if not reply.is_success:
-            return Outcome.failed(f"POST {self._shown_url}: HTTP {reply.status_code}: {reply.text[:MAX_REPLY_LEN]}")
-        try:
-            return outcome_from_value(reply.json())
-        except ValueError:
-            return Outcome.failed(f"POST {self._shown_url}: the reply is not JSON: {reply.text[:MAX_REPLY_LEN]}")
 
     async def close(self) -> None:
         """Close the connections."""

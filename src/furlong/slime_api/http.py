@@ -11,10 +11,13 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from furlong.core.bounded_reply import ReplyError, read_json
+from furlong.core.text import redact_credentials
 from furlong.errors import RolloutError
 
 ATTEMPTS = 60  # of a request that cannot connect, or that the server answers with 429 or an error of its own
 MAX_CONNECTIONS = 4096
+MAX_REPLY_BYTES = 256 << 20
 WAIT_S = 1.0  # between two attempts
 
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
@@ -42,16 +45,17 @@ async def _exchange(method: str, url: str, max_attempts: int, **request: Any) ->
         if attempt:
             await asyncio.sleep(WAIT_S)
         try:
-            response = await _client().request(method, url, **request)
+            async with _client().stream(method, url, **request) as response:
+                return await read_json(response, MAX_REPLY_BYTES)
         except httpx.TransportError as error:
             problem = f"{type(error).__name__}: {error}"
-            continue
-        if response.is_success:
-            return response.json()
-        problem = f"status {response.status_code}: {response.text[:500]}"
-        if response.status_code < 500 and response.status_code != 429:
-            break
-    raise RolloutError(f"{method} {url} failed: {problem}; check the address and the fields of the request")
+        except ReplyError as error:
+            problem = str(error)
+            if error.status < 500 and error.status != 429:
+                break
+    raise RolloutError(
+        f"{method} {redact_credentials(url)} failed: {problem}; check the address and the fields of the request"
+    )
 
 
 def _client() -> httpx.AsyncClient:

@@ -28,6 +28,7 @@ from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engi
 from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
+from furlong.models.hf_model import vocabulary_size
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
@@ -168,11 +169,18 @@ def _http_engine(context: RunContext) -> HttpEngine:
             gives_up_unanswered=config.fault.use_fault_tolerance,
             needs_router=is_split(trained_model(config).groups),
             routing=routing_of(config),
+            vocab_size=vocabulary_size(context.model_dir),
         )
     else:
         servers, router = connect_external(config)
         num_servers = len(servers)
-        engine = HttpEngine(servers, router=router, tokenizer=context.tokenizer, routing=routing_of(config))
+        engine = HttpEngine(
+            servers,
+            router=router,
+            tokenizer=context.tokenizer,
+            routing=routing_of(config),
+            vocab_size=vocabulary_size(context.model_dir),
+        )
     raise_open_file_limit(config.cluster.sglang_server_concurrency * num_servers + SPARE_FILES)
     return engine
 

@@ -12,7 +12,8 @@ import pytest
 
 from furlong.config.sections import ClusterFlags
 from furlong.errors import ENGINE_KILLED, ENGINE_UNANSWERED, Loss
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import EngineReplica
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 

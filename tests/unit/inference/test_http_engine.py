@@ -17,10 +17,12 @@ import pytest
 from fakes_engine import run, tiny_model
 from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, ConfigError, EngineError, EngineTimeoutError, Loss
-from furlong.inference.sglang.client import CONTROL_S, probe, reason_in, url_of
+from furlong.inference.sglang.client import CONTROL_S, probe, url_of
+from furlong.inference.sglang.engine_answers import reason_in
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.request_queue import MAX_SENDING
-from furlong.inference.sglang.server import PAUSE_S, ServerInfo, SglangServer, connected
+from furlong.inference.sglang.server import PAUSE_S, SglangServer, connected
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.sglang.server_pool import ServerPool
 from furlong.interfaces import SamplingParams
 from furlong.weight_sync.verification import WeightVerifier, record_for

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import LocalHost
 from furlong.inference.supervisor.router import SglangRouter
 

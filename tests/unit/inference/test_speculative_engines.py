@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from served_engine import ScriptedServer
 
 RANKS = [

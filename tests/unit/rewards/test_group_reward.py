@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from furlong.core.outcome import outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
+from raw_server import endless, http, raw_server
 
 
 def score(samples, **options):
@@ -270,11 +272,11 @@ def server(answer):
         def log_message(self, format, *args):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}/rm"
-        http.shutdown()
+        yield f"http://127.0.0.1:{web.server_address[1]}/rm"
+        web.shutdown()
         thread.join()
 
 
@@ -309,3 +311,41 @@ def test_remote_rewards_and_their_failures_are_outcomes():
     gone = score([Sample(response="x")], rm_type="remote_rm", rm_url=url, timeout_s=5)[0]
     assert gone.kind == "failed"
     assert "ConnectError" in gone.reason
+
+
+LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (endless(LONG, b"x" * (1 << 20)), "more than"),
+        (http(gzip.compress(b" " * (20 << 20)), head="Content-Encoding: gzip\r\n"), "more than"),
+        (http(b"not gzip", head="Content-Encoding: gzip\r\n"), "Content-Encoding"),
+        (http(b"", status="302 Found", head="Location: http://me:secret@other/\r\n"), "a redirect to"),
+        (http(b"0.5", length=20), "RemoteProtocolError"),
+        (b"hello\r\n\r\n", "RemoteProtocolError"),
+        (http(b"[" * 100_000), "nested"),
+        (http("0.5é".encode("latin-1")), "not JSON"),
+        (http("0.5".encode("utf-16")), "not JSON"),
+        (http(b"0.50.5"), "not JSON"),
+        (http(b"\x1b[2J" + b"x" * 10_000, status="500 Oops"), "HTTP 500"),
+        (http(b"NaN"), "nan"),
+        (http(b"9" * 5000), "not JSON"),
+    ],
+)
+def test_a_wrong_reply_of_a_reward_server_is_a_failed_outcome(answer, words):
+    with raw_server(answer) as raw:
+        [outcome] = score([Sample(response="x")], rm_type="remote_rm", rm_url=f"{raw.url}/rm", timeout_s=20)
+    assert outcome.kind == "failed"
+    assert words in outcome.reason
+    assert raw.url in outcome.reason or words == "nan"
+    assert "secret" not in outcome.reason
+    assert "\x1b" not in outcome.reason
+    assert len(outcome.reason) < 1000
+
+
+def test_a_reply_that_comes_too_slowly_is_a_timeout():
+    with raw_server(endless(LONG, b" ", 0.01)) as raw:
+        [outcome] = score([Sample(response="x")], rm_type="remote_rm", rm_url=f"{raw.url}/rm", timeout_s=0.1)
+    assert outcome.kind == "timed_out"

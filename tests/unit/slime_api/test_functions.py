@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+import raw_server
 from furlong.errors import RolloutError
 from furlong.models.tokenizer import build_tokenizer
 from furlong.slime_api import helpers, http, masks, rewards
@@ -60,7 +61,7 @@ def test_a_coroutine_runs_from_a_thread_and_inside_a_loop():
 
 @pytest.mark.parametrize(
     ("statuses", "result", "requests"),
-    [([503, 200], {"ok": 1}, 2), ([400, 200], "status 400", 1), ([503, 503], "status 503", 2)],
+    [([503, 200], {"ok": 1}, 2), ([400, 200], "HTTP 400", 1), ([503, 503], "HTTP 503", 2)],
 )
 def test_server_errors_are_repeated_and_refusals_are_not(monkeypatch, statuses, result, requests):
     left = list(statuses)
@@ -85,3 +86,18 @@ def test_server_errors_are_repeated_and_refusals_are_not(monkeypatch, statuses, 
         with pytest.raises(RolloutError, match=result):
             asyncio.run(go())
     assert len(statuses) - len(left) == requests
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        raw_server.http(b"<html>"),
+        raw_server.http(b"[" * 100_000),
+        raw_server.http(b"", status="302 Found", head="Location: /login\r\n"),
+        raw_server.http(b"not gzip", head="Content-Encoding: gzip\r\n"),
+    ],
+)
+def test_a_reply_that_is_not_json_is_an_error_at_once(answer):
+    with raw_server.raw_server(answer) as server, pytest.raises(RolloutError, match=server.url):
+        asyncio.run(http.post(f"{server.url}/x", {}, max_retries=1))
+    assert len(server.requests) == 1

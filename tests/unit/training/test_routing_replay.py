@@ -23,7 +23,8 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.http_server import running_server
 from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
 from furlong.rollout.generate import append_completion

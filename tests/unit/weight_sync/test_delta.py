@@ -16,7 +16,8 @@ from furlong.core import delta as codec
 from furlong.core.delta import Delta, DeltaWriter
 from furlong.core.weights import WeightSource
 from furlong.errors import EngineTimeoutError, SyncError
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DeltaTransport, VersionFolders
 from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint

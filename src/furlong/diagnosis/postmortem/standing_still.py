@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-import httpx
 import psutil
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
+from furlong.inference.sglang.http_client import BrokenConnectionError, ForbiddenAnswerError, get_once
 
 IDLE_S, BUSY_S = 60.0, 300.0  # without progress, at least, of processes that compute nothing, and of others
 STARTING_S = 120.0  # the same of processes that compute nothing, before the first step
 IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so far
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
-HEALTH_S, MAX_REQUESTS = 10.0, 16  # for an engine's answer to /health; concurrent requests
+HEALTH_S, HEALTH_BYTES, MAX_REQUESTS = 10.0, 1 << 20, 16  # of an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
 NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -118,8 +118,10 @@ def unanswering_engine(address: str) -> list[Diagnosis]:
     """ENG03 for an engine that refuses connections, ENG06 for one that does not answer a health request."""
     url, shown = (address if "://" in address else f"http://{address}"), address.rpartition("@")[2]
     try:
-        httpx.get(f"{url.rstrip('/')}/health", timeout=HEALTH_S, trust_env=False)
-    except httpx.TimeoutException:
+        get_once(url.rstrip("/"), "/health", timeout_s=HEALTH_S, limit_bytes=HEALTH_BYTES)
+    except ForbiddenAnswerError:  # it answers
+        return []
+    except TimeoutError:
         return [
             diagnosis(
                 "ENG06",
@@ -129,7 +131,7 @@ def unanswering_engine(address: str) -> list[Diagnosis]:
                 evidence={"address": shown},
             )
         ]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (BrokenConnectionError, ValueError) as error:  # ValueError: of the address
         return [
             diagnosis(
                 "ENG03",

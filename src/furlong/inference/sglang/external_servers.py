@@ -9,9 +9,11 @@ from furlong.config.checks.model_rules import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port
 from furlong.core.transports import transport_spec
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, EngineError
 from furlong.inference.sglang.client import probe, url_of
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.engine_answers import read_workers
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,11 @@ def external_addresses(config: Config) -> tuple[Sequence[str], str | None]:
 
 def read_external(config: Config, url: str) -> ServerInfo:
     """Ask a server for its settings. Raises ConfigError if it does not answer, or this run cannot use it."""
-    info = ServerInfo.read(probe(url, api_key=config.cluster.sglang_api_key))
+    answer = probe(url, api_key=config.cluster.sglang_api_key)
+    try:
+        info = ServerInfo.read(answer, f"GET {url}/server_info")
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
     _check_external(info, url, config)
     return info
 
@@ -100,7 +106,11 @@ def _check_external(info: ServerInfo, url: str, config: Config) -> None:
 
 def _behind_router(url: str, addresses: Sequence[str], api_key: str | None) -> list[str]:
     """Return the servers of a router. Raises ConfigError if `addresses` differ: a server would get no weights."""
-    workers = [str(w["url"]).rstrip("/") for w in probe(url, api_key=api_key, path="/workers")["workers"]]
+    answer = probe(url, api_key=api_key, path="/workers")
+    try:
+        workers = [worker["url"].rstrip("/") for worker in read_workers(answer, f"GET {url}/workers")]
+    except EngineError as error:
+        raise ConfigError(f"{error}; is {url} the address of a router?") from error
     if not workers:
         raise ConfigError(f"the router at {url} has no workers; start it with --worker-urls")
     if addresses and set(addresses) != set(workers):

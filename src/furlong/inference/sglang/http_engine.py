@@ -30,14 +30,12 @@ from furlong.errors import (
     SyncError,
     UnreachableError,
 )
+from furlong.inference.sglang.answer_reader import AnswerReader, abort_reason, cached_tokens
 from furlong.inference.sglang.generate_requests import (
     GENERATE,
-    AnswerReader,
     InFlightRequest,
     InFlightRequests,
-    abort_reason,
     all_done,
-    cached_tokens,
     prefix_body,
     request_body,
 )
@@ -58,7 +56,8 @@ class HttpEngine(Engine):
     Args:
         servers: Receive weights, and requests too unless there is a `router`.
         router: An sglang-router in front of the servers that chooses among them.
-        tokenizer: Decodes the text where servers return token ids only.
+        tokenizer: Decodes the text where servers return token ids only, and checks the text that they return.
+        vocab_size: Number of token ids of the model; None if unknown.
         is_supervised: An `EngineSupervisor` replaces lost servers, or calls `fail` when the run cannot continue.
             Requests wait until then.
         gives_up_unanswered: Whether a server that left a weight update unanswered is lost although it passes its
@@ -83,6 +82,7 @@ class HttpEngine(Engine):
         gives_up_unanswered: bool = True,
         needs_router: bool = False,
         routing: RoutingShape | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.pool = ServerPool(
             servers,
@@ -91,7 +91,7 @@ class HttpEngine(Engine):
             is_supervised=is_supervised,
             gives_up_unanswered=gives_up_unanswered,
         )
-        self._reader = AnswerReader(tokenizer, routing)
+        self._reader = AnswerReader(tokenizer, routing, vocab_size)
         self._in_flight = InFlightRequests(self.pool)
         self._gate = asyncio.Event()  # cleared while generation is paused
         self._gate.set()
@@ -331,7 +331,12 @@ class HttpEngine(Engine):
                 server.queue.ticket(request.key, len(request.prompt), may_lead=may_lead) as ticket,
             ):
                 ask = partial(
-                    server.ask, GENERATE, timeout_s=server.timeout_s, headers=headers, on_sent=ticket.mark_sent
+                    server.ask,
+                    GENERATE,
+                    timeout_s=server.timeout_s,
+                    headers=headers,
+                    limit_bytes=self._reader.limit_bytes(request),
+                    on_sent=ticket.mark_sent,
                 )
                 await self._wait_until_open(server)
                 if ticket.leads:

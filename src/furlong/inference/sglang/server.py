@@ -9,23 +9,31 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from furlong.core.text import abbreviate
 from furlong.core.weights import EngineAddress, EngineSharding, NamedTensor
 from furlong.errors import EngineError, EngineTimeoutError, Loss, NoAnswerError, UnreachableError
-from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, SglangClient, headers_for, reason_in
+from furlong.inference.sglang.client import PROBE_S, SglangClient, headers_for
+from furlong.inference.sglang.engine_answers import (
+    as_object,
+    as_objects,
+    label,
+    optional_text,
+    reason_in,
+    unexpected,
+    whole,
+)
+from furlong.inference.sglang.http_client import BrokenConnectionError, ForbiddenAnswerError
 from furlong.inference.sglang.request_queue import RequestQueue
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.sglang_layout.layout_facts import (
     HASHED,
-    PLAIN_EXPERTS,
-    PLAIN_SHARES,
-    PLAIN_TENSORS,
     has_own_head,
-    options_beside,
     unused_weights,
 )
 
@@ -38,87 +46,10 @@ DRAFT = "draft."  # prefix of the tensor names of a draft model
 IDLE_S = 60.0  # for a server to become idle once all its requests are answered
 LEAVE_S = 10.0  # to leave a process group
 IDLE_POLL_S = 0.02
+PLAIN_BYTES = 1 << 20  # of an answer in plain text
 CACHE, CACHE_BUSY = "kv_cache", 400  # a memory tag, and the status of /flush_cache while requests run
 PRECISIONS = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
               "float32": torch.float32}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """Settings of a server. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
-
-    expert_options: Options that change the memory layout of experts from that of `sglang_layout`; "" if none.
-    layout_options: Options that change the memory layout of tensors from that of `sglang_layout.fused_checksums` and
-        `sglang_layout.shard_checksums`; "" if there are none.
-    returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
-    speculation: Algorithm of speculative decoding; "" for none.
-    """
-
-    is_furlong: bool
-    software: str
-    dtype: str
-    device_type: str
-    tp_size: int
-    pp_size: int
-    dp_size: int
-    context_len: int | None
-    is_quantized: bool = False
-    has_dp_attention: bool = False
-    has_prefix_cache: bool = True
-    expert_options: str = ""
-    has_dp_head: bool = False
-    layout_options: str = ""
-    num_http_processes: int = 1
-    returns_routes: bool = True
-    speculation: str = ""
-    ep_size: int = 1
-
-    @staticmethod
-    def read(answer: Mapping[str, Any]) -> ServerInfo:
-        """Parse the answer to /server_info."""
-        software = str(answer.get("version", ""))
-        is_furlong = software.startswith("furlong ")
-        length, tp_size = answer.get("context_length"), int(answer.get("tp_size") or 1)
-        plain = {**PLAIN_TENSORS, **(PLAIN_SHARES if tp_size > 1 else {})}
-        return ServerInfo(
-            is_furlong=is_furlong,
-            software=software if is_furlong else f"SGLang {software}",
-            dtype=str(answer.get("dtype", "auto")),
-            device_type=str(answer.get("device", "cuda")).partition(":")[0],
-            tp_size=tp_size,
-            pp_size=int(answer.get("pp_size") or 1),
-            dp_size=int(answer.get("dp_size") or 1),
-            context_len=int(length) if length else None,
-            is_quantized=bool(answer.get("quantization")),
-            has_dp_attention=bool(answer.get("enable_dp_attention")),
-            has_prefix_cache=not answer.get("disable_radix_cache"),
-            expert_options="" if is_furlong else options_beside(answer, PLAIN_EXPERTS),
-            has_dp_head=bool(answer.get("enable_dp_lm_head")),
-            layout_options="" if is_furlong else options_beside(answer, plain),
-            num_http_processes=int(answer.get("tokenizer_worker_num") or 1),
-            returns_routes=bool(answer.get("enable_return_routed_experts", True)),
-            ep_size=int(answer.get("ep_size") or 1),
-            speculation=str(answer.get("speculative_algorithm") or ""),
-        )
-
-    @property
-    def sharding(self) -> EngineSharding:
-        """How the processes shard one copy of the model."""
-        attention = self.tp_size // self.dp_size if self.has_dp_attention else self.tp_size
-        return EngineSharding(self.tp_size, attention, attention if self.has_dp_head else self.tp_size, self.ep_size)
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of GPUs, or of processes on CPUs."""
-        return self.tp_size * self.pp_size * (1 if self.has_dp_attention else self.dp_size)
-
-    @property
-    def caches_late(self) -> bool:
-        """Whether requests that are prefilled together each compute a shared prompt, which is cached afterwards.
-
-        False with data-parallel attention, where each part has its own cache.
-        """
-        return not self.is_furlong and self.has_prefix_cache and self.dp_size == 1
 
 
 class SglangServer(SglangClient):
@@ -347,14 +278,16 @@ class SglangServer(SglangClient):
         """
         try:
             async with asyncio.timeout(IDLE_S):
-                status, content = await self._connections.request("POST", path)
+                answer = await self._connections.request("POST", path, limit_bytes=PLAIN_BYTES)
         except TimeoutError as error:
             raise EngineTimeoutError(
                 f"POST {self.url}{path} was not answered within {IDLE_S:g} s", url=self.url
             ) from error
         except BrokenConnectionError as error:
             raise UnreachableError(f"POST {self.url}{path}: {error}", url=self.url) from error
-        return status, reason_in(content)
+        except ForbiddenAnswerError as error:
+            raise EngineError(f"POST {self.url}{path} answered with {error}") from error
+        return answer.status, reason_in(answer.content)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Allocate the memory of these tags again, without contents."""
@@ -426,11 +359,13 @@ class SglangServer(SglangClient):
 
     async def served_version(self) -> str:
         """The label of the weights in use."""
-        return str((await self.ask("/model_info", timeout_s=self.report_s))["weight_version"])
+        answer = await self.ask_object("/model_info", timeout_s=self.report_s)
+        return label(answer, "weight_version", f"GET {self.url}/model_info")
 
     async def model_type(self) -> str:
         """Model type of its Hugging Face config; "" if it does not report it."""
-        return str((await self.ask("/model_info", timeout_s=self.report_s)).get("model_type") or "")
+        answer = await self.ask_object("/model_info", timeout_s=self.report_s)
+        return optional_text(answer, "model_type", f"GET {self.url}/model_info")
 
     def unused_weights(self, family: str) -> str:
         """Weights of a model of this family that the server holds but does not use; "" if it uses all."""
@@ -450,18 +385,16 @@ class SglangServer(SglangClient):
 
         Tensors of a draft model, which are not updated, only count in the last one.
         """
+        where = f"POST {self.url}/weights_checker"
         answer = await self.command("/weights_checker", timeout_s=self.report_s, action="checksum")
-        ranks: Any = answer.get("ranks") or answer.get("payload")
+        ranks = as_objects(answer.get("ranks") or answer.get("payload") or [], where, "ranks")
         if not ranks:
-            raise EngineError(f"POST {self.url}/weights_checker answered without checksums: {sorted(answer)}")
-        by_process = [
-            (
-                int((each.get("parallelism_info") or {}).get("tp_rank", 0)),
-                {name: digest for name, digest in each["checksums"].items() if not name.startswith(DRAFT)},
-            )
-            for each in ranks
-        ]
-        return by_process, str(answer.get("per_engine_checksum") or ranks[0]["per_gpu_checksum"])
+            raise EngineError(f"{where} answered without checksums: {abbreviate(sorted(answer))}")
+        by_process = [(_tp_rank(each, where), _digests(each, where)) for each in ranks]
+        name, holder = ("per_engine_checksum", answer) if answer.get("per_engine_checksum") else (
+            "per_gpu_checksum", ranks[0]
+        )  # fmt: skip
+        return by_process, label(holder, name, where)
 
     async def first_rows(self, name: str, rows: int) -> Tensor | None:
         """The first rows of a tensor in float32; None if the server cannot return it.
@@ -478,11 +411,32 @@ class SglangServer(SglangClient):
             logger.debug("%s does not return %s: %s", self.url, name, error)
             return None
         if self.info.dp_size > 1:  # one answer from each scheduler
+            if not isinstance(answer, list):
+                raise unexpected(f"POST {self.url}/get_weights_by_name", name, answer, "a list of answers")
             shown = [each for each in answer if each is not None]
             if any(each != shown[0] for each in shown):
                 raise EngineError(f"{self.url} has {len(shown)} copies of {name} that differ")
             answer = shown[0] if shown else None
-        return None if answer is None else torch.tensor(answer, dtype=torch.float32)
+        if answer is None:
+            return None
+        try:
+            return torch.tensor(answer, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            where = f"POST {self.url}/get_weights_by_name"
+            raise unexpected(where, f"rows of {name}", answer, "a list of rows of numbers") from error
+
+
+def _tp_rank(report: Mapping[str, Any], where: str) -> int:
+    place = as_object(report.get("parallelism_info") or {}, where, "parallelism_info")
+    return whole(place, "tp_rank", where, default=0)
+
+
+def _digests(report: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Checksums by name, without those of a draft model."""
+    digests = as_object(report.get("checksums"), where, "checksums")
+    if wrong := [value for value in digests.values() if not isinstance(value, str)]:
+        raise unexpected(where, "a checksum", wrong[0], "a string")
+    return {name: digest for name, digest in digests.items() if not name.startswith(DRAFT)}
 
 
 @contextlib.asynccontextmanager

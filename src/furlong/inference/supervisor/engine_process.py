@@ -20,14 +20,17 @@ from urllib.parse import urlsplit
 from furlong.config.sections import ClusterFlags
 from furlong.core.addresses import host_and_port
 from furlong.errors import ENGINE_EXITED, ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError, Loss
-from furlong.inference.sglang.client import PROBE_S, BrokenConnectionError, Connections, headers_for
-from furlong.inference.sglang.server import WEIGHT_REPORT_S, ServerInfo, SglangServer
+from furlong.inference.sglang.client import PROBE_S, headers_for
+from furlong.inference.sglang.http_client import BrokenConnectionError, Connections, ForbiddenAnswerError
+from furlong.inference.sglang.server import WEIGHT_REPORT_S, SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import LOG_GAP, STOP_S, Host, HostGpus, HostProcess
 from furlong.inference.supervisor.server_launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 30
+HEALTH_BYTES = 1 << 20  # of an answer to /health
 READY_TIMEOUT_S = 5.0  # for a starting server to answer /health
 POLL_S = 0.2  # between two looks at the process of a starting server
 MAX_PAUSE_S = 2.0  # between two /health requests, each of which is a line in the log of the server
@@ -89,13 +92,13 @@ class ServerProcess:
         connections = Connections(self.url, headers_for(self.api_key))
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                status, _ = await connections.request("GET", "/health")
-        except (BrokenConnectionError, TimeoutError) as error:
+                answer = await connections.request("GET", "/health", limit_bytes=HEALTH_BYTES)
+        except (BrokenConnectionError, ForbiddenAnswerError, TimeoutError) as error:
             logger.debug("%s is not ready: %s", self.url, error)
             return False
         finally:
             await connections.close()
-        return status == 200
+        return answer.status == 200
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers. Raises EngineError with its log if it exits or exceeds `timeout_s`."""
@@ -239,7 +242,7 @@ class EngineReplica:
         )
         server.role, server.bootstrap_port = self.process.role, self.process.bootstrap_port
         server.first_rank = self.first_rank
-        server.info = info = ServerInfo.read(await server.ask("/server_info"))
+        server.info = info = ServerInfo.read(await server.ask_object("/server_info"), f"GET {server.url}/server_info")
         if min_context_len is not None and info.context_len is not None and info.context_len < min_context_len:
             await server.close()
             raise ConfigError(

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import api_key_environment
 from furlong.errors import ENGINE_HANGS, EngineError, Loss
-from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.sglang.engine_answers import label, read_workers
+from furlong.inference.sglang.server import SglangServer
+from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.engine_process import POLL_S, ServerProcess
 from furlong.inference.supervisor.host import Host
 from furlong.inference.supervisor.server_launch import argv_from_options, module_command
@@ -131,8 +134,9 @@ class SglangRouter:
     async def remove(self, url: str) -> None:
         """Remove an engine; returns when the router sends it no more requests."""
         for worker in await self._workers():
-            if str(worker["url"]).rstrip("/") == url:
-                await self._connection.ask(f"/workers/{worker['id']}", method="DELETE")
+            if worker["url"].rstrip("/") == url:
+                number = label(worker, "id", f"GET {self._connection.url}/workers")
+                await self._connection.ask(f"/workers/{quote(number, safe='')}", method="DELETE")
                 await self._wait_for_worker(url, present=False)
 
     async def close(self) -> None:
@@ -150,7 +154,8 @@ class SglangRouter:
         return self._client
 
     async def _workers(self) -> list[dict[str, Any]]:
-        return list((await self._connection.ask("/workers"))["workers"])
+        answer = await self._connection.ask_object("/workers")
+        return read_workers(answer, f"GET {self._connection.url}/workers")
 
     async def _wait_for_worker(self, url: str, *, present: bool) -> None:
         """Wait until the router sends requests to an engine, or no longer knows it.
@@ -159,7 +164,7 @@ class SglangRouter:
         """
         deadline = time.monotonic() + UPDATE_S
         while True:
-            listed = [worker for worker in await self._workers() if str(worker["url"]).rstrip("/") == url]
+            listed = [worker for worker in await self._workers() if worker["url"].rstrip("/") == url]
             if any(worker.get("is_healthy", True) for worker in listed) if present else not listed:
                 return
             if time.monotonic() > deadline:

@@ -17,6 +17,7 @@ from furlong.config.engine_groups import engine_groups, engine_parts, is_split, 
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
+from furlong.inference.sglang.engine_answers import as_objects, whole
 from furlong.inference.sglang.generate_requests import GENERATE
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
@@ -57,10 +58,13 @@ class LoadMonitor:
 
 async def num_requests(server: SglangServer) -> int | None:
     """Running and queued requests of a server; None if it does not report them."""
+    where = f"GET {server.url}/v1/loads"
     try:
-        answer = await server.ask("/v1/loads", timeout_s=LOAD_TIMEOUT_S)
-        return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer["loads"])
-    except (EngineError, KeyError, TypeError, ValueError) as error:
+        answer = await server.ask_object("/v1/loads", timeout_s=LOAD_TIMEOUT_S)
+        loads = as_objects(answer.get("loads"), where, "loads")
+        names = ("num_running_reqs", "num_waiting_reqs")
+        return sum(whole(rank, name, where, default=0) for rank in loads for name in names)
+    except EngineError as error:
         logger.debug("%s does not report its load: %s", server.url, error)
         return None
 
