@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         score_doctor,
         score_folders,
         score_healthy,
+        score_messages,
         score_refusals,
         score_reports,
         score_runs,
@@ -41,8 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from faults_marker import injected
 
     started = time.perf_counter()
-    of_faults = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders, score_strangers)
-    cases = [*(each for module in of_faults for each in module.CASES), *score_healthy.CASES]
+    of_faults = (
+        score_doctor,
+        score_seams,
+        score_refusals,
+        score_runs,
+        score_reports,
+        score_messages,
+        score_folders,
+        score_strangers,
+    )
+    cases = [*(each for module in of_faults for each in module.CASES), *score_healthy.CASES, *score_messages.NOISY]
     with tempfile.TemporaryDirectory(prefix="furlong-score-") as folder:
         outcomes = judge_all(
             [case for case in cases if not wanted or wanted & {*(case.rows or ("HEALTHY",))}], Path(folder)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -182,3 +186,52 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "config.json" in error
     assert str(tmp_path) in error
+
+
+def _ended_by(error: BaseException, folder: Path, capsys, monkeypatch) -> dict[str, Any]:
+    """The only diagnosis of a run whose training step raised an error of the system."""
+
+    def fail(self, micro, loss_fn):
+        raise error
+
+    monkeypatch.setattr(FsdpBackend, "forward_backward", fail)
+    with pytest.raises(type(error)):
+        run(folder, num_rollout=1)
+    code, result = examine(folder, capsys)
+    [found] = result["findings"]
+    assert (code, result["status"]) == (1, "failed")
+    return found
+
+
+@fault("NET01")
+def test_a_host_name_that_cannot_be_resolved(tmp_path, capsys, monkeypatch):
+    error = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
+    assert found["id"] == "NET01"
+    assert "getent hosts" in found["remedy"]
+    assert "Temporary failure in name resolution" in found["finding"]
+
+
+@fault("FILE01")
+def test_a_network_file_system_whose_server_restarted(tmp_path, capsys, monkeypatch):
+    error = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/prompts.jsonl")
+    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
+    assert found["id"] == "FILE01"
+    assert "/nfs/prompts.jsonl" in found["finding"]
+    assert "mount" in found["remedy"]
+
+
+@fault("LIMIT01")
+def test_too_many_open_files(tmp_path, capsys, monkeypatch):
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
+    assert found["id"] == "LIMIT01"
+    assert "ulimit -n" in found["remedy"]
+
+
+@fault("GPU06")
+def test_a_gpu_with_a_memory_error(tmp_path, capsys, monkeypatch):
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
+    assert found["id"] == "GPU06"
+    assert "Xid" in found["remedy"]

@@ -9,6 +9,7 @@ from faults import (
     score_doctor,
     score_folders,
     score_healthy,
+    score_messages,
     score_refusals,
     score_reports,
     score_runs,
@@ -17,16 +18,26 @@ from faults import (
 )
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
-OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_folders)
+OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_messages, score_folders)
 FAULTS = [*(each for module in OF_FAULTS for each in module.CASES), *score_strangers.FAULTS]
-SETTINGS = [*score_healthy.CASES, *score_strangers.ODD]
+SETTINGS = [*score_healthy.CASES, *score_messages.NOISY, *score_strangers.ODD]
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
 REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
 STRANGERS = [each for each in score_strangers.CASES if not each.is_slow][::3]
 HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
-FAST = [*COMMANDS, *REFUSALS, *score_runs.CASES, *score_reports.CASES, *score_folders.CASES, *STRANGERS, *HEALTHY]
+FAST = [
+    *COMMANDS,
+    *REFUSALS,
+    *score_runs.CASES,
+    *score_reports.CASES,
+    *score_messages.CASES,
+    *score_messages.NOISY,
+    *score_folders.CASES,
+    *STRANGERS,
+    *HEALTHY,
+]
 
 
 @pytest.mark.parametrize("each", FAST, ids=lambda each: f"{'/'.join(each.rows) or 'healthy'}: {each.name}")

@@ -20,6 +20,8 @@ OF_OTHER_COMMANDS = """
     --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
     --pid --run --list --explain --json --device --step --template --thinking --host --port --response --with-checkpoint
     --enable-memory-saver --mem-fraction-static --shm-size --ipc --mem
+    --ulimit --pids-limit --gpus --time --requeue --exclude --object-store-memory
+    --help
 """
 
 

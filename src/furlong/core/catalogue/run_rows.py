@@ -171,6 +171,51 @@ ROWS = (
         guides=(MD,),
     ),
     Row(
+        "NET01",
+        "the network refuses a connection",
+        "X",
+        "error",
+        symptom="A host name, a proxy, a certificate, a token or a route is reported at the end of a log.",
+        cause="The machine cannot reach a server outside of the run, or the server does not accept it.",
+        checked="The last errors of the logs of a run that failed: names, proxies, certificates, credentials, "
+        "limits of "
+        "requests, and unreachable addresses.",
+        remedy="Follow the message; furlong itself needs no network to the outside: pass local folders, and use "
+        "--wandb-mode offline.",
+    ),
+    Row(
+        "FILE01",
+        "a file cannot be used",
+        "X",
+        "error",
+        symptom="Permission denied, no such file, a stale handle, or an I/O error.",
+        cause="The file is missing on this machine or belongs to another account, or its disk fails.",
+        checked="The last errors of the logs of a run that failed, for what the system reports of files.",
+        remedy="Check the path on the machine of that process (`ls -l`), its owner, and the mount of its disk.",
+    ),
+    Row(
+        "LIMIT01",
+        "a limit of the system is reached",
+        "X",
+        "error",
+        symptom="Too many open files, no further thread or process, or no memory that can be locked.",
+        cause="A limit of the account, the shell or the container is too small.",
+        checked="The last errors of the logs of a run that failed, for limits of files, processes, threads, locked "
+        "memory "
+        "and the stack.",
+        remedy="Raise the limit that the message names (`ulimit -a`; in containers --ulimit and --pids-limit).",
+    ),
+    Row(
+        "GPU06",
+        "a GPU or its driver fails",
+        "X",
+        "error",
+        symptom="Xid in dmesg, an uncorrectable ECC error, a GPU that fell off the bus, or an unknown error of CUDA.",
+        cause="The hardware is defective or too hot, or the driver needs a restart.",
+        checked="The last errors of the logs of a run that failed, for errors of GPUs and of their driver.",
+        remedy="Look at `nvidia-smi -q` and `dmesg` on that machine, exclude it, and resume with --load.",
+    ),
+    Row(
         "KILL01",
         "the run was killed",
         "X",

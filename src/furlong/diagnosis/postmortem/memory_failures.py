@@ -8,7 +8,9 @@ from typing import Any
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.log_text import (
+    LESS_HOST_MEMORY,
     TRAINING_PHASES,
+    UNKNOWN_PHASE,
     LogText,
     Signature,
     evidence_of,
@@ -69,7 +71,10 @@ def _out_of_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
             evidence=evidence,
         )
     return diagnosis(
-        "MEM02", f"out of memory in {phase} ({details or match[0]})", remedy=_less_memory(text), evidence=evidence
+        "MEM02",
+        f"out of memory in {phase} ({details or match[0]})",
+        remedy=_less_of_either(text, phase),
+        evidence=evidence,
     )
 
 
@@ -151,17 +156,27 @@ def _less_memory(text: LogText) -> str:
     return f"use {'; '.join(remedies)}"
 
 
+def _less_of_either(text: LogText, phase: str) -> str:
+    """Suggest flags for GPU memory; those of an engine, too, if the traceback does not show whose memory it is."""
+    engine = "; if it is an engine that ran out of memory, lower --sglang-mem-fraction-static"
+    has_engine = text.flags.get("engine", "sglang") not in ("embedded", "external")
+    return _less_memory(text) + (engine if phase == UNKNOWN_PHASE and has_engine else "")
+
+
 def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
     """MEM02 of host memory: of training on a CPU, or of what a trainer on GPUs keeps on the host."""
     size = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
     tried = f"tried {int(size[1]) / 2**20:,.0f} MiB" if size else match[0]
     details = "; ".join(filter(None, (tried, *_memory_facts(text))))
     phase = phase_of(traceback_before(text.content, match))
+    remedy = _smaller_cache(text) if phase == "generation" else _less_memory(text)
+    if phase == UNKNOWN_PHASE:
+        remedy += f"; or {LESS_HOST_MEMORY}"
     return diagnosis(
         "MEM02",
         f"out of host memory in {phase} ({details})",
         cause="The process needed more than the machine, its container or `ulimit -v` allows.",
-        remedy=_smaller_cache(text) if phase == "generation" else _less_memory(text),
+        remedy=remedy,
         evidence=evidence_of(text, match) | {"phase": phase},
     )
 
@@ -252,11 +267,16 @@ MEMORY: tuple[Signature, ...] = (
     signature("MEM02", LIBRARY_WORDS, _library_out_of_memory),
     signature("MEM02", GPU_WORDS, _out_of_memory),
     signature("MEM03", r"\[torch_memory_saver[^\n]*out of memory[^\n]*", _no_room_to_resume),
-    signature("MEM02", r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*", _too_small_a_share),
+    signature(
+        "MEM02",
+        r"Not enough memory[^\n]*mem[-_]fraction[-_]static[^\n]*|"
+        r"[^\n]*available KV cache memory[^\n]*",
+        _too_small_a_share,
+    ),
     signature(
         "MEM02",
         r"[^\n]*shared memory segment /dev/shm[^\n]*|[^\n]*out of shared memory[^\n]*|"
-        r"No space left on device[^\n]*/dev/shm[^\n]*",
+        r"No space left on device[^\n]*/dev/shm[^\n]*|[^\n]*/dev/shm[^\n]*No space left on device",
         (
             "/dev/shm is too small",
             "start the container with --shm-size=16g or --ipc=host, or remount it: `mount -o remount,size=16g "

@@ -17,6 +17,8 @@ OOM_KILLER = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
 RANK = re.compile(r"\btrainer rank \d+", re.IGNORECASE)
 RANK_CLASS, ACTOR = "class_name: TrainerRank", 200  # of Ray, and the characters in which it names the class
 RANK_CAUSE = "Its process ended: a signal (the out-of-memory killer, a scheduler, a person), or a crash in a library."
+# The innermost frame that faulthandler prints, in a package.
+CRASHED = re.compile(r"most recent call first\):\n[^\n]*(?:site|dist)-packages/(?P<name>\w+)")
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
 FREE_PORT = (
     "end the process that listens there, or use another port; fewer engines per machine (a larger "
@@ -63,6 +65,8 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     )
     is_killed = is_killed and not ended_itself
     remedies = [OOM_KILLER if is_killed else "read the end of its log"]
+    if (library := CRASHED.search(text.content, match.start())) is not None:
+        remedies.append(f"it crashed in {library['name']}: install that again for this PyTorch (`furlong env`)")
     if not is_killed and not ended_itself:
         remedies.append(f"if a signal ended it, {OOM_KILLER}")
     if not is_killed and text.flags.get("engine") not in ("embedded", "external"):
@@ -114,7 +118,19 @@ def _too_long(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 MEMORY_ROWS = frozenset({"MEM02", "MEM03"})
 # Failures that end a process; connections and collectives of other processes then fail, too.
-ROOTS = MEMORY_ROWS | {"ENG01", "ENG02", "GPU01", "GPU04", "ENV01", "NUM04", "DISK01", "CKPT01", "CKPT04", "CKPT07"}
+ROOTS = MEMORY_ROWS | {
+    "ENG01",
+    "ENG02",
+    "GPU01",
+    "GPU04",
+    "ENV01",
+    "NUM04",
+    "DISK01",
+    "CKPT01",
+    "CKPT04",
+    "CKPT07",
+    "NET01",
+}
 
 FAILURES: tuple[Signature, ...] = (
     signature(
@@ -180,7 +196,7 @@ FAILURES: tuple[Signature, ...] = (
     ),
     signature(
         "ENV01",
-        r"no kernel image is available for execution[^\n]*|undefined symbol: \S+|version `(GLIBC|CXXABI)\S+' not found",
+        r"no kernel image is available for execution[^\n]*",
         (
             "a compiled library does not fit this PyTorch, GPU or system",
             "run `furlong env`, which imports each one, and install it again for this PyTorch and GPU",
@@ -258,7 +274,7 @@ FAILURES: tuple[Signature, ...] = (
     ),
     signature(
         "DISK01",
-        r"No space left on device(?![^\n]*/dev/shm)|Disk quota exceeded|StorageFull|unexpected pos \d+ vs \d+|"
+        r"(?m:^)(?![^\n]*/dev/shm)[^\n]*No space left on device|StorageFull|unexpected pos \d+ vs \d+|"
         r"PytorchStreamWriter failed writing",
         _full_disk,
     ),
@@ -319,8 +335,18 @@ FAILURES: tuple[Signature, ...] = (
     ),
     signature(
         "CKPT07",
+        r"[Gg]ated ?[Rr]epo[^\n]*",
+        (
+            "the hub does not give access to a model",
+            "ask for access on the model's page, set HF_TOKEN (`hf auth login`) of the account that has it, and "
+            "download the model: `hf download NAME --local-dir DIR`",
+            "The model is gated: its owner grants access to accounts.",
+        ),
+    ),
+    signature(
+        "CKPT07",
         r"is not a valid model identifier[^\n]*|Can't load (tokenizer|the configuration|config)\w* (for|of)[^\n]*|"
-        r"[Gg]ated ?[Rr]epo[^\n]*|RepositoryNotFoundError[^\n]*|"
+        r"RepositoryNotFoundError[^\n]*|"
         r"couldn't connect to 'https://huggingface\.co'[^\n]*|LocalEntryNotFoundError[^\n]*",
         ("a model is read from the hub",),
     ),
@@ -343,7 +369,8 @@ FAILURES: tuple[Signature, ...] = (
     signature(
         "ENG05",
         r"Max retries exceeded with url: /\w+|Connection refused|Cannot connect to host \S+|"
-        r"httpx\.ConnectError[^\n]*|Server disconnected without sending a response[^\n]*|ServerDisconnectedError|"
+        r"httpx\.ConnectError(?![^\n]*(unreachable|[Nn]o route|timed out))[^\n]*|"
+        r"Server disconnected without sending a response[^\n]*|ServerDisconnectedError|"
         r"ConnectionError: \('Connection aborted\.'[^\n]*",
         _unreachable,
         causes=ROOTS - {"ENG02"} | {"GPU05"},
@@ -363,7 +390,7 @@ FAILURES: tuple[Signature, ...] = (
         r"WorkerCrashed\w*|RaySystemError|ActorDiedError|[Rr]eceived sigquit from a child process[^\n]*|"
         r"SIGQUIT received[^\n]*|(scheduler|detokenizer|Scheduler or DataParallelController) [^\n]*(is dead|terminated)"
         r"[^\n]*|Signal \d+ \(SIG\w+\) received by PID \d+|exitcode +: -\d+ [^\n]*|Segfault encountered|"
-        r"Segmentation fault[^\n]*|Fatal Python error: [^\n]*",
+        r"Segmentation fault[^\n]*|Fatal Python error: (?!Illegal)[^\n]*",
         _died,
         codes="ENG03",
         before_codes=r"engine \S+ (died|is gone|exited)[^\n]*|"

@@ -15,7 +15,8 @@ from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.signatures import (
     LogText,
-    match_signatures,
+    match_general,
+    match_specific,
     parse_diagnosis,
     user_error_exclusions,
 )
@@ -193,7 +194,7 @@ def _failure_diagnoses(
     diagnoses = [each for each in diagnoses if each.id not in known]
     flags, facts, failure = run.flags, {"steps": run.last_step}, failure or {}
     texts = [*_run_texts(run, failure), *_log_texts(run.folder, flags, facts)]
-    diagnoses += _match_all(texts, failure, known=[*known, *(d.id for d in diagnoses)])
+    diagnoses += _match_all(texts, failure, known=[*known, *(d.id for d in diagnoses)], is_explained=bool(diagnoses))
     if status == "killed":
         diagnoses.append(_killed(run))
     return diagnoses
@@ -214,17 +215,23 @@ def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any])
     return [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs_of(folder)]
 
 
-def _match_all(texts: Sequence[LogText], failure: Mapping[str, Any], *, known: Sequence[str]) -> list[Diagnosis]:
+def _match_all(
+    texts: Sequence[LogText], failure: Mapping[str, Any], *, known: Sequence[str], is_explained: bool
+) -> list[Diagnosis]:
     """Diagnose texts, once per id; those of engines first if an engine failed, because they have the details.
 
+    The words of general kinds count only if nothing else explains the failure.
     Errors of custom functions do not count as those of engines, except in the engines' own logs.
     """
     diagnoses: list[Diagnosis] = []
     excluded = user_error_exclusions(str(failure.get("error")), str(failure.get("message", "")))
-    for text in reversed(texts) if failure.get("error") in ENGINE_ERRORS else texts:
+    ordered = list(reversed(texts) if failure.get("error") in ENGINE_ERRORS else texts)
+    for text in ordered:
         skipped = excluded if text.failure is not None else ()
-        diagnoses += match_signatures(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
-    return diagnoses
+        diagnoses += match_specific(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
+    if diagnoses or is_explained or failure.get("error") == HookError.__name__:
+        return diagnoses
+    return next(filter(None, (match_general(text, known=known) for text in ordered)), [])
 
 
 def _since_start(log: str) -> str:
@@ -269,7 +276,9 @@ def explain(
     failure, stated = failure_record(error), parse_diagnosis(str(error))
     text = LogText("traceback", "".join(traceback.format_exception(error)), flags, facts, failure)
     known = [stated.id] if stated is not None else []
-    diagnoses = _match_all([text, *_log_texts(folder, flags, facts)], failure, known=known)
+    diagnoses = _match_all(
+        [text, *_log_texts(folder, flags, facts)], failure, known=known, is_explained=stated is not None
+    )
     if isinstance(error, HookError) and not diagnoses:
         cause = "The custom function raised it, or something that it calls."
         diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))

@@ -9,6 +9,26 @@ from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.log_text import LogText, Signature
 from furlong.diagnosis.postmortem.memory_failures import MEMORY
 from furlong.diagnosis.postmortem.process_failures import FAILURES
+from furlong.diagnosis.postmortem.software_failures import (
+    FILE_KINDS,
+    FOLDER_KINDS,
+    LIBRARY_KINDS,
+    MODEL_KINDS,
+    NUMERIC_KINDS,
+    USER_KINDS,
+)
+from furlong.diagnosis.postmortem.system_failures import (
+    CONNECTIONS,
+    DISKS,
+    FILE_SYSTEMS,
+    LIMITS,
+    MACHINES,
+    MEMORY_KINDS,
+    NETWORK,
+    OTHER_ERRORS,
+    PATHS,
+    SERVERS,
+)
 from furlong.errors import HookError
 
 STATED = re.compile(r"\[(?P<id>[A-Z]+\d\d)\] (?P<finding>.+)", re.DOTALL)
@@ -16,13 +36,36 @@ USER_ROWS = frozenset({"HOOK01", "REW01", "REW03", "TOOL02"})  # caused by custo
 OUT_OF_MEMORY_TYPES = re.compile(r"\b(OutOfMemoryError|MemoryError)\b")
 
 # In order of precedence: memory, other causes, and what follows from them.
-SIGNATURES: tuple[Signature, ...] = (*MEMORY, *FAILURES)
+SIGNATURES: tuple[Signature, ...] = (*MEMORY, *NETWORK, *FAILURES)
+# Kinds of failures by their words, for texts in which no signature matches; the first one counts.
+GENERAL: tuple[Signature, ...] = (
+    *MEMORY_KINDS,
+    *LIMITS,
+    *DISKS,
+    *FILE_SYSTEMS,
+    *MACHINES,
+    *USER_KINDS,
+    *FOLDER_KINDS,
+    *LIBRARY_KINDS,
+    *SERVERS,
+    *CONNECTIONS,
+    *FILE_KINDS,
+    *NUMERIC_KINDS,
+    *PATHS,
+    *MODEL_KINDS,
+    *OTHER_ERRORS,
+)
 # Rows whose signatures a user's server, process, file or message can contain, too.
 OTHERS_ROWS = frozenset(each.id for each in SIGNATURES) - {"DISK01", "ENG02", "MEM02", "NUM04"}
 
 
 def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
-    """Diagnose a text, once per id, in the order of `SIGNATURES`. Ids in `known` are skipped."""
+    """Diagnose a text, once per id, in the order of `SIGNATURES`, else by `GENERAL`. Ids in `known` are skipped."""
+    return match_specific(text, known=known) or match_general(text, known=known)
+
+
+def match_specific(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
+    """Diagnose a text by the signatures of known failures, once per id. Ids in `known` are skipped."""
     seen = set(known)
     diagnoses: list[Diagnosis] = []
     for signature in SIGNATURES:
@@ -32,6 +75,14 @@ def match_signatures(text: LogText, *, known: Iterable[str] = ()) -> list[Diagno
             diagnoses.append(signature.diagnose(text, match))
             seen.add(signature.id)
     return diagnoses
+
+
+def match_general(text: LogText, *, known: Iterable[str] = ()) -> list[Diagnosis]:
+    """Diagnose a text by the first kind of failure whose words are in it, unless its id is in `known`."""
+    for signature in GENERAL:
+        if (match := signature.match(text)) is not None:
+            return [] if signature.id in known else [signature.diagnose(text, match)]
+    return []
 
 
 def user_error_exclusions(error: str, message: str) -> frozenset[str]:
