@@ -93,9 +93,13 @@ def extract_answer(passage: str) -> str | None:
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last box with its `\boxed{}`, None without one."""
+    r"""Return the last box with its `\boxed{}` or `\fbox{}`, None without one."""
     content = last_boxed(string)
-    return None if content is None else f"\\boxed{{{content}}}"
+    if content is None:
+        return None
+    start = string.rfind(content)
+    opened = max(string.rfind(name, 0, start) for name in ("\\boxed", "\\fbox"))
+    return string[opened : string.index("}", start + len(content)) + 1]
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
@@ -105,8 +109,10 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     return bool(_slow_or("math_score", quick_math(solution_str, ground_truth, {}), solution_str, ground_truth))
 
 
-def deepscaler_reward(response: str, label: Any) -> float:
-    """Return 1.0 or 0.0, as `--rm-type deepscaler` does."""
+def deepscaler_reward(response: str | None, label: Any) -> float:
+    """Return 1.0 or 0.0, as `--rm-type deepscaler` does; 0.0 for None."""
+    if response is None:
+        return 0.0
     return _slow_or("deepscaler_score", quick_deepscaler(response, label, {}), response, label)
 
 
@@ -118,16 +124,20 @@ def _slow_or(name: str, quick: float | None, response: str, label: Any) -> float
     return getattr(algebra, name)(response, label, {})
 
 
-def f1_scores(prediction: str, ground_truth: Any) -> tuple[float, float, float]:
-    """Return the token-level F1, precision and recall; the first is `--rm-type f1`'s score."""
+def f1_scores(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+    """Return the token-level F1, precision and recall, 0.0 for None; the first is `--rm-type f1`'s score."""
+    if prediction is None:
+        return 0.0, 0.0, 0.0
     words, truth = f1_words(prediction), f1_words(str(ground_truth))
     common = (Counter(words) & Counter(truth)).total()
     score = f1_score(prediction, ground_truth, {})
     return (score, common / len(words), common / len(truth)) if score and words and truth else (score, score, score)
 
 
-def gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1.0 or 0.0, as `--rm-type gpqa` does."""
+def gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """Return 1.0 or 0.0, as `--rm-type gpqa` does; 0.0 for None."""
+    if response is None:
+        return 0.0
     return gpqa_score(response, label, metadata or {})
 
 

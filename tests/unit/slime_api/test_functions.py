@@ -32,6 +32,11 @@ def test_scores_of_other_verifiers():
     assert not rewards.grade_answer_verl("1/2", "0.5")
     assert rewards.extract_answer("a \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert rewards.last_boxed_only_string("a \\boxed{3}.") == "\\boxed{3}"
+    assert rewards.last_boxed_only_string(r"a \fbox{ \frac{1}{2} }, \boxed{3") == r"\fbox{ \frac{1}{2} }"
+    assert rewards.last_boxed_only_string(r"\boxed{2} and \boxed{} or \boxed{2}!") == r"\boxed{2}"
+    assert rewards.last_boxed_only_string("none") is None
+    assert rewards.f1_scores(None, "red") == (0.0, 0.0, 0.0)
+    assert rewards.gpqa_reward(None, "A") == rewards.deepscaler_reward(None, "1") == 0.0
     assert rewards.f1_scores("a red cat", "the red dog") == (0.5, 0.5, 0.5)
     assert rewards.f1_scores("blue", "red") == (0.0, 0.0, 0.0)
 
