@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +42,12 @@ class EpisodeLimits:
         return EpisodeLimits(
             flags.episode_timeout, flags.turn_timeout, flags.tool_timeout, flags.max_turns, flags.max_episode_tokens
         )
+
+    def replaced(self, values: Mapping[str, Any]) -> EpisodeLimits:
+        """Return these limits with those of an environment, which are named like the flags."""
+        names = {"episode_timeout": "episode_s", "turn_timeout": "turn_s", "tool_timeout": "tool_s"}
+        names["max_episode_tokens"] = "max_tokens"
+        return replace(self, **{names.get(name, name): value for name, value in values.items()})
 
 
 @dataclass

@@ -21,6 +21,7 @@ from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
+from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.agent import (
@@ -77,6 +78,7 @@ class Generation:
     max_tokens: int | None = None
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    limits_by_environment: Mapping[str, EpisodeLimits] = field(default_factory=dict[str, EpisodeLimits])
     logged_failures: set[str] = field(default_factory=set[str])
     blocking: BlockingTimer = field(default_factory=BlockingTimer)
     chat_format: ChatFormat | None = None
@@ -95,6 +97,10 @@ class Generation:
         return self.hooks.custom_generate_function is not None or any(
             sample.generate_function_path is not None for sample in group.samples
         )
+
+    def limits_of(self, sample: Sample) -> EpisodeLimits:
+        """Return the limits of the sample's episode: those of its environment in a mixture."""
+        return self.limits_by_environment.get(str(sample.metadata.get(ENVIRONMENT)), self.limits)
 
     def recorded(self, sample: Sample) -> int | None:
         """Return the number under which requests of the sample are recorded; None in evaluations."""

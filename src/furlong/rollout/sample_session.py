@@ -43,7 +43,7 @@ def policy_of_sample(
         continues=continues,
         conversation=conversation,
         load=generation.load,
-        watch=EpisodeWatch(generation.limits),
+        watch=EpisodeWatch(generation.limits_of(sample)),
         sample=generation.recorded(sample),
         server=generation.session_server,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.checks.engine_checks import is_started
+from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
@@ -20,8 +21,10 @@ from furlong.core.sample import Group
 from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger
-from furlong.data.prompt import PromptFormat
+from furlong.data.mixture import MixturePart, PromptMixture
+from furlong.data.prompt import Prompt, PromptFormat
 from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
+from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
 from furlong.models.hf_model import vocabulary_size
@@ -73,12 +76,25 @@ def build_source(context: RunContext, ledger: FileLedger) -> DataSource:
 
 
 def _prompts(context: RunContext) -> Prompts:
-    config, data = context.config, context.config.data
+    data = context.config.data
     if not data.rollout_global_dataset:
         return EmptyPrompts()
     assert data.prompt_data is not None
+    specs = parse_environments(context.config.session.environment)
+    if len(specs) < 2:
+        own = specs[0].prompt_data if specs else None
+        return _open_prompts(context, own or data.prompt_data)
+    parts = [
+        MixturePart(spec.name, spec.weight, _open_prompts(context, spec.prompt_data or data.prompt_data))
+        for spec in specs
+    ]
+    return PromptMixture(parts, key=ENVIRONMENT, seed=data.rollout_seed if data.rollout_shuffle else None)
+
+
+def _open_prompts(context: RunContext, path: str) -> Prompts:
+    config, data = context.config, context.config.data
     return open_prompts(
-        data.prompt_data,
+        path,
         tokenizer=context.tokenizer,
         prompt_format=PromptFormat.of(config),
         streaming=data.streaming_data,
@@ -219,7 +235,8 @@ def _report(context: RunContext) -> SampleReport:
 
 
 def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Generation:
-    rollout = context.config.rollout
+    rollout, limits = context.config.rollout, EpisodeLimits.of(context.config.rollout)
+    specs = parse_environments(context.config.session.environment)
     return Generation(
         engine=engine,
         tokenizer=context.tokenizer,
@@ -244,7 +261,8 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
         load=context.load,
-        limits=EpisodeLimits.of(rollout),
+        limits=limits if len(specs) != 1 else limits.replaced(specs[0].limits),
+        limits_by_environment={spec.name: limits.replaced(spec.limits) for spec in specs},
         session_settings=session_settings(context.config.session),
         session_leaves=session_leaves(context.config.session),
         session_server=context.session_server,
@@ -266,8 +284,10 @@ def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
         skip_bad_rows=context.config.fault.skip_bad_rows,
     )
     assert isinstance(prompts, PromptTable)
+    environments = parse_environments(context.config.session.environment)
     for prompt in prompts:
         prompt.metadata.update(spec.metadata_overrides)
+        _name_environment(prompt, spec, [each.name for each in environments])
 
     def groups() -> list[Group]:
         n = spec.n_samples_per_eval_prompt
@@ -307,6 +327,20 @@ def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
         pass_k=context.config.eval.eval_pass_k or True,
         on_samples=context.dumps.save_evaluation,
     )
+
+
+def _name_environment(prompt: Prompt, spec: EvalSpec, names: Sequence[str]) -> None:
+    """Set the environment of a prompt in a mixture: the set's name, else the row says it. Raises ConfigError."""
+    if len(names) < 2:
+        return
+    if spec.name in names:
+        prompt.metadata[ENVIRONMENT] = spec.name
+    elif prompt.metadata.get(ENVIRONMENT) not in names:
+        raise ConfigError(
+            f"{spec.path}, row {prompt.row}: metadata.environment is {prompt.metadata.get(ENVIRONMENT)!r}, but the "
+            f"environments are {', '.join(names)}; name the evaluation set {spec.name} after one of them, or set it "
+            "in each row"
+        )
 
 
 def _max_new_tokens(context: RunContext, limit: int | None) -> int:
