@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,15 @@ class MixturePart:
     prompts: Prompts
     epoch: int = 0
     drawn: int = 0
+
+
+def mixture_settings(weights: Mapping[str, float], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a position in a mixture depends on: each setting of a prompt file by the name of the part."""
+    settings: dict[str, dict[str, Any]] = {"weight": dict(weights)}
+    for name, own in parts.items():
+        for key, value in own.items():
+            settings.setdefault(key, {})[name] = value
+    return settings
 
 
 class PromptMixture:
@@ -85,11 +94,8 @@ class PromptMixture:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of each part by its name, and the weights."""
-        settings: dict[str, dict[str, Any]] = {"weight": {part.name: part.weight for part in self._parts}}
-        for part in self._parts:
-            for key, value in part.prompts.settings().items():
-                settings.setdefault(key, {})[part.name] = value
-        return settings
+        weights = {part.name: part.weight for part in self._parts}
+        return mixture_settings(weights, {part.name: part.prompts.settings() for part in self._parts})
 
     def close(self) -> None:
         """Close the files of all parts."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from furlong.config.checks.environment_specs import parse_environments
+from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import read_state, step_from_folder
 from furlong.core.safetensors_header import StoredTensor, read_header
 from furlong.core.sample import Group
 from furlong.core.text import abbreviate
+from furlong.data.mixture import mixture_settings
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import check_same_settings, prompt_settings
@@ -124,6 +128,22 @@ def _optimizer_states(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _data_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of the prompt files: by environment, if there are several."""
+    specs = parse_environments(config.session.environment)
+    own_files = {spec.name: spec.prompt_data or str(config.data.prompt_data) for spec in specs}
+    parts = {
+        name: prompt_settings(
+            PromptDataPath.parse(path), PromptFormat.of(config), skip_bad_rows=config.fault.skip_bad_rows
+        )
+        for name, path in (own_files or {"": str(config.data.prompt_data)}).items()
+    }
+    if len(parts) == 1:
+        return next(iter(parts.values())) | {"streaming": config.data.streaming_data}
+    streaming = {"streaming": dict.fromkeys(parts, config.data.streaming_data)}
+    return mixture_settings({spec.name: spec.weight for spec in specs}, parts) | streaming
+
+
 def checkpoint_data(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT01: a checkpoint whose data position is of other data, or of another order."""
     folder, data = resumed(context), context.config.data
@@ -132,10 +152,7 @@ def checkpoint_data(context: PreflightContext) -> Iterator[Diagnosis]:
     saved = read_state(folder).get("source", {}).get("settings")
     if not isinstance(saved, dict):
         return
-    location = PromptDataPath.parse(str(data.prompt_data))
-    now = prompt_settings(
-        location, PromptFormat.of(context.config), skip_bad_rows=context.config.fault.skip_bad_rows
-    ) | {"streaming": data.streaming_data, "shuffle": data.rollout_shuffle, "rollout_seed": data.rollout_seed}
+    now = _data_settings(context.config) | {"shuffle": data.rollout_shuffle, "rollout_seed": data.rollout_seed}
     shared = {key: value for key, value in saved.items() if key in now and key not in COUNTED}
     try:
         check_same_settings(
