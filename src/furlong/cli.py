@@ -57,6 +57,11 @@ GROUPS: dict[str, dict[str, Command]] = {
         "trace": Command("merge the trace files of a killed run", "furlong.commands.inspect_run:trace"),
     },
     "models": {
+        "eval": Command(
+            "evaluate a model or an endpoint on data, tasks and environments",
+            "furlong.commands.evaluate:evaluate",
+            runs_user_code=True,
+        ),
         "serve": Command("serve a model with SGLang's and OpenAI's APIs", "furlong.commands.serve:serve"),
         "convert": Command(
             "convert between Hugging Face and Megatron-LM formats", "furlong.commands.weight_folders:convert"

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
+from furlong.config.checks.task_specs import num_episodes
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader
 from furlong.data.source import PromptTable, prompt_settings, shuffled
-from furlong.data.task_rows import TaskRows
+from furlong.data.task_rows import EpisodeRows, TaskRows
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError
 
@@ -66,7 +67,8 @@ def open_reader(location: PromptDataPath, prompt_format: PromptFormat, *columns:
         case "arrow":
             return ArrowRows(location.path, location.files(), names)
         case "tasks":
-            return TaskRows(str(location.path), prompt_format)
+            text = str(location.path)
+            return TaskRows(text, prompt_format) if num_episodes(text) is None else EpisodeRows(text, prompt_format)
 
 
 class PromptStream:

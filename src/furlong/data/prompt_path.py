@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import xxhash
 
-from furlong.config.checks.task_specs import PACKAGE, is_task
+from furlong.config.checks.task_specs import PACKAGE, is_task, num_episodes
 from furlong.config.checks.value_checks import split_slice
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
@@ -87,7 +87,8 @@ class PromptDataPath:
     def fingerprint(self) -> dict[str, Any]:
         """Return what identifies the data, not its path: size, hashes of the first and last MiB, and the slice."""
         if self.kind == "tasks":
-            return {"tasks": str(self.path), "package": version(PACKAGE), "slice": self.slice_text}
+            package = None if num_episodes(str(self.path)) else version(PACKAGE)
+            return {"tasks": str(self.path), "package": package, "slice": self.slice_text}
         files = [SourceFile(path) for path in self.files()]
         return {
             "size": sum(file.num_bytes for file in files),

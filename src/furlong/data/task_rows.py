@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from furlong.config.checks.task_specs import TaskMixture, TaskSpec, parse_tasks
+from furlong.config.checks.task_specs import TaskMixture, TaskSpec, num_episodes, parse_tasks
 from furlong.core.task_entries import task_entry
 from furlong.data.prompt import PromptFormat
 from furlong.data.row_readers import Cursor, RawRow
@@ -42,6 +42,26 @@ class TaskRows:
         if columns.metadata_key:
             values[columns.metadata_key] = {"reasoning_gym": task.key, "seed": self._mixture.seed, "index": index}
         return values
+
+
+class EpisodeRows:
+    """The rows that `--prompt-data episodes:N` names: metadata {"episode": i} and a placeholder prompt."""
+
+    def __init__(self, text: str, prompt_format: PromptFormat) -> None:
+        self.text = text
+        self._format = prompt_format
+        self.num_rows: int | None = num_episodes(text)
+        self.row_bytes: int | None = None
+
+    def read(self, cursor: Cursor) -> Iterator[RawRow]:
+        """Yield rows from `cursor` on."""
+        for row in range(cursor.row, self.num_rows or 0):
+            values: dict[str, Any] = {self._format.input_key: f"episode {row}"}
+            if self._format.label_key:
+                values[self._format.label_key] = ""
+            if self._format.metadata_key:
+                values[self._format.metadata_key] = {"episode": row}
+            yield RawRow(row, f"{self.text} row {row}", Cursor(row + 1), values)
 
 
 def _prompt(task: TaskSpec, question: str) -> str | list[dict[str, str]]:

@@ -130,7 +130,7 @@ def _training_rollout(
         return ReplayRollout(load, _conversion(context), subsample=subsample, report=_report(context))
     if hooks.rollout_function is not None:
         return _function_rollout(context, hooks.rollout_function, source, ledger)
-    eval_sets = [] if engine is None else [_eval_set(context, engine, spec) for spec in specs]
+    eval_sets = [] if engine is None else [build_eval_set(context, engine, spec) for spec in specs]
     if config.algo.loss_type == "sft_loss":
         return DemonstrationRollout(
             tokenizer=context.tokenizer,
@@ -257,7 +257,7 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         hooks=context.hooks,
         timeout_s=context.config.fault.generate_timeout,
         args=context.args,
-        vocab_size=vocabulary_size(context.model_dir),
+        vocab_size=context.vocab_size,
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
         load=context.load,
@@ -274,7 +274,7 @@ def _chat_format(context: RunContext) -> ChatFormat:
     return ChatFormat(context.tokenizer, **context.config.data.apply_chat_template_kwargs)
 
 
-def _eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
+def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
     """Read one evaluation set now, so that a bad file is an error at start-up."""
     data = context.config.data
     prompts = open_prompts(

@@ -14,7 +14,7 @@ import torch
 from furlong.config.args_view import Args
 from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
-from furlong.models.hf_model import context_length
+from furlong.models.hf_model import context_length, vocabulary_size
 from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
@@ -44,6 +44,7 @@ class RunContext:
     model_dir: Path
     tokenizer: Any
     context_len: int
+    vocab_size: int
     device: str
     dtype: torch.dtype
     dumps: RolloutDumps
@@ -67,6 +68,7 @@ class RunContext:
             model_dir=model_dir,
             tokenizer=read_tokenizer(model_dir, config.data.chat_template_path),
             context_len=context_length(model_dir),
+            vocab_size=vocabulary_size(model_dir),
             device=device,
             dtype=_training_dtype(config, device),
             dumps=RolloutDumps(config.debug.save_debug_rollout_data),

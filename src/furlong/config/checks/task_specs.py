@@ -19,6 +19,7 @@ from furlong.errors import ConfigError
 
 PREFIX = "reasoning-gym:"
 PACKAGE = "reasoning_gym"
+EPISODES = "episodes:"  # rows without content, for environments that make their own tasks
 DEFAULT_SIZE = 1_000
 MAX_WEIGHT = 1_000
 OWN_KEYS = ("size", "seed", "weight", "system_prompt")  # the others are options of the task
@@ -27,7 +28,17 @@ _FORM = f"write {PREFIX}NAME, {PREFIX}NAME?key=value&key=value, or several with 
 
 def is_task(path: str) -> bool:
     """Return whether `path` names procedural tasks and not a file."""
-    return path.startswith(PREFIX)
+    return path.startswith((PREFIX, EPISODES))
+
+
+def num_episodes(text: str) -> int | None:
+    """Return N of `episodes:N`, None for other tasks. Raises ConfigError if it is not a number of at least 1."""
+    if not text.startswith(EPISODES):
+        return None
+    count = text.removeprefix(EPISODES)
+    if not count.isdecimal() or not 1 <= int(count) <= 1 << 40:
+        raise ConfigError(f"{text}: {count!r} is not a whole number of at least 1; write {EPISODES}1000")
+    return int(count)
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,8 @@ def parse_tasks(text: str) -> TaskMixture:
 def tasks_problem(flag: str, path: str) -> str | None:
     """Return why `path` does not name procedural tasks; None if it does."""
     try:
-        parse_tasks(path)
+        if num_episodes(path) is None:
+            parse_tasks(path)
     except ConfigError as error:
         return f"{flag} {error}"
     return None

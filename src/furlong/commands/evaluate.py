@@ -1,0 +1,187 @@
+"""`furlong eval`: evaluate a model or an endpoint on data files, procedural tasks and environments."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from furlong.commands.output import command_parser, show
+from furlong.errors import ConfigError
+
+if TYPE_CHECKING:
+    from furlong.config.evaluation import EvalSpec
+    from furlong.config.sections import Config
+    from furlong.wiring.evaluation_parts import EndpointOptions
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_TASKS = 32  # of an environment without data
+SHOWN_EVERY = 10  # progress lines of a set
+# The evaluated model is not trained, so that flags of training have any valid value.
+_PRESET = {
+    "num_rollout": 0,
+    "debug_rollout_only": True,
+    "eval_interval": 1,
+    "rollout_batch_size": 1,
+    "advantage_estimator": "reinforce_plus_plus",
+    "normalize_advantages": True,
+}
+
+
+def evaluate(words: list[str]) -> int:
+    """Evaluate a model on data files, tasks (reasoning-gym:NAME), or environments (file.py:Class).
+
+    The model is --hf-checkpoint DIR, or --base-url URL with any OpenAI endpoint. Other flags are those of
+    `furlong train`: --rm-type, --custom-rm-path, --label-key, --eval-temperature, --eval-max-response-len, --max-turns.
+    """
+    targets = [*itertools.takewhile(lambda word: not word.startswith("-"), words)]
+    options, flags = _parser().parse_known_args(words[len(targets) :])
+    _check(options, len(targets))
+    results = [_evaluate(target, options, flags) for target in targets or [None]]
+    summaries = [summary for each in results for summary in each]
+    if options.json:
+        show(json.dumps({"sets": [summary.as_dict() for summary in summaries]}, indent=1))
+        return 0
+    from furlong.evals.eval_summary import table
+
+    show(table(summaries))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("eval", evaluate.__doc__)
+    parser.usage = "furlong eval [TARGET ...] (--hf-checkpoint DIR | --base-url URL) [options] [flags of furlong train]"
+    parser.add_argument("--base-url", metavar="URL", help="chat endpoint, such as http://127.0.0.1:30000/v1")
+    parser.add_argument("--model", default="default", help="name of the model at the endpoint (default: default)")
+    parser.add_argument(
+        "--api-key-env", default=KEY_VARIABLE, metavar="NAME", help=f"variable with the key (default: {KEY_VARIABLE})"
+    )
+    parser.add_argument("--extra-body", default="{}", metavar="JSON", help="fields added to each request")
+    parser.add_argument("-n", "--num-tasks", type=int, metavar="N", help="tasks of each set (default: all)")
+    parser.add_argument("-k", "--samples", type=int, default=1, metavar="K", help="samples of each task (default: 1)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of samples and episodes (default: 42)")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="tasks at one time (default: 32)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="records, JSONL (default: evals/NAME.jsonl)")
+    parser.add_argument("--resume", action="store_true", help="continue the evaluation in --output")
+    return parser
+
+
+def _check(options: argparse.Namespace, num_targets: int) -> None:
+    """Raise ConfigError with every wrong value of the command's own options."""
+    problems = [
+        f"{flag} is {value}; give a whole number of at least 1"
+        for flag, value in (
+            ("--num-tasks", options.num_tasks), ("--samples", options.samples), ("--concurrency", options.concurrency)
+        )
+        if value is not None and value < 1
+    ]  # fmt: skip
+    if num_targets > 1 and options.output is not None:
+        problems.append(f"--output {options.output} is one file, but there are {num_targets} sets; leave it out")
+    if options.base_url is not None and not re.match(r"https?://", options.base_url):
+        problems.append(f"--base-url {options.base_url} must begin with http:// or https://; it usually ends in /v1")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _evaluate(target: str | None, options: argparse.Namespace, flags: list[str]) -> Sequence[Any]:
+    from furlong.evals.eval_records import EvalFile
+    from furlong.evals.evaluator import run_evaluation
+    from furlong.wiring.evaluation_parts import build_evaluation
+
+    endpoint = _endpoint(options)
+    config, specs = _sets(target, options, flags, has_endpoint=endpoint is not None)
+    path = options.output or Path("evals") / f"{_file_name(specs[0].name)}.jsonl"
+    file = EvalFile(path, _header(config, specs, options), resume=options.resume)
+    built = build_evaluation(config, specs, endpoint)
+    summaries = asyncio.run(
+        run_evaluation(built, file, num_tasks=options.num_tasks, concurrency=options.concurrency, progress=_progress)
+    )
+    print(f"furlong eval: records in {path}", file=sys.stderr)
+    return summaries
+
+
+def _sets(
+    target: str | None, options: argparse.Namespace, flags: list[str], *, has_endpoint: bool
+) -> tuple[Config, list[EvalSpec]]:
+    """Parse the flags, with the set that `target` names. Raises ConfigError."""
+    from furlong.config.checks.environment_specs import parse_environments
+    from furlong.config.command_line import examine
+    from furlong.config.evaluation import eval_specs
+
+    words = list(flags)
+    is_environment = target is not None and not _is_data(target)
+    if is_environment:
+        words += ["--environment", str(target)]
+    preset = {**_PRESET, "n_samples_per_eval_prompt": options.samples, "rollout_seed": options.seed}
+    preset["max_concurrent_episodes"] = None
+    resolved, problems = examine(words, preset=preset)
+    config = resolved.config
+    data = target if target is not None and not is_environment else config.data.prompt_data
+    if data is None and config.session.environment:
+        data = f"episodes:{options.num_tasks or DEFAULT_TASKS}"
+    if data is None and not (config.eval.eval_prompt_data or config.eval.eval_config):
+        raise ConfigError("there is nothing to evaluate; give a data file, a task or an environment")
+    if data is not None:
+        named = parse_environments(config.session.environment)
+        name = named[0].name if named else _name(data)
+        resolved, problems = examine([*words, "--eval-prompt-data", name, data], preset=preset)
+    ignored = "--hf-checkpoint is missing" if has_endpoint else "\0"
+    if problems := [problem for problem in problems if not problem.startswith(ignored)]:
+        raise ConfigError(*problems)
+    return resolved.config, eval_specs(resolved.config)
+
+
+def _is_data(target: str) -> bool:
+    from furlong.config.checks.task_specs import is_task
+
+    file = target.partition("@[")[0]
+    return is_task(target) or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")
+
+
+def _name(data: str) -> str:
+    """Return a set's name: that of the file without suffix, or of the task."""
+    text = data.partition("?")[0].partition("@[")[0]
+    return _file_name(text.rpartition(":")[2] if ":" in text else Path(text).stem)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "eval"
+
+
+def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:
+    from furlong.wiring.evaluation_parts import EndpointOptions
+
+    if options.base_url is None:
+        return None
+    try:
+        extra: Any = json.loads(options.extra_body)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body {options.extra_body!r} is not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra-body {options.extra_body!r} is not a JSON object; write '{{\"key\": value}}'")
+    return EndpointOptions(options.base_url, options.model, os.environ.get(options.api_key_env), extra)
+
+
+def _header(config: Config, specs: Sequence[EvalSpec], options: argparse.Namespace) -> dict[str, Any]:
+    """Return what records depend on, besides the number of tasks."""
+    return {
+        "model": f"{options.base_url} {options.model}" if options.base_url else config.rollout.hf_checkpoint,
+        "sets": [[spec.name, spec.path] for spec in specs],
+        "environment": list(config.session.environment),
+        "samples": specs[0].n_samples_per_eval_prompt,
+        "seed": options.seed,
+        "temperature": specs[0].temperature,
+        "max_response_len": specs[0].max_response_len,
+    }
+
+
+def _progress(name: str, done: int, total: int) -> None:
+    if done in (0, total) or done * SHOWN_EVERY // total != (done - 1) * SHOWN_EVERY // total:
+        print(f"furlong eval: {name} {done}/{total} tasks", file=sys.stderr)

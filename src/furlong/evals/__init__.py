@@ -1,0 +1,1 @@
+"""Evaluation of models and endpoints outside of a run: `furlong eval`."""

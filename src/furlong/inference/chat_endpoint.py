@@ -1,0 +1,170 @@
+"""An engine in front of any OpenAI chat endpoint, for evaluation: it samples, and has no weights to update."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from furlong.core.text import redact_credentials
+from furlong.errors import ConfigError, EngineError, InfraError
+from furlong.inference.wire_chat import END, answer_text, conversation_of
+from furlong.interfaces import Completion, Engine, FinishReason, PauseMode, SamplingParams
+
+NO_LIMIT = 1 << 29  # max_new_tokens from here on is left to the endpoint
+ATTEMPTS = 5
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_FULL = ("context_length_exceeded", "maximum context length")  # in the error of a conversation that is too long
+_FINISH: dict[str, FinishReason] = {"length": "length", "max_tokens": "length"}
+
+
+@dataclass
+class Usage:
+    """Tokens of the requests of one session, as the endpoint counts them, and their number."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    requests: int = 0
+
+
+class ChatEndpoint(Engine):
+    """Completes prompts of `WireTokenizer` with `base_url`/chat/completions.
+
+    extra: fields added to each request. concurrency: of requests. Statuses of overload and lost connections are tried
+    again, then InfraError is raised; a refused key, model or field is a ConfigError.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        key: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        concurrency: int = 32,
+        timeout_s: float = 600.0,
+        first_wait_s: float = FIRST_WAIT_S,
+    ) -> None:
+        self.refusal: ConfigError | None = (
+            None  # the first request that the endpoint refused; further ones would be, too
+        )
+        self.usage: defaultdict[str, Usage] = defaultdict(Usage)
+        self._url, self._model, self._extra = base_url.rstrip("/"), model, dict(extra or {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s)
+        self._permits = asyncio.Semaphore(concurrency)
+        self._first_wait_s = first_wait_s
+
+    async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
+        """Complete a conversation. Raises InfraError, ConfigError, and EngineError for a reply without a message."""
+        messages, tools = conversation_of(prompt)
+        body = {"model": self._model, "messages": messages, **_fields(params), **self._extra}
+        if tools:
+            body["tools"] = tools
+        async with self._permits:
+            try:
+                reply = await self._post(body)
+            except ConfigError as error:
+                self.refusal = self.refusal or error
+                raise
+        if reply is None:
+            return Completion([], [], [], "length")
+        try:
+            choice: dict[str, Any] = reply["choices"][0]
+            message: dict[str, Any] = choice["message"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{self._where} answered without choices[0].message: {str(reply)[:300]}") from error
+        usage: Any = reply.get("usage") or {}
+        count = self.usage[session or ""]
+        count.prompt_tokens += int(usage.get("prompt_tokens") or 0)
+        count.completion_tokens += int(usage.get("completion_tokens") or 0)
+        count.requests += 1
+        reason = _FINISH.get(str(choice.get("finish_reason")), "stop")
+        text = answer_text(message)
+        tokens = list((text + (END if reason == "stop" else "")).encode("utf-8", "surrogatepass"))
+        return Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), reason, text)
+
+    @property
+    def _where(self) -> str:
+        return f"POST {redact_credentials(self._url)}/chat/completions"
+
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Send a request; again after failures that pass. Returns None if the conversation exceeds the context."""
+        problem, wait_s = "", self._first_wait_s
+        for attempt in range(ATTEMPTS):
+            try:
+                reply = await self._client.post(f"{self._url}/chat/completions", json=body)
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except httpx.InvalidURL as error:
+                raise ConfigError(f"--base-url {self._url} is not a URL: {error}") from error
+            else:
+                if reply.status_code == 200:
+                    return _decoded(reply, self._where)
+                problem = f"status {reply.status_code}: {reply.text[:300]}"
+                if any(sign in reply.text for sign in _FULL):
+                    return None
+                if reply.status_code not in _AGAIN:
+                    self._refuse(reply)
+            if attempt < ATTEMPTS - 1:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, MAX_WAIT_S)
+        raise InfraError(f"{self._where} failed {ATTEMPTS} times, the last time with {problem}")
+
+    def _refuse(self, reply: httpx.Response) -> None:
+        """Raise the error of a request that another attempt does not help."""
+        text = reply.text[:300]
+        fix = {
+            401: "set the key in the environment variable of --api-key-env",
+            403: "set the key in the environment variable of --api-key-env",
+            404: "check --base-url, which usually ends in /v1, and --model",
+        }.get(reply.status_code, "check --model, the sampling flags and --extra-body")
+        raise ConfigError(f"{self._where} answered {reply.status_code}: {text}; {fix}")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Do nothing: there are no weight updates."""
+
+    async def resume(self) -> None:
+        """Do nothing."""
+
+    async def abort(self, sessions: Collection[str]) -> None:
+        """Do nothing: requests end with the tasks that wait for them."""
+
+    async def load_weights(self, source: Any, version: int) -> dict[str, str]:
+        """Raise EngineError: an endpoint has no weights to load."""
+        del source, version
+        raise EngineError("a chat endpoint cannot load weights; train with --engine embedded or sglang")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the sampling parameters that differ from what endpoints do without them."""
+    fields: dict[str, Any] = {"temperature": params.temperature}
+    if params.top_p != 1.0:
+        fields["top_p"] = params.top_p
+    if params.top_k > 0:
+        fields["top_k"] = params.top_k
+    if params.min_p > 0:
+        fields["min_p"] = params.min_p
+    if params.max_new_tokens < NO_LIMIT:
+        fields["max_tokens"] = params.max_new_tokens
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.sampling_seed is not None:
+        fields["seed"] = params.sampling_seed % 2**31
+    return fields
+
+
+def _decoded(reply: httpx.Response, where: str) -> dict[str, Any]:
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise EngineError(f"{where} did not answer JSON: {reply.text[:200]!r}; check --base-url") from error

@@ -1,0 +1,133 @@
+"""`furlong eval` as its user runs it: a folder of weights and an endpoint, data and environments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.cli import main
+from furlong.core.addresses import host_and_port
+from runs import finish, free_ports, start
+
+pytestmark = pytest.mark.slow  # loads models
+
+ENVIRONMENT = """
+from furlong.environments import Step
+
+
+class Twice:
+    def reset(self, task, seed):
+        self.seed, self.rounds = seed, 0
+        return f"{seed % 10}+1="
+
+    def step(self, message):
+        self.rounds += 1
+        value = len(message["content"]) + self.seed % 7
+        return Step("again", reward=float(value % 2), done=self.rounds == 2, info={"episode": self.seed})
+"""
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    return sorted(rows, key=lambda row: (row["task"], row["sample"]))
+
+
+def values(path: Path) -> list[Any]:
+    """Return what does not depend on time or on how tokens are counted."""
+    return [[row[key] for key in ("task", "sample", "reward", "outcome", "turns", "info")] for row in records(path)]
+
+
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory):
+    (port,) = free_ports(1)
+    folder = tmp_path_factory.mktemp("served")
+    process = start(["serve", "--model-path", str(model), "--port", str(port)], folder)
+    try:
+        asyncio.run(_is_up(port))
+        yield f"http://{host_and_port('127.0.0.1', port)}/v1"
+    finally:
+        process.terminate()
+        finish(process)
+
+
+async def _is_up(port: int) -> None:
+    import httpx
+
+    async with httpx.AsyncClient() as client, asyncio.timeout(120):
+        while True:
+            try:
+                if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+def test_a_folder_and_an_endpoint_of_it_are_evaluated_alike(model, served, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "twice.py").write_text(ENVIRONMENT)
+    words = ["eval", f"{tmp_path}/twice.py:Twice", "-n", "3", "-k", "2", "--eval-max-response-len", "4"]
+    assert main([*words, "--hf-checkpoint", str(model), "-o", "folder.jsonl"]) == 0
+    assert main([*words, "--base-url", served, "-o", "endpoint.jsonl", "--json"]) == 0
+    out = capsys.readouterr().out
+    summary = json.loads(out[out.index("{") :])["sets"][0]
+    assert (summary["tasks"], summary["samples"], summary["turns"]) == (3, 6, 2.0)
+    assert len(values(Path("folder.jsonl"))) == 6
+    assert {row["turns"] for row in records(Path("endpoint.jsonl"))} == {2}
+    assert all(row["tokens"] <= 8 for row in records(Path("endpoint.jsonl")))
+
+
+def test_data_is_scored_and_resumed(model, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["eval", str(data), "--hf-checkpoint", str(model), "--label-key", "label", "--rm-type", "math"]
+    words += ["-k", "2", "--eval-max-response-len", "4", "-o", "sums.jsonl"]
+    assert main([*words, "-n", "3"]) == 0
+    before = Path("sums.jsonl").read_text()
+    assert main([*words, "-n", "5"]) == 2  # exists
+    assert main([*words, "-n", "5", "--resume"]) == 0
+    assert set(before.splitlines()) < set(Path("sums.jsonl").read_text().splitlines())
+    assert len(records(Path("sums.jsonl"))) == 10
+    assert "pass@2" in capsys.readouterr().out
+
+
+def test_an_agent_function_is_evaluated_and_a_wrong_url_ends_the_evaluation(
+    served, data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "solver.py").write_text(
+        "import httpx\n\n\n"
+        "async def solve(base_url, prompt, request_kwargs):\n"
+        "    body = {'messages': [{'role': 'user', 'content': prompt}], **request_kwargs}\n"
+        "    async with httpx.AsyncClient(timeout=60) as client:\n"
+        "        (await client.post(base_url + '/v1/chat/completions', json=body)).raise_for_status()\n"
+    )
+    words = ["eval", str(data), "--label-key", "label", "--rm-type", "math", "-n", "2", "--eval-max-response-len", "4"]
+    agent = ["--agent-function-path", f"{tmp_path}/solver.py:solve"]
+    assert main([*words, *agent, "--base-url", served, "-o", "agent.jsonl"]) == 0
+    assert [row["outcome"] for row in records(Path("agent.jsonl"))] == ["policy_limit"] * 2
+    assert main([*words, "--base-url", served + "x", "-o", "wrong.jsonl"]) == 2
+    assert "404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "nothing to evaluate"),
+        (["absent.jsonl"], "no file"),
+        (["absent.py:Thing"], "absent"),
+        (["episodes:0"], "episodes"),
+        (["episodes:3", "-k", "0"], "--samples"),
+        (["episodes:3", "--base-url", "host:1"], "http"),
+        (["episodes:3", "--base-url", "http://host", "--extra-body", "[1]"], "JSON object"),
+    ],
+)
+def test_wrong_commands_are_explained(words, text, model, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = [] if "--base-url" in words else ["--hf-checkpoint", str(model)]
+    assert main(["eval", *words, "--rm-type", "random", *more]) == 2
+    assert text in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
