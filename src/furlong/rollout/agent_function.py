@@ -18,6 +18,7 @@ from furlong.core.sample import Sample
 from furlong.core.user_code import is_async
 from furlong.errors import RolloutError
 from furlong.rollout.agent import policy
+from furlong.rollout.episode_limits import SILENT
 from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 
 RESULT = "agent_result"  # sample metadata: what the agent returned
@@ -51,6 +52,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         result = await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
     record_result(sample, result)
     if not policy().session_tree.tree.nodes:
+        sample.metadata[SILENT] = True
         raise RolloutError(
             f"the agent of sample {sample.index} ended without an answer of the policy; let it call "
             f"{'base_url' if args.agent_function_path else 'OPENAI_BASE_URL'}"

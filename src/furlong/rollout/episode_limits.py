@@ -17,6 +17,7 @@ Limit = Literal["turns", "tokens", "turn_time", "tool_time", "episode_time"]
 
 LIMIT = "episode_limit"  # metadata of a sample: the limit that ended its episode
 REISSUED = "episode_reissued"  # metadata of a sample: why its episode was started a second time
+SILENT = "ended_without_an_answer"  # metadata of a sample: its agent never asked the policy
 
 
 class EpisodeLimitError(Exception):

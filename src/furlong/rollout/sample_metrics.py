@@ -22,7 +22,7 @@ from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
-from furlong.rollout.episode_limits import LIMIT, REISSUED
+from furlong.rollout.episode_limits import LIMIT, REISSUED, SILENT
 from furlong.rollout.roles import by_role, role_metrics, role_of
 from furlong.sessions.samples import EPISODE
 
@@ -95,6 +95,9 @@ def _episodes(samples: Sequence[Sample]) -> Metrics:
         f"session/{name}": mean(sum(episode[name] for episode in episodes) / count, count)
         for name in ("leaves", "turns", "prefix_kept_frac")
     }
+    if continued := sum(episode["continued"] for episode in episodes):
+        edited = sum(episode["branches"].get("edited", 0) for episode in episodes)
+        metrics["session/forked_frac"] = mean(edited / continued, continued)
     metrics["rollout/episode_versions"] = mean(sum(episode["versions"] for episode in episodes) / count, count)
     for name, key in (("branches", "session/branch_reason"), ("counts", "session")):
         totals: Counter[str] = Counter()
@@ -277,6 +280,7 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
             counts["rollout/episodes/agent_error" if limit == "tool_time" else "rollout/episodes/policy_limit"] += 1
         elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
             counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
+        counts["rollout/episodes/silent"] += SILENT in s.metadata
         counts["rollout/episodes/reissued"] += REISSUED in s.metadata
     return {name: total(n) for name, n in sorted(counts.items()) if n}
 

@@ -81,6 +81,7 @@ def _counts(session: Session, num_leaves: int) -> dict[str, Any]:
         "turns": len(nodes),
         "prefix_kept_frac": num_attached / num_read if num_read else 0.0,
         "versions": len(versions),
+        "continued": max(len(nodes) - 1, 0),
         "branches": dict(session.tree.branch_reasons),
         "counts": {name: count for name, count in session.counts.items() if count},
     }

@@ -171,6 +171,8 @@ class Session:
         """Answer token ids; the reply's text is not parsed. Raises FullContextError and EndedError."""
         self._check_open()
         parent = self.tree.longest_prefix(ids, role)
+        if self._is_encoded_again(parent, ids, role):
+            self.counts["retokenised"] += 1
         if parent is None and any(node.role == role for node in self.tree.nodes):
             self.tree.branch_reasons["edited"] += 1
         elif parent is not None and parent.num_children:
@@ -178,6 +180,13 @@ class Session:
         node = await self._sample(_Prompt(parent, list(ids), ""), params, request=None, role=role)
         self.tree.commit(node)
         return _reply(node, {"role": "assistant", "content": node.completion.text})
+
+    def _is_encoded_again(self, parent: TreeNode | None, ids: Sequence[int], role: str) -> bool:
+        """Return whether the text of `ids` continues the role's latest answer, and the ids do not."""
+        latest = next((node for node in reversed(self.tree.nodes) if node.role == role), None)
+        if latest is None or latest is parent:
+            return False
+        return self.chat_format.decode(list(ids)).startswith(self.chat_format.decode(latest.ids()))
 
     async def count_tokens(
         self,

@@ -113,6 +113,7 @@ class SessionTree:
         self.nodes: list[TreeNode] = []
         self.branch_reasons: Counter[BranchReason] = Counter()
         self._by_hash: dict[str, list[TreeNode]] = {}  # nodes by their messages, with tools and template kwargs
+        self._replies: set[str] = set()  # keys of answers
         self._seen: dict[str, int] = {}  # prefixes of requests and answers, without tools -> messages of the longest
 
     def request(self, messages: Sequence[Message], root: str) -> ChatRequest:
@@ -159,6 +160,7 @@ class SessionTree:
         if request is None or node.reply is None:
             return
         key = self._key(node.reply)
+        self._replies.add(key)
         self._by_hash.setdefault(link(request.hashes[-1], key), []).append(node)
         prefixes = chain("", [*request.keys, key])[1:]
         for prefix in prefixes:
@@ -182,7 +184,7 @@ class SessionTree:
         prefixes = chain("", request.keys)[1:]
         shared = [self._seen[prefix] for prefix in prefixes if prefix in self._seen]
         if not shared:
-            return "subagent"
+            return "subagent" if self._replies.isdisjoint(request.keys) else "edited"
         if len(shared) == len(prefixes):
             return "retry" if self.siblings(request, parent) else "tools"
         return "compacted" if len(prefixes) + 1 < shared[-1] else "edited"

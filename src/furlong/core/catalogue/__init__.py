@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.core.catalogue import run_rows, setup_rows, training_rows
+from furlong.core.catalogue import agent_rows, run_rows, setup_rows, training_rows
 from furlong.core.catalogue.row import MOMENTS, NO_EFFECT, SEVERITIES, Diagnosis, Problem, Row, Severity
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
@@ -40,7 +40,9 @@ __all__ = [
     "most_severe_first",
 ]
 
-CATALOGUE: dict[str, Row] = {row.id: row for table in (setup_rows, training_rows, run_rows) for row in table.ROWS}
+CATALOGUE: dict[str, Row] = {
+    row.id: row for table in (setup_rows, training_rows, agent_rows, run_rows) for row in table.ROWS
+}
 
 
 def diagnosis(

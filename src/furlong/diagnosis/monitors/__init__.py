@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from furlong.diagnosis.monitors import agent_monitors as agents
 from furlong.diagnosis.monitors import machine_monitors as machines
 from furlong.diagnosis.monitors import numeric_monitors as numbers
 from furlong.diagnosis.monitors import rollout_monitors as rollouts
@@ -24,6 +25,13 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("ASYNC01", numbers.policy_drift, again=2),
     StepMonitor("TOOL01", rollouts.tool_output, again=5),
     StepMonitor("TOOL02", rollouts.full_context, again=2),
+    StepMonitor("AGT01", agents.encoded_again, again=5),
+    StepMonitor("AGT02", agents.forks, again=2),
+    StepMonitor("AGT03", agents.rewritten_history, again=5),
+    StepMonitor("AGT04", agents.prefix_hits, again=1.5),
+    StepMonitor("AGT05", rollouts.blocking_environment, again=1.5),
+    StepMonitor("AGT06", agents.lost_sandboxes, again=2),
+    StepMonitor("AGT07", agents.silent_agents, again=5),
     StepMonitor("ENG04", machines.uneven_load, again=2),
     StepMonitor("SYNC01", machines.slow_weight_update, again=2),
     StepMonitor("MEM03", machines.retained_memory, again=1.5),

@@ -302,6 +302,7 @@ def failed_rewards(now: StepContext) -> Alert | None:
 def failed_generation(now: StepContext) -> Alert | None:
     """HOOK01: samples that were not generated because a custom generate function raised or took too long."""
     failed, timed_out, share = _failures(now, "generate")
+    failed -= now.row.get("rollout/episodes/silent", 0.0)  # AGT07
     if not failed + timed_out:
         return None
     return now.alert(
@@ -322,13 +323,26 @@ def failed_generation(now: StepContext) -> Alert | None:
 
 def blocking_generation(now: StepContext) -> Alert | None:
     """HOOK02: the share of a rollout during which a generate function blocked the event loop."""
+    if now.facts.config.session.environment:
+        return None
+    return _blocking(now, "HOOK02", "--custom-generate-function-path")
+
+
+def blocking_environment(now: StepContext) -> Alert | None:
+    """AGT05: the share of a rollout during which an environment blocked the event loop."""
+    if not now.facts.config.session.environment:
+        return None
+    return _blocking(now, "AGT05", f"--environment {now.facts.config.session.environment[0]}")
+
+
+def _blocking(now: StepContext, id: str, what: str) -> Alert | None:
     blocked, whole = now.row.get("perf/generate_held_time", 0.0), now.row.get("perf/rollout_time", 0.0)
     if blocked < BLOCKED_LEAST_S or blocked < BLOCKED_SHARE * whole:
         return None
     share = min(blocked / whole, 1.0)
     return now.alert(
-        "HOOK02",
-        f"--custom-generate-function-path blocked the event loop for {blocked:.3g} s of the "
+        id,
+        f"{what} blocked the event loop for {blocked:.3g} s of the "
         f"rollout's {whole:.3g} s ({share:.0%}); other samples and requests waited",
         evidence={"held_s": blocked, "rollout_s": whole},
         level=share,

@@ -1,0 +1,97 @@
+"""Monitors of agents: their histories, conversations, prefix hits and sandboxes."""
+
+from __future__ import annotations
+
+from furlong.diagnosis.monitors.monitor import Alert, StepContext
+
+FORKED = 0.25  # of the turns after the first; agents that compact their history fork now and then
+PREFIX_HITS, PREFIX_ROWS = 0.5, 3  # fraction below which, in each of these steps, repeated prompts were computed again
+LOST, LOST_LEAST = 0.01, 2  # of the samples, and at least: one sandbox may fail
+SILENT_WARNING = 0.01  # of the samples
+
+
+def encoded_again(now: StepContext) -> Alert | None:
+    """AGT01: agents that send token ids of text that they decoded before."""
+    turns = now.row.get("session/retokenised", 0.0)
+    if not turns:
+        return None
+    return now.alert(
+        "AGT01",
+        f"in {turns:.0f} requests the ids of earlier answers are not those that were sampled, although their text is "
+        "the same; each began a branch",
+        evidence={"requests": turns},
+        level=turns,
+    )
+
+
+def forks(now: StepContext) -> Alert | None:
+    """AGT02: conversations whose earlier messages change."""
+    share, leaves = now.row.get("session/forked_frac", 0.0), now.row.get("session/leaves", 1.0)
+    if share < FORKED or now.row.get("session/retokenised", 0.0):
+        return None
+    return now.alert(
+        "AGT02",
+        f"{share:.0%} of the turns after the first repeat their conversation with changed messages; an episode has "
+        f"{leaves:.1f} samples on average",
+        evidence={"share": share, "leaves": leaves},
+        level=share,
+    )
+
+
+def rewritten_history(now: StepContext) -> Alert | None:
+    """AGT03: a template that renders the messages of a conversation otherwise than before."""
+    turns = now.row.get("session/branch_reason/stripped", 0.0)
+    if not turns or now.facts.config.session.session_history != "keep":
+        return None
+    return now.alert(
+        "AGT03",
+        f"{turns:.0f} turns continue a conversation whose text the chat template renders differently now; each began "
+        "a branch",
+        evidence={"turns": turns, "leaves": now.row.get("session/leaves")},
+        level=turns,
+    )
+
+
+def prefix_hits(now: StepContext) -> Alert | None:
+    """AGT04: prompts that turns repeat are computed again."""
+    shares = now.recent("rollout/prefix_cache_hit_frac", PREFIX_ROWS)
+    if len(shares) < PREFIX_ROWS or max(shares) >= PREFIX_HITS:
+        return None
+    return now.alert(
+        "AGT04",
+        f"of the prompt tokens that turns repeat, the engine had {shares[-1]:.0%} cached "
+        f"(at most {max(shares):.0%} in the last {PREFIX_ROWS} steps)",
+        evidence={"hits": shares[-1], "best": max(shares)},
+        level=1 - shares[-1],
+    )
+
+
+def lost_sandboxes(now: StepContext) -> Alert | None:
+    """AGT06: episodes that InfraError ended or started over."""
+    reissued, lost = (now.row.get(f"rollout/episodes/{name}", 0.0) for name in ("reissued", "infra"))
+    share = reissued / max(now.facts.num_samples, 1)  # those that are lost were started over, too
+    if reissued < LOST_LEAST or share < LOST:
+        return None
+    return now.alert(
+        "AGT06",
+        f"{reissued:.0f} of about {now.facts.num_samples} episodes lost a sandbox or server and were started over; "
+        f"{lost:.0f} of them lost it again and are left out of the batch",
+        evidence={"reissued": reissued, "lost": lost, "share": share},
+        level=share,
+    )
+
+
+def silent_agents(now: StepContext) -> Alert | None:
+    """AGT07: agents that ended without an answer of the policy."""
+    silent = now.row.get("rollout/episodes/silent", 0.0)
+    share = silent / max(now.facts.num_samples, 1)
+    if not silent:
+        return None
+    return now.alert(
+        "AGT07",
+        f"{silent:.0f} of about {now.facts.num_samples} agents ended without an answer of the policy; their samples "
+        "are left out of the batch",
+        severity="warning" if share >= SILENT_WARNING else "info",
+        evidence={"silent": silent, "share": share},
+        level=share,
+    )
