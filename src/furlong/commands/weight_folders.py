@@ -78,7 +78,9 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     if dist is None:
         if model is not None:
             raise ConfigError(f"--hf-checkpoint has no effect: {folder} is not a Megatron-LM checkpoint; remove it")
-        return check_weights(folder, with_values=with_values)
+        findings = check_weights(folder, with_values=with_values)
+        is_model = (folder / "config.json").is_file() and not any(each.severity == "error" for each in findings)
+        return [*findings, *_misfits(folder)] if is_model else findings
     findings = check_dist(dist, with_values=with_values)
     if model is None or any(finding.severity == "error" for finding in findings):
         return findings
@@ -88,6 +90,17 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
     except CheckpointError as error:
         remedy = "give the Hugging Face model that was saved"
         return [*findings, diagnosis("CKPT04", str(error), cause="The two are different models.", remedy=remedy)]
+
+
+def _misfits(folder: Path) -> list[Diagnosis]:
+    """Return what the weights of a Hugging Face folder lack, by its config.json."""
+    from furlong.diagnosis.preflight.weight_checks import folder_shapes
+
+    try:
+        return folder_shapes(folder)
+    except ConfigError as error:  # a quantization that furlong does not read: the files may still be complete
+        problem, _, remedy = str(error).rpartition("; ")
+        return [diagnosis("QNT03", problem or str(error), remedy=remedy, severity="warning")]
 
 
 def _conversion() -> Any:

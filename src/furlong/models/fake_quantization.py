@@ -112,7 +112,7 @@ def _reading_rounded(kind: type[nn.Module], name: str) -> type[nn.Module]:
     """Return a subclass whose attribute `name` is the rounded parameter."""
 
     def read(self: nn.Module) -> Tensor:
-        parameter = cast("Tensor", self._parameters[name])
+        parameter = cast("Tensor", self._parameters[name])  # pyright: ignore[reportPrivateUsage]
         if isinstance(parameter, DTensor):  # a shard outside of the forward pass, which FSDP itself reads
             return parameter
         return cast("Tensor", _StraightThrough.apply(parameter, self.__dict__[_ROUNDING][name]))

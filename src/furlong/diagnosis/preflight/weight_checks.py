@@ -93,7 +93,8 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
             found = list(quantization(each.model))
             yield from found
             whole, problem = _quantized(context, each, dtypes, shapes)
-            if problem:
+            is_named = "are missing:" in problem and any(finding.id == "QNT02" for finding in found)
+            if problem and not is_named:
                 yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
             if problem or found or whole is None:
                 continue
@@ -152,6 +153,20 @@ def _is_loaded(context: PreflightContext) -> bool:
     return not context.config.debug.debug_rollout_only or context.config.cluster.engine == "embedded"
 
 
+def folder_shapes(folder: Path) -> list[Diagnosis]:
+    """Compare the tensors of a Hugging Face folder, quantized or not, with config.json, as the run does.
+
+    Raises ConfigError and CheckpointError for a folder that cannot be read, or whose quantization is not supported.
+    """
+    with import_without_gc("furlong.models.quantized_folder"):
+        from furlong.models.quantized_folder import scheme_of  # imports torch
+
+    model = read_model(folder)
+    scheme = scheme_of(folder, model.config, {name: tensor.dtype for name, tensor in model.tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+    return list(_shapes("", model, shapes if scheme is None else scheme.whole_shapes(shapes)))
+
+
 def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnosis]:
     """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model.
 
@@ -165,7 +180,7 @@ def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]
     try:
         missing, shapes = misfits(model.folder, stored)
     except ConfigError as error:
-        yield from_problem(f"{flag}: {error}", {"folder": str(model.folder)}, "CKPT07")
+        yield from_problem(f"{flag}: {error}" if flag else str(error), {"folder": str(model.folder)}, "CKPT07")
         return
     other = [f"{name} is {list(actual)}, expected {list(needed)}" for name, (actual, needed) in shapes.items()]
     parts = [f"{len(missing)} tensors are missing: {abbreviate(missing, SHOWN)}"] if missing else []
@@ -173,7 +188,7 @@ def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]
     if parts:
         yield diagnosis(
             "CKPT04",
-            f"{flag} {model.folder}: the weights do not fit config.json: {'; '.join(parts)}",
+            f"{flag} {model.folder}".lstrip() + f": the weights do not fit config.json: {'; '.join(parts)}",
             cause="config.json was edited or belongs to another model, or a conversion left tensors out.",
             remedy=f"use the config.json that belongs to these weights, or download {model.folder} again",
             evidence={"folder": str(model.folder), "missing": missing[:SHOWN], "shapes": other[:SHOWN]},
