@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": INTERFACES
     | {"algo", "data", "rewards", "models", "inference", "training", "weight_sync", "sglang_layout"}
     | {"tracking", "rollout", "machine", "tools"},
+    "view": INTERFACES | {"data", "tracking", "tools"},
     "loop": INTERFACES,
     "cluster": INTERFACES | {"training", "inference", "weight_sync", "machine"},
 }

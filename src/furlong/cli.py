@@ -49,6 +49,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "env": Command("compare installed versions with the tested ones", "furlong.commands.doctor:env"),
     },
     "inspect a run": {
+        "view": Command("show runs on a local web page, or write it to a file", "furlong.commands.view_run:view"),
         "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor:doctor"),
         "report": Command("summarize runs and audit their prompt groups", "furlong.commands.inspect_run:report"),
         "diff": Command("find the first value in which two runs differ", "furlong.commands.inspect_run:diff"),

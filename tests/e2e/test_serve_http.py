@@ -17,9 +17,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from fakes_engine import reference_log_probs, tiny_engine, tiny_model
+from furlong.core.addresses import bound_socket
 from furlong.core.weights import checksum
 from furlong.errors import EngineError
-from furlong.inference.server.http_server import bound_socket, running_server
+from furlong.inference.server.http_server import running_server
 from furlong.models.tokenizer import build_tokenizer
 
 CONFIG, MODEL = tiny_model("qwen2")

@@ -26,9 +26,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fakes_engine import tiny_engine, tiny_model
+from furlong.core.addresses import bound_socket
 from furlong.core.weights import WeightSource
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.server.http_server import bound_socket, running_server
+from furlong.inference.server.http_server import running_server
 from furlong.inference.server.limits import ServerLimits
 from furlong.inference.sglang.client import probe
 from furlong.inference.sglang.http_engine import HttpEngine

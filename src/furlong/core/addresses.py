@@ -9,6 +9,8 @@ import socket
 from ipaddress import ip_address
 from typing import Any
 
+from furlong.errors import EngineError
+
 
 def host_and_port(host: str, port: int) -> str:
     """Join a host and a port.
@@ -54,3 +56,20 @@ def socket_for(host: str, port: int = 0, kind: int = socket.SOCK_STREAM) -> tupl
     host = host.removeprefix("[").removesuffix("]")
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=kind)[0]
     return socket.socket(family, kind, protocol), address
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket; port 0 chooses a free one. Raises EngineError if the address cannot be bound."""
+    listener: socket.socket | None = None
+    try:
+        # asyncio sets TCP_NODELAY only if the protocol is explicit, as it is here; otherwise replies wait for an ACK.
+        listener, address = socket_for(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise EngineError(
+            f"cannot listen on {host_and_port(host, port)}: {error}; choose another --port, or 0 for a free one"
+        ) from error
+    return listener

@@ -107,12 +107,29 @@ def audit(path: Path | str, *, finished: bool = False, lag: int = 8) -> Audit:
         for number, event in _events(path, alive, result):
             replay.apply(number, event)
     except OSError as error:
-        raise DataError(
-            f"the ledger {path} cannot be read: {error.strerror or error}; fix its permissions, or restore it from an "
-            "intact copy"
-        ) from error
+        raise _unreadable(path, error) from error
     replay.finish(finished=finished, lag=lag)
     return result
+
+
+def living_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a ledger that no resume rolled back, without damaged lines.
+
+    Raises DataError if it cannot be read.
+    """
+    scratch = Audit(str(path))
+    try:
+        for _, event in _events(path, _alive(path, scratch), scratch):
+            yield event
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the ledger {path} cannot be read: {error.strerror or error}; fix its permissions, or restore it from an "
+        "intact copy"
+    )
 
 
 def _alive(path: Path, result: Audit) -> list[tuple[int, int]]:

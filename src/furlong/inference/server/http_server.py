@@ -12,7 +12,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from furlong.core.addresses import host_and_port, is_loopback, socket_for
+from furlong.core.addresses import bound_socket, host_and_port, is_loopback
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
@@ -37,23 +36,6 @@ logger = logging.getLogger(__name__)
 EXIT_S = 4.5  # from a signal to the end of the process, at the latest
 ABORT_S = 1.0  # for running requests to be aborted
 IDLE_S = 1.0  # between two checks whether the server is idle
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket; port 0 chooses a free one. Raises EngineError if the address cannot be bound."""
-    listener: socket.socket | None = None
-    try:
-        # asyncio sets TCP_NODELAY only if the protocol is explicit, as it is here; otherwise replies wait for an ACK.
-        listener, address = socket_for(host, port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise EngineError(
-            f"cannot listen on {host_and_port(host, port)}: {error}; choose another --port, or 0 for a free one"
-        ) from error
-    return listener
 
 
 @contextlib.asynccontextmanager

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 from typing import Any
 
-from furlong.core.addresses import host_and_port
+from furlong.core.addresses import bound_socket, host_and_port
 from furlong.errors import EngineError
 from furlong.inference.server.connections import build_server
-from furlong.inference.server.http_server import bound_socket
 from furlong.inference.server.limits import Counts
 
 BACKLOG = 2048  # connections that wait to be accepted

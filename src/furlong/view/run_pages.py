@@ -1,0 +1,113 @@
+"""The answers of the run page, by name: the same for the server and for a file of `--export`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from furlong.config.flag_spec import flag_specs
+from furlong.config.sections import Config
+from furlong.errors import DataError
+from furlong.tracking.run_files import CONFIG
+from furlong.view.group_flow import GroupFlow
+from furlong.view.run_reader import RunReader
+from furlong.view.sample_index import SampleIndex
+from furlong.view.sample_page import SamplePages
+from furlong.view.timeline import timeline
+
+Parameters = Mapping[str, str]
+
+
+class RunPages:
+    """Everything that the page shows of one run. Answers are JSON-able; parameters are texts of a query string.
+
+    Raises DataError for a parameter that is not what it should be, and for files that cannot be read.
+    """
+
+    def __init__(self, run: RunReader, *, cache: Path | None = None) -> None:
+        self.run = run
+        self.samples = SampleIndex(run.folder, run.flags, cache=cache)
+        self._groups = GroupFlow(run.folder / "ledger.jsonl")
+        self._single = SamplePages(run.folder, run.flags)
+        self.kinds: Mapping[str, Callable[[Parameters], Any]] = {
+            "metrics": self._metrics,
+            "findings": lambda _: self.run.findings(),
+            "sample_facts": lambda _: self.samples.facts(),
+            "samples": self._samples,
+            "sample": self._sample,
+            "flow": lambda _: self._groups.flow(),
+            "groups": self._group_page,
+            "config": lambda _: self.config(),
+            "timeline": self._timeline,
+        }
+
+    def answer(self, kind: str, parameters: Parameters) -> Any:
+        """Return the answer of this kind. Raises KeyError for an unknown kind."""
+        return self.kinds[kind](parameters)
+
+    def _metrics(self, parameters: Parameters) -> Any:
+        names = parameters.get("names")
+        return self.run.metrics(names.split(",") if names else None, after=_whole(parameters, "after", -1))
+
+    def _samples(self, parameters: Parameters) -> Any:
+        filters: dict[str, Any] = {
+            name: parameters[name] for name in ("status", "set", "text", "order") if parameters.get(name)
+        }
+        filters |= {name: _whole(parameters, name) for name in ("step", "group", "index") if parameters.get(name)}
+        filters |= {name: _number(parameters, name) for name in ("reward_min", "reward_max") if parameters.get(name)}
+        return self.samples.page(filters, offset=_whole(parameters, "offset", 0))
+
+    def _sample(self, parameters: Parameters) -> Any:
+        file = self.samples.file_named(parameters.get("file", ""))
+        if file is None:
+            raise DataError(f"no dump {parameters.get('file')!r} in {self.run.folder}; reload the page")
+        return self._single.sample(file, _whole(parameters, "pos", 0))
+
+    def _group_page(self, parameters: Parameters) -> Any:
+        group = _whole(parameters, "group") if parameters.get("group") else None
+        return self._groups.page(
+            state=parameters.get("state", ""),
+            reason=parameters.get("reason", ""),
+            group=group,
+            offset=_whole(parameters, "offset", 0),
+        )
+
+    def _timeline(self, parameters: Parameters) -> Any:
+        return timeline(self.run, _whole(parameters, "first", -1), _whole(parameters, "last", -1))
+
+    def config(self) -> dict[str, Any]:
+        """Return the flags by section: [flag, value, source, help]."""
+        content = json.loads((self.run.folder / CONFIG).read_text(encoding="utf-8"))
+        sources: Mapping[str, str] = content.get("sources") or {}
+        specs = {spec.field: spec for spec in flag_specs(Config).values()}
+        return {
+            section: [
+                {
+                    "flag": specs[field].flag if field in specs else f"--{field.replace('_', '-')}",
+                    "value": value,
+                    "source": sources.get(field, "default"),
+                    "help": specs[field].help if field in specs else "",
+                }
+                for field, value in flags.items()
+            ]
+            for section, flags in self.run.sections.items()
+        }
+
+
+def _whole(parameters: Parameters, name: str, default: int | None = None) -> int:
+    text = parameters.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(str(text))
+    except ValueError:
+        raise DataError(f"{name}={text!r} is not a whole number; give one") from None
+
+
+def _number(parameters: Parameters, name: str) -> float:
+    try:
+        return float(parameters[name])
+    except ValueError:
+        raise DataError(f"{name}={parameters[name]!r} is not a number; give one") from None

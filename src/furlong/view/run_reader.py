@@ -1,0 +1,207 @@
+"""Reads the records of one run incrementally: steps as columns, events, and whether the run is in progress."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from furlong.core.catalogue import CATALOGUE
+from furlong.core.files import is_locked
+from furlong.errors import ConfigError, DataError
+from furlong.tracking.event_fields import is_event, is_step
+from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, JsonRow, read_sections
+
+ENDS = {"end": "finished", "failed": "failed", "stopped": "stopped"}
+DIGITS = 7  # significant digits of a value on the page
+
+
+class TailedFile:
+    """The valid rows of a JSONL file that grows. A file that was replaced or truncated is read again from its start."""
+
+    def __init__(self, path: Path, is_valid: Callable[[JsonRow], bool]) -> None:
+        self.path = path
+        self._is_valid = is_valid
+        self._inode, self._offset = -1, 0
+
+    def new_rows(self) -> tuple[list[JsonRow], bool]:
+        """Return the complete rows since the last call, and whether they replace all earlier ones.
+
+        Raises DataError if the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                is_new = status.st_ino != self._inode or status.st_size < self._offset
+                if is_new:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            was_there, self._inode, self._offset = self._inode != -1, -1, 0
+            return [], was_there
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error.strerror or error}; fix its permissions, or copy the run again"
+            ) from error
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [row for line in complete.splitlines() if (row := self._row(line)) is not None], is_new
+
+    def _row(self, line: bytes) -> JsonRow | None:
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return None
+        return row if isinstance(row, dict) and self._is_valid(row) else None
+
+
+class RunReader:
+    """The records of a run in a folder. Thread-safe; `refresh` reads what was added since.
+
+    Raises ConfigError if the folder has no readable `config.json` of a run.
+    """
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self.folder, self.name = folder, name or folder.resolve().name
+        self.sections = read_sections(folder)
+        self._lock = threading.Lock()
+        self._metrics = TailedFile(folder / METRICS, lambda row: type(row.get("step")) is int and is_step(row))
+        self._events = TailedFile(folder / EVENTS, lambda row: isinstance(row.get("event"), str) and is_event(row))
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self.events: list[JsonRow] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the rows that were added since the last call."""
+        with self._lock:
+            rows, is_new = self._metrics.new_rows()
+            if is_new:
+                self._steps, self._columns = array("q"), {}
+            self._add(rows)
+            events, is_new = self._events.new_rows()
+            self.events = events if is_new else self.events + events
+
+    def _add(self, rows: Iterable[JsonRow]) -> None:
+        for row in rows:
+            num_before = len(self._steps)
+            self._steps.append(row["step"])
+            for name, value in row.items():
+                if name == "step":
+                    continue
+                column = self._columns.get(name)
+                if column is None:
+                    column = self._columns[name] = array("d", [math.nan]) * num_before
+                column.append(math.nan if value is None else value)
+            for column in self._columns.values():
+                if len(column) == num_before:
+                    column.append(math.nan)
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Number of steps and of events: another value means something new to show."""
+        return len(self._steps), len(self.events)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags by field."""
+        return {name: value for flags in self.sections.values() for name, value in flags.items()}
+
+    def state(self) -> str:
+        """Return running, finished, failed, stopped, or killed: started, without an end or a process."""
+        for event in reversed(self.events):
+            if event["event"] in ENDS:
+                return ENDS[event["event"]]
+            if event["event"] == "start":
+                break
+        return "running" if is_locked(self.folder / RUN_LOG) else "killed"
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the head of the page shows."""
+        with self._lock:
+            return {
+                "name": self.name,
+                "folder": str(self.folder),
+                "state": self.state(),
+                "num_rollout": self.flags.get("num_rollout"),
+                "last_step": self._steps[-1] if self._steps else 0,
+                "metrics": sorted(self._columns),
+            }
+
+    def metrics(self, names: Iterable[str] | None = None, *, after: int = -1, most: int | None = None) -> Any:
+        """Return {"steps": [...], "columns": {name: [...]}} of steps above `after`; unmeasured values are None.
+
+        names: the metrics, all by default. most: number of steps, of which equally spaced ones are returned.
+        """
+        with self._lock:
+            chosen = [i for i, step in enumerate(self._steps) if step > after]
+            if most is not None and len(chosen) > most:
+                chosen = [chosen[round(i * (len(chosen) - 1) / (most - 1))] for i in range(most)]
+            wanted = self._columns if names is None else [name for name in names if name in self._columns]
+            columns = {name: [_shown(self._columns[name][i]) for i in chosen] for name in wanted}
+            return {"steps": [self._steps[i] for i in chosen], "columns": columns}
+
+    def findings(self) -> dict[str, Any]:
+        """Return the diagnoses, each once with its steps and explanation, and the other events worth showing."""
+        diagnoses: dict[str, dict[str, Any]] = {}
+        others: list[JsonRow] = []
+        for event in self.events:
+            if event["event"] == "diagnosis":
+                _add_diagnosis(diagnoses, event)
+            elif event["event"] not in QUIET:
+                others.append(event)
+        return {"diagnoses": list(diagnoses.values()), "events": others[-200:]}
+
+
+QUIET = frozenset(("step", "weight_update_started", "weight_update", "weights_compared", "ranks_timed"))
+
+
+def _add_diagnosis(diagnoses: dict[str, dict[str, Any]], event: Mapping[str, Any]) -> None:
+    known = diagnoses.get(event["id"])
+    if known is None:
+        row = CATALOGUE.get(event["id"])
+        known = {name: event[name] for name in ("id", "severity", "finding", "cause", "remedy")}
+        known |= {} if row is None else {"title": row.title, "symptom": row.symptom, "checked": row.checked}
+        known |= {"count": 0, "steps": []}
+        diagnoses[event["id"]] = known
+    known["count"] += 1
+    if event.get("step") is not None and len(known["steps"]) < 20:
+        known["steps"].append(event["step"])
+
+
+def _shown(value: float) -> float | None:
+    """Return a value with `DIGITS` significant digits, None if it was not measured or is not finite."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def open_runs(folders: Iterable[Path]) -> list[RunReader]:
+    """Open runs; equal names get the number of the run. Raises ConfigError with every folder that is not a run."""
+    runs: list[RunReader] = []
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            runs.append(RunReader(folder))
+        except ConfigError as error:
+            problems += _with_runs_below(folder, error)
+    if problems:
+        raise ConfigError(*problems)
+    names = [run.name for run in runs]
+    for number, run in enumerate(runs, 1):
+        if names.count(run.name) > 1:
+            run.name = f"{run.name} ({number})"
+    return runs
+
+
+def _with_runs_below(folder: Path, error: ConfigError) -> list[str]:
+    below = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if not below:
+        return list(map(str, error.problems))
+    fix = f"give {folder}/*/ or one of them, such as {below[0]}"
+    return [f"{folder}: no {CONFIG}, but {len(below)} runs below it; {fix}"]

@@ -1,0 +1,229 @@
+"""An index of the samples that a run has dumped, so that 100,000 of them can be filtered and paged.
+
+The index is an SQLite file in the user's cache folder. A thread adds new and changed dumps, the newest first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from furlong.core.sample import Sample
+from furlong.core.sample_file import load_samples
+from furlong.errors import DataError
+from furlong.view.sample_files import SampleFile, dump_path, sample_files
+
+logger = logging.getLogger(__name__)
+
+PAGE = 50
+FORMAT = 1  # of the index; another one is built again
+STORED_CHARS = 2000  # of a prompt or response, for the search and the list
+LISTED_CHARS = 160
+COLUMNS = (
+    "file", "pos", "step", "rollout", "is_eval", "name", "grp", "idx", "reward", "status", "prompt", "response",
+    "label", "prompt_len", "response_len", "mean_logp",
+)  # fmt: skip
+SCHEMA = f"""
+create table if not exists files (path text primary key, stamp text, problem text);
+create table if not exists samples ({", ".join(COLUMNS)}, primary key (file, pos)) without rowid;
+create index if not exists by_step on samples (step, grp, pos);
+"""
+
+
+def cache_folder() -> Path:
+    """Return the folder of indexes: furlong/ in $XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "furlong" / "view"
+
+
+class SampleIndex:
+    """The samples of one run. Thread-safe: every call opens the file for itself.
+
+    reward_key: the entry of object rewards that counts.
+    """
+
+    def __init__(self, folder: Path, flags: Mapping[str, Any], *, cache: Path | None = None) -> None:
+        self._folder, self._flags = folder, flags
+        self._reward_key: str | None = flags.get("reward_key")
+        digest = hashlib.sha256(f"{FORMAT}:{folder.resolve()}".encode()).hexdigest()[:24]
+        cache = cache or cache_folder()
+        cache.mkdir(parents=True, exist_ok=True)
+        self._path = cache / f"{digest}.sqlite"
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        with closing(self._open()) as db:
+            db.executescript(SCHEMA)
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, timeout=30.0)
+        db.execute("pragma journal_mode=wal")
+        db.execute("pragma synchronous=off")
+        db.row_factory = sqlite3.Row
+        return db
+
+    def update(self) -> int:
+        """Index dumps that are new or have changed, and forget deleted ones; returns the number indexed."""
+        with self._lock, closing(self._open()) as db:
+            files = {str(file.path): file for file in sample_files(self._folder, self._flags)}
+            known = {row["path"]: row["stamp"] for row in db.execute("select path, stamp from files")}
+            for path in known.keys() - files.keys():
+                _forget(db, path)
+            db.commit()
+            count = 0
+            for path, file in files.items():
+                stamp = _stamp(file.path)
+                if self._ended.is_set() or stamp is None or known.get(path) == stamp:
+                    continue
+                self._add(db, file, stamp)
+                count += 1
+            return count
+
+    def close(self) -> None:
+        """End an update after the current file."""
+        self._ended.set()
+
+    def _add(self, db: sqlite3.Connection, file: SampleFile, stamp: str) -> None:
+        path, problem = str(file.path), ""
+        _forget(db, path)
+        try:
+            rows = list(self._rows(file))
+        except DataError as error:
+            rows, problem = [], str(error)
+        marks = ",".join("?" * len(COLUMNS))
+        db.executemany(f"insert into samples values ({marks})", rows)
+        db.execute("insert into files values (?, ?, ?)", (path, stamp, problem))
+        db.commit()
+
+    def _rows(self, file: SampleFile) -> list[tuple[Any, ...]]:
+        dump = load_samples(file.path)
+        rows: list[tuple[Any, ...]] = []
+        for group, name in zip(dump.groups, dump.names, strict=True):
+            for sample in group.samples:
+                rows.append(self._row(file, len(rows), group.index, name, sample))
+        return rows
+
+    def _row(self, file: SampleFile, pos: int, group: int, name: str, sample: Sample) -> tuple[Any, ...]:
+        pairs = zip(sample.rollout_log_probs or [], mask_of(sample), strict=False)  # user code may set other lengths
+        log_probs = [log_prob for log_prob, is_trained in pairs if is_trained]
+        return (
+            str(file.path), pos, file.step, file.rollout_id, int(file.is_eval), name, group, sample.index,
+            reward_number(sample, self._reward_key), sample.status.value, prompt_text(sample.prompt)[:STORED_CHARS],
+            sample.response[:STORED_CHARS], label_text(sample.label)[:STORED_CHARS], sample.prompt_length,
+            sample.response_length, sum(log_probs) / len(log_probs) if log_probs else None,
+        )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the filters offer: steps, statuses, evaluation sets, damaged files, and files not indexed yet."""
+        files = sample_files(self._folder, self._flags)
+        with closing(self._open()) as db:
+            done = db.execute("select count(*) from files").fetchone()[0]
+            steps = db.execute("select distinct step, is_eval from samples order by step").fetchall()
+            return {
+                "saves_samples": bool(self._flags.get("save_debug_rollout_data")),
+                "where": str(dump_path(self._folder, self._flags) or ""),
+                "saves_batches": bool(self._flags.get("save_debug_train_data")),
+                "num_samples": db.execute("select count(*) from samples").fetchone()[0],
+                "num_waiting": max(len(files) - done, 0),
+                "steps": [row["step"] for row in steps if not row["is_eval"]],
+                "eval_steps": [row["step"] for row in steps if row["is_eval"]],
+                "statuses": [row[0] for row in db.execute("select distinct status from samples order by 1")],
+                "sets": [row[0] for row in db.execute("select distinct name from samples where is_eval order by 1")],
+                "problems": [row[0] for row in db.execute("select problem from files where problem != '' limit 5")],
+            }
+
+    def page(self, filters: Mapping[str, Any], *, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
+        """Return {"total": ..., "rows": [...]}, by step (the newest first), group and position."""
+        where, values = _where(filters)
+        order = ORDERS.get(str(filters.get("order") or ""), ORDERS[""])
+        with closing(self._open()) as db:
+            total = db.execute(f"select count(*) from samples {where}", values).fetchone()[0]
+            query = f"select * from samples {where} order by {order} limit ? offset ?"
+            found = [dict(row) for row in db.execute(query, (*values, limit, offset))]
+        for row in found:
+            row["file"] = Path(row["file"]).name
+            for name in ("prompt", "response", "label"):
+                row[name] = row[name][:LISTED_CHARS]
+        return {"total": total, "rows": found}
+
+    def file_named(self, name: str) -> SampleFile | None:
+        """Return the dump with this file name, None if the run has none."""
+        return next((file for file in sample_files(self._folder, self._flags) if file.path.name == name), None)
+
+
+ORDERS = {
+    "": "step desc, is_eval, grp, pos",
+    "reward": "reward, step desc, pos",
+    "-reward": "reward desc, step desc, pos",
+    "-length": "response_len desc, step desc, pos",
+    "logp": "mean_logp, step desc, pos",
+}  # by the parameter `order`
+CONDITIONS = {
+    "step": "step = ?",
+    "reward_min": "reward >= ?",
+    "reward_max": "reward <= ?",
+    "status": "status = ?",
+    "group": "grp = ?",
+    "set": "is_eval and name = ?",
+    "index": "idx = ?",
+}  # by the name of a filter
+
+
+def _where(filters: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
+    parts: list[str] = []
+    values: list[Any] = []
+    for name, condition in CONDITIONS.items():
+        if filters.get(name) not in (None, ""):
+            parts.append(condition)
+            values.append(filters[name])
+    if not filters.get("set"):
+        parts.append("not is_eval")
+    if text := filters.get("text"):
+        escaped = str(text).replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        parts.append("(prompt like ? escape '\\' or response like ? escape '\\')")
+        values += [f"%{escaped}%"] * 2
+    return f"where {' and '.join(parts)}" if parts else "", values
+
+
+def _forget(db: sqlite3.Connection, path: str) -> None:
+    db.execute("delete from samples where file = ?", (path,))
+    db.execute("delete from files where path = ?", (path,))
+
+
+def _stamp(path: Path) -> str | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}"
+
+
+def mask_of(sample: Sample) -> list[int]:
+    """Return the loss mask; without one, all response tokens are trained on."""
+    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+
+
+def reward_number(sample: Sample, reward_key: str | None) -> float | None:
+    """Return the scalar reward, None if there is none."""
+    reward = sample.reward
+    if isinstance(reward, dict):
+        reward = reward.get(reward_key) if reward_key else None
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """Return a prompt as text, messages one after the other."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role', '')}: {label_text(message.get('content', ''))}" for message in prompt)
+
+
+def label_text(value: Any) -> str:
+    """Return a label or content as text."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)

@@ -1,0 +1,174 @@
+"""One sample for the page: its conversation, its group, and what is known of each token."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from furlong.core.batch import RolloutBatch
+from furlong.core.batch_file import load_batch
+from furlong.core.sample import Group, Sample
+from furlong.core.sample_file import SampleDump, load_samples
+from furlong.errors import CheckpointError, DataError
+from furlong.view.sample_files import SampleFile, batch_file
+from furlong.view.sample_index import label_text, mask_of, prompt_text, reward_number
+from furlong.view.token_text import Decoder, load_decoder, token_pieces
+
+KEPT_FILES = 4
+MAX_TOKENS = 20_000  # of one sample; the page shows no more
+MESSAGES = "messages"  # metadata of samples of agents: the conversation
+
+
+class SamplePages:
+    """Single samples of one run, read from its dumps. Thread-safe; the last `KEPT_FILES` dumps stay in memory."""
+
+    def __init__(self, folder: Path, flags: dict[str, Any]) -> None:
+        self._folder, self._flags = folder, flags
+        self._dumps: OrderedDict[tuple[Path, int], SampleDump] = OrderedDict()
+        self._decoder: Decoder | None = None
+        self._is_loaded = False
+        self._lock = threading.Lock()
+
+    def sample(self, file: SampleFile, position: int) -> dict[str, Any]:
+        """Return the sample at a position of a dump. Raises DataError if the dump is damaged or has no such sample."""
+        with self._lock:
+            dump = self._dump(file.path)
+            places = [(group, sample) for group in dump.groups for sample in group.samples]
+            if not 0 <= position < len(places):
+                raise DataError(f"{file.path} has {len(places)} samples, none at position {position}; reload the page")
+            group, sample = places[position]
+            first = next(i for i, (other, _) in enumerate(places) if other is group)
+            return {
+                "step": file.step,
+                "is_eval": file.is_eval,
+                "group": group.index,
+                "index": sample.index,
+                "epoch": group.epoch,
+                "row": group.row,
+                "status": sample.status.value,
+                "reward": _plain(sample.reward),
+                "label": label_text(sample.label),
+                "outcome": None if sample.outcome is None else asdict(sample.outcome),
+                "prompt": _messages(sample.prompt),
+                "response": sample.response,
+                "metadata": {k: v for k, v in sample.metadata.items() if k != MESSAGES},
+                "tokens": self._tokens(sample),
+                "members": self._members(group, first),
+                "leaves": _leaves(group, sample, first),
+                "batch": self._batch_facts(file, sample),
+            }
+
+    def _dump(self, path: Path) -> SampleDump:
+        key = (path, path.stat().st_mtime_ns)
+        if key not in self._dumps:
+            self._dumps[key] = load_samples(path)
+            while len(self._dumps) > KEPT_FILES:
+                self._dumps.popitem(last=False)
+        self._dumps.move_to_end(key)
+        return self._dumps[key]
+
+    def _members(self, group: Group, first: int) -> list[dict[str, Any]]:
+        key = self._flags.get("reward_key")
+        return [
+            {
+                "pos": first + i,
+                "index": sample.index,
+                "reward": reward_number(sample, key),
+                "status": sample.status.value,
+                "response_len": sample.response_length,
+            }
+            for i, sample in enumerate(group.samples)
+        ]
+
+    def _tokens(self, sample: Sample) -> dict[str, Any]:
+        """Return the pieces of the tokens, and what is known of the response tokens."""
+        if not self._is_loaded:
+            self._decoder, self._is_loaded = load_decoder(self._flags), True
+        ids = sample.tokens[:MAX_TOKENS]
+        num_prompt = sample.prompt_length
+        return {
+            "ids": ids,
+            "pieces": None if self._decoder is None else token_pieces(self._decoder, ids),
+            "num_prompt": num_prompt,
+            "num_cut": len(sample.tokens) - len(ids),
+            "mask": mask_of(sample),
+            "engine": _rounded(sample.rollout_log_probs),
+            "teacher": _rounded(sample.teacher_log_probs),
+            "versions": sample.token_versions,
+        }
+
+    def _batch_facts(self, file: SampleFile, sample: Sample) -> dict[str, Any]:
+        """Return what the training batch has of the sample: its normalized reward and its columns by token."""
+        path = None if file.is_eval else batch_file(self._folder, self._flags, file.rollout_id)
+        if path is None:
+            return {}
+        try:
+            batch = load_batch(path)
+        except CheckpointError as error:
+            return {"problem": str(error)}
+        row = _row_of(batch, sample)
+        if row is None:
+            return {"problem": "the training batch does not contain this sample: it was dropped or filtered"}
+        start, end = batch.response_starts[row], batch.response_starts[row + 1]
+        flat = {name: column for name, column in batch.columns.items() if column.ndim == 1}
+        columns = {name: _rounded(column[start:end].tolist()) for name, column in flat.items()}
+        return {"normalized_reward": float(batch.rewards[row]), "columns": columns}
+
+
+def _row_of(batch: RolloutBatch, sample: Sample) -> int | None:
+    """Return the row of a batch with the tokens of a sample; samples of one completion share their id."""
+    for row in np.flatnonzero(batch.sample_ids == (-1 if sample.index is None else sample.index)).tolist():
+        if batch.tokens[batch.starts[row] : batch.starts[row + 1]].tolist() == sample.tokens:
+            return row
+    return None
+
+
+def _leaves(group: Group, sample: Sample, first: int) -> list[dict[str, Any]]:
+    """Return the conversations of the episode that the sample belongs to; empty if it is not an agent's."""
+    if sample.rollout_id is None or MESSAGES not in sample.metadata:
+        own = sample.metadata.get(MESSAGES)
+        return [{"pos": -1, "messages": _messages(own)}] if own else []
+    return [
+        {"pos": first + i, "messages": _messages(other.metadata[MESSAGES])}
+        for i, other in enumerate(group.samples)
+        if other.rollout_id == sample.rollout_id and MESSAGES in other.metadata
+    ]
+
+
+def _messages(value: Any) -> Any:
+    """Return messages with role, text and calls as plain text; other prompts as they are."""
+    if not isinstance(value, list):
+        return prompt_text(value)
+    return [
+        {
+            "role": str(message.get("role", "")),
+            "content": label_text(message.get("content")),
+            "more": {k: _plain(v) for k, v in message.items() if k not in ("role", "content") and v},
+        }
+        for message in value
+        if isinstance(message, Mapping)
+    ]
+
+
+def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
+    if values is None:
+        return None
+    return [round(value, 5) if math.isfinite(value) else None for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON data; other values as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,167 @@
+// One sample: conversation, tokens in color, its group, and the turns of an agent as a tree.
+import { h, fill, num, choice, field, shown, note } from "./elements.js";
+import { get } from "./source.js";
+
+const FACTS = {
+  engine: ["log-prob of the engine", "sequential", -4, 0],
+  probability: ["probability", "sequential", 0, 1],
+  mask: ["loss mask", "sequential", 1, 0],
+  version: ["weight version", "cycle"],
+  teacher: ["log-prob of the teacher", "sequential", -4, 0],
+};
+let chosen = "engine";
+
+/** The values by response token that this sample has: {key: [label, kind, low, high, values]}. */
+function tokenFacts(sample) {
+  const { tokens, batch } = sample;
+  const values = {
+    engine: tokens.engine, mask: tokens.mask, teacher: tokens.teacher,
+    version: tokens.versions.length ? tokens.versions : null,
+    probability: tokens.engine && tokens.engine.map((v) => (v === null ? null : Math.exp(v))),
+  };
+  const facts = {};
+  for (const [key, [label, kind, low, high]] of Object.entries(FACTS)) {
+    if (values[key]) facts[key] = [label, kind, low, high, values[key]];
+  }
+  const columns = (batch && batch.columns) || {};
+  for (const [name, column] of Object.entries(columns)) {
+    if (["rollout_log_probs", "teacher_log_probs", "token_versions"].includes(name)) continue;
+    const size = Math.max(1e-9, ...column.map((v) => Math.abs(v ?? 0)));
+    facts[name] = [name.replaceAll("_", " "), "signed", -size, size, column];
+  }
+  return facts;
+}
+
+/** The background of a token: the stronger, the further from normal; signed values have two hues. */
+function background([, kind, low, high], value) {
+  if (value === null || value === undefined) return "";
+  if (kind === "cycle") return value < 0 ? "" : `hsl(${(value * 67) % 360} 70% 50% / 0.28)`;
+  const share = Math.min(1, Math.max(0, (value - low) / (high - low)));
+  if (kind === "signed") {
+    const side = share * 2 - 1;
+    return `hsl(${side < 0 ? 12 : 170} 80% 45% / ${(Math.abs(side) * 0.5).toFixed(3)})`;
+  }
+  return `hsl(12 85% 50% / ${((1 - share) * 0.55).toFixed(3)})`;
+}
+
+function visible(piece) {
+  return piece.replaceAll("\n", "⏎\n").replaceAll("\t", "→\t");
+}
+
+function drawTokens(place, sample, facts, line) {
+  const { tokens } = sample;
+  const fact = facts[chosen] || Object.values(facts)[0];
+  const spans = tokens.ids.map((id, i) => {
+    const at = i - tokens.num_prompt;
+    const piece = tokens.pieces ? tokens.pieces[i] : `${id} `;
+    const span = h("span", { class: at < 0 ? "token prompt" : "token" }, visible(piece));
+    if (at >= 0 && fact) span.style.backgroundColor = background(fact, fact[4][at]);
+    if (at >= 0 && tokens.mask[at] === 0) span.classList.add("masked");
+    span.dataset.at = String(i);
+    return span;
+  });
+  const explain = (event) => {
+    const i = Number(event.target.dataset.at);
+    if (Number.isNaN(i)) return;
+    const at = i - tokens.num_prompt;
+    const values = at < 0 ? ["prompt"] : Object.values(facts).map(([label, , , , list]) => `${label} ${num(list[at])}`);
+    line.textContent = `token ${i}, id ${tokens.ids[i]}: ${values.join(" · ")}`;
+  };
+  fill(place, h("div", { class: "tokens", onmouseover: explain, onclick: explain }, spans),
+    tokens.num_cut ? note(`${tokens.num_cut} more tokens are not shown.`) : null);
+}
+
+function tokenSection(sample) {
+  const facts = tokenFacts(sample), place = h("div"), line = h("p", { class: "muted tokenline" }, "Point at a token to read its values.");
+  if (!facts[chosen]) chosen = Object.keys(facts)[0] || "engine";
+  const options = Object.entries(facts).map(([key, [label]]) => [key, label]);
+  const draw = () => drawTokens(place, sample, facts, line);
+  draw();
+  return h("section", null, h("h3", null, "Tokens"),
+    h("div", { class: "filters" }, options.length ? field("Color", choice(options, chosen, (key) => { chosen = key; draw(); })) : null),
+    place, line,
+    sample.tokens.pieces ? null : note("Token ids are shown: the model's folder has no tokenizer.json here."),
+    advantageNote(sample));
+}
+
+function advantageNote(sample) {
+  const { batch, is_eval: isEval } = sample;
+  if (isEval) return null;
+  if (batch.problem) return note(batch.problem);
+  if (batch.normalized_reward !== undefined) {
+    return h("p", null, "Reward after normalization in its group, the advantage of each trained token before further terms: ", h("b", null, num(batch.normalized_reward)));
+  }
+  return note("Normalized rewards and the columns of the training batch need ", h("code", null, "--dump-details DIR"), ".");
+}
+
+function message(m) {
+  const calls = Object.entries(m.more || {});
+  return h("div", { class: `message ${["user", "assistant", "system", "tool"].includes(m.role) ? m.role : "other"}` },
+    h("span", { class: "role" }, m.role), h("div", { class: "text" }, m.content),
+    calls.map(([name, value]) => h("pre", null, `${name}: ${shown(value)}`)));
+}
+
+/** The conversations of an episode as a tree: a common beginning once, then a branch for each leaf. */
+function tree(leaves, current) {
+  const root = { children: [] };
+  for (const leaf of leaves) {
+    let node = root;
+    for (const m of leaf.messages) {
+      const key = JSON.stringify(m);
+      let child = node.children.find((each) => each.key === key);
+      if (!child) node.children.push((child = { key, message: m, children: [], isCurrent: false }));
+      child.isCurrent ||= leaf.pos === current || leaves.length === 1;
+      node = child;
+    }
+  }
+  const draw = (node) => {
+    const parts = node.message ? [message(node.message)] : [];
+    if (node.children.length === 1) return [...parts, ...draw(node.children[0])];
+    return [...parts, ...node.children.map((child, i) =>
+      h("details", { class: "branch", open: child.isCurrent || i === node.children.length - 1 },
+        h("summary", null, `branch ${i + 1} of ${node.children.length}`), draw(child)))];
+  };
+  return h("div", { class: "conversation" }, draw(root));
+}
+
+function conversation(sample, pos) {
+  if (sample.leaves.length) {
+    const title = sample.leaves.length > 1 ? `Turns (${sample.leaves.length} leaves of one episode)` : "Turns";
+    return h("section", null, h("h3", null, title), tree(sample.leaves, pos));
+  }
+  const prompt = typeof sample.prompt === "string" ? [{ role: "prompt", content: sample.prompt }] : sample.prompt;
+  const label = sample.label ? h("p", null, h("b", null, "Label: "), sample.label) : null;
+  return h("section", null, h("h3", null, "Conversation"),
+    h("div", { class: "conversation" }, prompt.map(message), message({ role: "assistant", content: sample.response })), label);
+}
+
+function group(sample, pos, open) {
+  const rewards = sample.members.map((m) => m.reward).filter((r) => r !== null);
+  const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  return h("section", null, h("h3", null, `Group ${sample.group}`, h("span", { class: "muted" }, ` mean reward ${num(mean)}`)),
+    h("div", { class: "members" }, sample.members.map((m) => h("button", {
+      class: `member ${m.status}`, "aria-pressed": String(m.pos === pos), title: `${m.status}, ${m.response_len} tokens`, onclick: () => open(m.pos),
+    }, num(m.reward)))));
+}
+
+/** Show one sample of a dump in an element. */
+export async function showSample(place, number, file, pos) {
+  let sample;
+  try {
+    sample = await get(`sample/${number}`, { file, pos });
+  } catch (error) {
+    fill(place, note(error.message));
+    return;
+  }
+  if (!sample) {
+    fill(place, note("This exported file does not contain that sample."));
+    return;
+  }
+  const facts = [["Step", sample.step], ["Sample", sample.index], ["Reward", shown(sample.reward)], ["Status", sample.status],
+    ["Epoch, row", `${sample.epoch}, ${sample.row}`], ["Tokens", `${sample.tokens.num_prompt} + ${sample.tokens.mask.length}`]];
+  fill(place, h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, String(value))))),
+    sample.outcome && sample.outcome.reason ? note(`${sample.outcome.kind} in ${sample.outcome.stage}: ${sample.outcome.reason}`) : null,
+    group(sample, pos, (other) => showSample(place, number, file, other)),
+    conversation(sample, pos), tokenSection(sample),
+    Object.keys(sample.metadata).length ? h("details", null, h("summary", null, "Metadata"), h("pre", null, JSON.stringify(sample.metadata, null, 1))) : null);
+}

@@ -1,0 +1,95 @@
+// The list of samples with filters, and one sample beside it.
+import { h, fill, num, choice, field, pager, columns, note } from "./elements.js";
+import { get, isExport } from "./source.js";
+import { showSample } from "./sample.js";
+
+const PAGE = 50;
+
+/** What to do when a run has no samples to show; null if it has some. */
+export function missing(facts) {
+  if (facts.num_samples) return null;
+  if (!facts.saves_samples) {
+    return note("This run does not save its samples. Start a run with ", h("code", null, "--save-debug-rollout-data DIR/{rollout_id}.safetensors"),
+      ", or ", h("code", null, "--dump-details DIR"), " to see advantages too.");
+  }
+  return note(facts.num_waiting ? "The samples are being indexed." : [
+    "No samples at ", h("code", null, facts.where), ". The first file appears after the first rollout. ",
+    facts.where.startsWith("/") ? null : "The path is relative: start furlong view in the folder in which the run was started."],
+    facts.problems.map((problem) => h("span", { class: "block" }, problem)));
+}
+
+function controls(facts, filters, change) {
+  const set = (name) => (value) => change({ ...filters, [name]: value, offset: 0 });
+  const typed = (name, label, more) => field(label, h("input", {
+    value: filters[name] ?? "", size: 6, ...more, onchange: (event) => set(name)(event.target.value.trim()),
+  }));
+  return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+    field("Step", choice([["", "all"], ...facts.steps.toReversed().map((step) => [step, step])], filters.step ?? "", set("step"))),
+    field("Status", choice([["", "all"], ...facts.statuses.map((s) => [s, s])], filters.status ?? "", set("status"))),
+    typed("reward_min", "Reward from", { inputMode: "decimal" }), typed("reward_max", "to", { inputMode: "decimal" }),
+    typed("group", "Group", { inputMode: "numeric" }),
+    typed("text", "Text", { type: "search", size: 16, title: "In the first 2,000 characters of prompt or response" }),
+    field("Order", choice([["", "newest step"], ["reward", "lowest reward"], ["-reward", "highest reward"], ["-length", "longest"], ["logp", "least likely"]],
+      filters.order ?? "", set("order"))));
+}
+
+function row(sample, isOpen, open) {
+  return h("tr", {
+    class: isOpen ? "open" : "", tabIndex: 0, onclick: open,
+    onkeydown: (event) => { if (event.key === "Enter") open(); },
+  },
+  h("td", { class: "number" }, String(sample.step)), h("td", { class: "number" }, String(sample.grp)),
+  h("td", { class: "number" }, num(sample.reward)), h("td", null, h("span", { class: `status ${sample.status}` }, sample.status)),
+  h("td", { class: "number" }, String(sample.response_len)),
+  h("td", { class: "cut" }, sample.prompt), h("td", { class: "cut" }, sample.response));
+}
+
+/** A list of samples with the chosen one beside it. `filters` stay as they are; returns functions for keys. */
+export async function listSamples(place, number, filters, onOpen) {
+  const page = await get(`samples/${number}`, filters);
+  const list = h("div", { class: "list" }), detail = h("article", { class: "detail", "aria-live": "polite" });
+  let at = -1;
+  const body = h("tbody");
+  async function open(i) {
+    if (i < 0 || i >= page.rows.length) return;
+    at = i;
+    [...body.children].forEach((element, k) => element.classList.toggle("open", k === i));
+    body.children[i].scrollIntoView({ block: "nearest" });
+    await showSample(detail, number, page.rows[i].file, page.rows[i].pos);
+    if (onOpen) onOpen(page.rows[i]);
+  }
+  page.rows.forEach((sample, i) => body.append(row(sample, false, () => open(i))));
+  fill(list, h("div", { class: "scroll" }, h("table", { class: "samples" },
+    h("thead", null, h("tr", null, columns(["Step", "Group", "Reward", "Status", "Tokens", "Prompt", "Response"], [0, 1, 2, 4]))), body)));
+  fill(place, list, detail);
+  if (page.rows.length) await open(0);
+  else fill(detail, note("No sample matches these filters."));
+  return { page, list, keys: (key) => { if (key !== "j" && key !== "k") return false; open(at + (key === "j" ? 1 : -1)); return true; } };
+}
+
+export async function showSamples(place, number, runs, parameters) {
+  const facts = await get(`sample_facts/${number}`);
+  const absent = missing(facts);
+  if (absent) {
+    fill(place, absent);
+    return { refresh: () => showSamples(place, number, runs, parameters) };
+  }
+  let filters = { offset: 0, ...parameters, run: undefined }, handle = { keys: null };
+  const top = h("div"), both = h("div", { class: "split" });
+  async function change(next) {
+    filters = next;
+    fill(top, controls(facts, filters, change),
+      facts.num_waiting ? note(`${facts.num_waiting} files are not indexed yet.`) : null,
+      facts.problems.map((problem) => note(problem)),
+      isExport ? note("This file contains some of the run's samples.") : null);
+    try {
+      handle = await listSamples(both, number, filters);
+      handle.list.append(pager(handle.page.total, filters.offset || 0, PAGE, (offset) => change({ ...filters, offset })));
+    } catch (error) {
+      fill(both, note(error.message));
+    }
+  }
+  fill(place, top, both);
+  await change(filters);
+  return { keys: (key) => handle.keys && handle.keys(key) };
+}

@@ -1,0 +1,144 @@
+"""The run page in a real browser. The tests are skipped where no Chromium is installed; they install nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from browser import find_chromium, open_browser
+from recorded_runs import HOSTILE, write_run
+
+CHROMIUM = find_chromium()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine; Debian has it as the package chromium"),
+]
+VIEWS = ("overview", "samples", "evaluations", "groups", "timeline", "config")
+READY = "!!document.querySelector('nav a[aria-current]') && document.querySelector('main').children.length > 0"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    assert CHROMIUM is not None
+    with open_browser(tmp_path_factory.mktemp("profile"), CHROMIUM) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [write_run(folder / "first", ended=""), write_run(folder / "second", lr=5e-5, num_steps=3)]
+
+
+@pytest.fixture(scope="module")
+def url(runs, tmp_path_factory):
+    command = [sys.executable, "-m", "furlong", "view", *map(str, runs), "--no-browser"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+
+
+def show(browser, view, condition="true"):
+    browser.evaluate(f"location.hash = '#{view}'")
+    is_current = f"document.querySelector('nav a[aria-current]')?.hash === '#{view.split('?')[0]}'"
+    browser.wait_for(f"{is_current} && ({condition})")
+
+
+def check_no_damage(browser):
+    """No error on the console, nothing beyond the edge of the screen, and no text became markup."""
+    assert browser.errors == []
+    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert browser.evaluate("document.title.includes('furlong') && !document.querySelector('img')")
+
+
+def test_views_fit_wide_narrow_and_dark_screens(browser, url):
+    browser.go(url, READY)
+    assert "token" not in browser.evaluate("location.href")
+    for width, is_dark in ((1400, False), (420, True)):
+        browser.size(width)
+        browser.dark(is_dark)
+        for view in VIEWS:
+            show(browser, view, "document.querySelector('main').innerText.length > 20")
+            check_no_damage(browser)
+
+
+def test_curves_of_both_runs_are_drawn(browser, url):
+    browser.size(1400)
+    browser.go(url, READY)
+    show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
+    assert browser.evaluate("document.querySelector('.chart .value').innerText") == "0.8 / 0.6"
+    assert "REW02" in browser.evaluate("document.querySelector('.diagnosis').innerText")
+
+
+def test_texts_of_a_run_are_shown_and_not_run(browser, url):
+    browser.go(url, READY)
+    show(browser, "samples", "document.querySelectorAll('.samples tbody tr').length > 1")
+    browser.wait_for("!!document.querySelector('.detail .token')")
+    assert HOSTILE in browser.evaluate("document.querySelector('.samples').innerText")
+    show(browser, "samples?step=1&group=0", "document.querySelectorAll('.branch').length === 2")
+    assert HOSTILE in browser.evaluate("document.querySelector('.conversation').innerText")
+    check_no_damage(browser)
+
+
+def test_tokens_have_colors_and_values(browser, url):
+    browser.go(url, READY)
+    show(browser, "samples?text=answer", "document.querySelectorAll('.detail .token').length === 5")
+    colors = browser.evaluate("[...document.querySelectorAll('.token')].map((t) => t.style.backgroundColor)")
+    assert colors[:3] == ["", "", ""]
+    assert colors[3] != colors[4] != ""
+    browser.evaluate("document.querySelectorAll('.token')[4].click()")
+    assert "log-prob of the engine -2" in browser.evaluate("document.querySelector('.tokenline').innerText")
+
+
+def test_keys_switch_views_and_samples(browser, url):
+    browser.go(url, READY)
+    browser.press("2")
+    browser.wait_for("location.hash === '#samples' && document.querySelector('.samples tr.open')?.rowIndex === 1")
+    browser.press("j")
+    browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2")
+    browser.press("?")
+    browser.wait_for("!!document.querySelector('dialog[open]')")
+    browser.evaluate("document.querySelector('dialog').close()")
+    browser.wait_for("!document.querySelector('dialog')")
+    browser.press("t")
+    browser.wait_for("!!document.documentElement.dataset.theme")
+
+
+def test_flags_that_differ_between_runs_are_shown(browser, url):
+    browser.go(url, READY)
+    show(browser, "config", "!!document.querySelector('.config')")
+    text = browser.evaluate("[...document.querySelectorAll('tr.different')].map((row) => row.innerText).join('\\n')")
+    assert "--lr" in text
+    assert "second: 0.00005" in text
+
+
+def test_new_steps_appear_without_a_reload(browser, url, runs):
+    browser.go(url, READY)
+    show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "rollout/raw_reward": 0.99}\n')
+    browser.wait_for("document.querySelector('.chart .value').innerText.startsWith('0.99')")
+    assert browser.errors == []
+
+
+def test_an_exported_page_needs_no_server(browser, runs, tmp_path, monkeypatch):
+    from furlong.view.page_file import write_page
+    from furlong.view.run_reader import open_runs
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_page(open_runs(runs), tmp_path / "page.html")
+    browser.size(1400)
+    browser.go(f"file://{tmp_path}/page.html", READY)
+    for view in VIEWS:
+        show(browser, view, "document.querySelector('main').innerText.length > 20")
+        check_no_damage(browser)
+    show(browser, "samples?text=answer", "document.querySelectorAll('.detail .token').length === 5")
