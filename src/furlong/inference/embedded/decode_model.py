@@ -30,9 +30,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_steps import DecodeLinear, DecodeSteps, SlotCache, StepShape, supports_blocks
+from furlong.inference.embedded import cuda_steps
+from furlong.inference.embedded.cuda_steps import CudaSteps, StepWeights, step_rows
+from furlong.inference.embedded.decode_steps import (
+    DecodeLinear,
+    DecodeSteps,
+    DenseLayer,
+    SlotCache,
+    StepShape,
+    supports_blocks,
+)
+from furlong.inference.embedded.packed_prompts import PackedPrompts
 from furlong.inference.embedded.prompt_attention import PromptMask, attend_prompt
 from furlong.inference.embedded.weight_table import WeightTable
+from furlong.models import varlen_attention
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32
@@ -47,6 +58,11 @@ def min_rows() -> int:
 def padded_rows(n: int) -> int:
     """`n` rounded up to a batch-invariant number of rows."""
     return max(min_rows(), -(-n // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def slot_rows(n: int, device: torch.device) -> int:
+    """`n` decoding slots rounded up to a number of rows of decode steps on `device`."""
+    return padded_rows(n) if device.type == "cpu" else step_rows(n)
 
 
 def bucketed_length(length: int) -> int:
@@ -87,21 +103,9 @@ class DecodeModel(Protocol):
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """Process one token of each slot 0..N-1 at `positions_N` < `length`; return float32 logits [N, V].
 
-        N is a result of `padded_rows`; padding rows have token 0 at position 0 of a free slot.
+        N is a result of `slot_rows`; padding rows have token 0 at position 0 of a free slot.
         """
         ...
-
-
-@dataclass
-class _Layer:
-    input_norm_E: Tensor
-    qkv: DecodeLinear
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    out: DecodeLinear
-    post_norm_E: Tensor
-    gate_up: DecodeLinear
-    down: DecodeLinear
 
 
 @dataclass
@@ -174,9 +178,11 @@ class FusedDenseModel:
         self.eps = config.rms_norm_eps
         self.description = f"fused {config.model_type} path"
         self.extends_prefixes = True
+        self._uses_kernels, self._is_graphed = not cuda_steps.missing(device), device.type == "cuda"
         self.routing: RoutingShape | None = None
         self.records_routes = False
         self.routes: list[Routes] = []
+        self._attends_packed = dtype.itemsize == 2 and not varlen_attention.missing(device)
         self._wide = torch.promote_types(dtype, torch.float32)
         # Rounded like transformers, multiplied in the wide dtype.
         rotations_LD2 = (
@@ -203,6 +209,8 @@ class FusedDenseModel:
         self._gains: list[_Gains] = []
         self._derived_writes = -1
         self._mask = PromptMask()
+        self._moves = 0  # of the weights under `_step_weights`
+        self._step_weights: StepWeights | None = None
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -227,7 +235,7 @@ class FusedDenseModel:
         out_bias = not is_qwen2 and getattr(config, "attention_bias", False)
         mlp_bias = family == "llama" and getattr(config, "mlp_bias", False)
         self.embedding = self._named("model.embed_tokens.weight", self.vocab_size, E)
-        self.layers: list[_Layer] = []
+        self.layers: list[DenseLayer] = []
         order = _pair_order(self.num_heads + self.num_kv_heads, self.num_kv_heads, D).to(self.device)
         self._head_order = order[:D]
         for i in range(config.num_hidden_layers):
@@ -237,7 +245,7 @@ class FusedDenseModel:
             mlp = (f"{at}mlp.", ("gate_proj", "up_proj"))
             has_qk_norm = family == "qwen3"
             self.layers.append(
-                _Layer(
+                DenseLayer(
                     input_norm_E=self._named(f"{at}input_layernorm.weight", E),
                     qkv=DecodeLinear(
                         self._fused(*qkv, qkv_rows, E, "weight"),
@@ -282,12 +290,28 @@ class FusedDenseModel:
         ]
         self._final_gain_E = self._as_factor(self.final_norm_E)
         self._derived_writes = self.table.num_writes
+        if self._uses_kernels:
+            self._refresh_step_weights()
+
+    def _refresh_step_weights(self) -> None:
+        """Write derived weights in place for captured steps, or make new ones if the weights have moved."""
+        gains = [each.qk_HD for each in self._gains]
+        known = self._step_weights
+        if known is not None and self._moves == self.table.num_moves:
+            for old, new in zip(known.qk_gains, gains, strict=True):
+                if old is not None and new is not None:
+                    old.copy_(new)
+            return
+        self._moves = self.table.num_moves
+        self._step_weights = StepWeights(
+            self.embedding, self.layers, gains, self.final_norm_E, self.head, self._rotations_LD
+        )
 
     def _as_factor(self, gain_E: Tensor) -> Tensor:
         """A gain in the dtype in which `DecodeSteps` multiplies."""
         return gain_E.to(self._wide) if self.device.type == "cpu" else gain_E
 
-    def _qk_gain(self, layer: _Layer) -> Tensor | None:
+    def _qk_gain(self, layer: DenseLayer) -> Tensor | None:
         if layer.q_norm_D is None or layer.k_norm_D is None:
             return None
         gains = [gain.index_select(0, self._head_order).to(self._wide) for gain in (layer.q_norm_D, layer.k_norm_D)]
@@ -306,8 +330,16 @@ class FusedDenseModel:
         positions_T = torch.cat([*positions, torch.arange(pad)]).to(self.device)
         rotation_T1D = self._rotations_LD.index_select(0, positions_T)[:, None]
         x = functional.embedding(tokens_T, self.embedding)
+        if self.device.type != "cpu":
+            cache.allocate_block(len(self.layers), self.num_kv_heads, self.head_dim, x)
+        packed = None
+        if self._attends_packed and not any(starts):
+            packed = PackedPrompts([len(prompt) for prompt in prompts], slots, cache, x)
         for index, layer in enumerate(self.layers):
             q, k, v = self._heads(x, layer, self._gains[index].qk_HD, rotation_T1D)
+            if packed is not None:
+                x = self._mlp(x, packed.attend(q, k, v, cache.layers[index], self.shape.scale), layer)
+                continue
             shape = (1, self.num_kv_heads, 1, self.head_dim)
             keys, values = cache.layer(index, k.new_empty(shape), v.new_empty(shape))
             attended = x.new_zeros(x.shape[0], self.num_heads * self.head_dim)
@@ -332,6 +364,10 @@ class FusedDenseModel:
         """Process one token per slot."""
         self._refresh_derived()
         steps = cache.prepared
+        if self._step_weights is not None:
+            if not isinstance(steps, CudaSteps) or steps.weights is not self._step_weights:
+                cache.prepared = steps = CudaSteps(self.shape, self._step_weights, cache, graphed=self._is_graphed)
+            return steps.logits(tokens_N, positions_N)
         if not isinstance(steps, DecodeSteps) or (steps.n, steps.length) != (len(positions_N), length):
             cache.prepared = steps = DecodeSteps(self.shape, cache, len(positions_N), length)
         steps.move_to(positions_N, self._rotations_LD)
@@ -347,7 +383,7 @@ class FusedDenseModel:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
     def _heads(
-        self, x: Tensor, layer: _Layer, qk_gain: Tensor | None, rotation_T1D: Tensor
+        self, x: Tensor, layer: DenseLayer, qk_gain: Tensor | None, rotation_T1D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, H, D], keys and values [T, K, D], rotated, in pair order."""
         H, K, D = self.num_heads, self.num_kv_heads, self.head_dim
@@ -359,7 +395,7 @@ class FusedDenseModel:
         qk = torch.view_as_real(pairs).flatten(-2).to(self.dtype)
         return qk[:, :H], qk[:, H:], v
 
-    def _mlp(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
+    def _mlp(self, x: Tensor, attended: Tensor, layer: DenseLayer) -> Tensor:
         x = layer.out.added_to(x, attended)
         gate, up = layer.gate_up(self._norm(x, layer.post_norm_E)).chunk(2, -1)
         return layer.down.added_to(x, functional.silu(gate).mul_(up))

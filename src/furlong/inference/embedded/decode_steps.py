@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+MIN_GROWN_LENGTH = 256  # positions of a cache that grows by doubling
 MAX_BLOCKED_BYTES = 4 * 2**30  # larger weights have no blocked copy
 
 _onednn: Any = torch.ops.mkldnn
@@ -64,6 +65,20 @@ class DecodeLinear:
         self._blocked = _onednn._reorder_linear_weight(weight, None)
 
 
+@dataclass
+class DenseLayer:
+    """Weights of a decoder layer."""
+
+    input_norm_E: Tensor
+    qkv: DecodeLinear
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    out: DecodeLinear
+    post_norm_E: Tensor
+    gate_up: DecodeLinear
+    down: DecodeLinear
+
+
 def supports_blocks(weights: Iterable[Tensor]) -> bool:
     """Whether blocked copies of these weights, all of one dtype and device, pay off."""
     weights = list(weights)
@@ -95,7 +110,8 @@ class SlotCache:
     `states` are those of recurrent layers by name, each [S, ...], after the last token of each slot.
 
     Unwritten positions are zero, so that masked positions are never NaN. `prepared` caches what a model derives from
-    these tensors for decoding; it is dropped when they change.
+    these tensors for decoding; it is dropped when they change. With `allocate_block` the tensors of all layers
+    are views of one, so that copying a slot is one operation.
     """
 
     def __init__(self) -> None:
@@ -103,17 +119,47 @@ class SlotCache:
         self.states: dict[str, Tensor] = {}
         self.prepared: object | None = None
         self._spare: torch.UntypedStorage | None = None  # of the tensor that was resized before
+        self._block: Tensor | None = None  # [2 layers, S, K, L, D]
         self.num_slots = 0
         self.length = 0
+
+    def allocate_block(self, num_layers: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
+        """Create the layers as views of one tensor, with the dtype and device of `like`, if there are none."""
+        if not self.layers:
+            self._set_block(like.new_zeros(2 * num_layers, self.num_slots, kv_heads, self.length, head_dim))
+
+    def _set_block(self, block: Tensor) -> None:
+        self._block = block
+        self.layers = [(block[i], block[i + 1]) for i in range(0, len(block), 2)]
 
     def resize(self, num_slots: int, length: int) -> None:
         """Resize to `num_slots` slots of `length` positions, keeping what fits."""
         self.num_slots, self.length = num_slots, length
         self.prepared = None
-        self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
+        if self._block is not None:
+            self._resize_block(self._block)
+        else:
+            self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
         for name, old in self.states.items():
             self.states[name] = old.new_zeros(num_slots, *old.shape[1:])
             self.states[name][: len(old)] = old[:num_slots]
+
+    def grow(self, slots: int, length: int, max_tokens: int) -> None:
+        """Resize to at least `slots` and `length`, at most `max_tokens` in all unless these need more.
+
+        For captured steps, which depend on the layout: the length doubles, and shrinks only for more slots.
+        """
+        if slots <= self.num_slots and length <= self.length:
+            return
+        slots = max(slots, self.num_slots if self.num_slots * length <= max_tokens else 0)
+        doubled = max(MIN_GROWN_LENGTH, 1 << (length - 1).bit_length(), self.length)
+        self.resize(slots, max(length, min(doubled, max_tokens // slots)))
+
+    def _resize_block(self, old: Tensor) -> None:
+        new = old.new_zeros(old.shape[0], self.num_slots, old.shape[2], self.length, old.shape[4])
+        slots, length = min(self.num_slots, old.shape[1]), min(self.length, old.shape[3])
+        new[:, :slots, :, :length] = old[:, :slots, :, :length]
+        self._set_block(new)
 
     def _resized(self, old: Tensor) -> Tensor:
         new = self._allocate(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
@@ -165,6 +211,9 @@ class SlotCache:
 
     def copy(self, source: int, targets: slice, length: int) -> None:
         """Copy slot `source`, of which `length` positions are in use, to every slot of `targets`."""
+        if self._block is not None:
+            self._block[:, targets, :, :length] = self._block[:, source : source + 1, :, :length]
+            return
         for pair in self.layers:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[source, :, :length]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
+from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, slot_rows
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
@@ -105,8 +105,11 @@ class SlotBatch:
         self.prefixes.clear()
         self.kept_prompts.clear()
 
+    def _padded(self, n: int) -> int:
+        return slot_rows(n, self.model.device)
+
     def _allocate(self) -> None:
-        slots = padded_rows(self.num_slots)
+        slots = self._padded(self.num_slots)
         self._cache = SlotCache()
         self._steps_since_resize = 0
         self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
@@ -247,7 +250,7 @@ class SlotBatch:
             cost = 0 if prefix in seen or prefix in self.prefixes else len(prefix) - self._known(request)
             occupied = len(self.running) + len(taken)
             longest = max(longest, len(prefix) + 1)
-            if occupied and padded_rows(occupied + 1) * bucketed_length(longest + 1) > self.kv_tokens:
+            if occupied and self._padded(occupied + 1) * bucketed_length(longest + 1) > self.kv_tokens:
                 break
             if taken and prefill + cost > self.prefill_tokens:
                 break
@@ -273,7 +276,7 @@ class SlotBatch:
         for slot, request in enumerate(taken, first):
             starts.setdefault(request.prefix, slot)
         longest = max(max(map(len, counts)), int(self._positions[:first].max(initial=0)) + 1)
-        self._reserve(padded_rows(first + len(taken)), bucketed_length(longest + 1))
+        self._reserve(self._padded(first + len(taken)), bucketed_length(longest + 1))
         fresh = [prefix for prefix in counts if prefix not in self.prefixes]
         logits: dict[tuple[int, ...], Tensor] = {}
         routes: dict[tuple[int, ...], Routes] = {}
@@ -349,10 +352,13 @@ class SlotBatch:
         """
         have_slots, have_length = self._cache.num_slots, self._cache.length
         self._steps_since_resize += 1
+        if self.model.device.type != "cpu":
+            self._cache.grow(slots, length, self.kv_tokens)
+            return
         too_long = length < have_length and self._steps_since_resize > LENGTH_BUCKET
         if slots <= have_slots and length <= have_length and not too_long:
             return
-        roomy = have_slots if slots <= have_slots else padded_rows(min(self.num_slots, max(slots, 2 * have_slots)))
+        roomy = have_slots if slots <= have_slots else self._padded(min(self.num_slots, max(slots, 2 * have_slots)))
         slots = roomy if roomy * length <= self.kv_tokens else slots
         self._cache.resize(slots, length)
         self._steps_since_resize = 0
@@ -394,7 +400,7 @@ class SlotBatch:
 
     def _make_plan(self) -> _StepPlan:
         n = len(self.running)
-        padded, buffer = padded_rows(n), self._buffer
+        padded, buffer = self._padded(n), self._buffer
         self._longest = int(self._positions[:n].max())
         self._plan = _StepPlan(
             n=n,

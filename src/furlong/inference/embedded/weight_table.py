@@ -23,6 +23,7 @@ class WeightTable:
     tied: Names that are optional in a load.
     parts: For a fused tensor, the names of the pieces that may be loaded instead (the experts of a checkpoint).
     num_writes: Number of tensors written, to detect changes.
+    num_moves: How often the storage was allocated again.
     whole: By name, the storage of weights that are loaded quantized: `views` then has their stored tensors, and these
         are computed from them.
     """
@@ -31,6 +32,7 @@ class WeightTable:
     tied: set[str] = field(default_factory=set[str])
     parts: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     num_writes: int = 0
+    num_moves: int = 0
     whole: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _scheme: QuantizationScheme | None = None
     _owners: dict[str, str] = field(default_factory=dict[str, str])  # stored tensor -> its weight
@@ -76,6 +78,7 @@ class WeightTable:
             storage.resize_(size)
         self._released = []
         self.num_writes += 1
+        self.num_moves += 1
 
     @property
     def is_released(self) -> bool:
