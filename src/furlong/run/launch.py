@@ -117,7 +117,11 @@ def run_in_folder(
                 raise_gc_threshold(config.data.rollout_batch_size * config.data.n_samples_per_prompt)
                 chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
                 threads = set_threads(_resume_thread_count(chosen, config.checkpoint))
-                from furlong.wiring.build import build  # after the threads are set: it imports torch
+                from furlong.run.device_sizes import sized_for_device  # after the threads are set: they import torch
+                from furlong.wiring.build import build
+
+            resolved = sized_for_device(resolved)
+            config = resolved.config
 
             memory.record_baseline()
             count = f"{threads.count} thread{'s' * (threads.count != 1)}"

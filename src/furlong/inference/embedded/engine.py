@@ -45,7 +45,7 @@ class EmbeddedEngine(Engine):
         seed: Seed for requests without a `sampling_seed`.
         config: A transformers config.
         state_dict: Weights under Hugging Face names.
-        kv_tokens: Limit of num_slots x cache length (default: 30 % of the free memory).
+        kv_tokens: Limit of num_slots x cache length (default: 30 % of the free memory, 40 % on a GPU).
         prefill_tokens: Limit of one prefill.
         kv_policy: After a weight load, "recompute" rebuilds the KV cache of running requests with the new weights and
             drops the kept prompts; "keep" continues with both.
