@@ -52,6 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "view": Command("show runs on a local web page, or write it to a file", "furlong.commands.view_run:view"),
         "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor:doctor"),
         "report": Command("summarize runs and audit their prompt groups", "furlong.commands.inspect_run:report"),
+        "plot": Command("draw curves of runs as an SVG picture", "furlong.commands.view_run:plot"),
         "diff": Command("find the first value in which two runs differ", "furlong.commands.inspect_run:diff"),
         "bundle": Command("save one step to a small file, without text", "furlong.commands.inspect_run:bundle"),
         "replay": Command("train the step of a bundle again and compare", "furlong.commands.inspect_run:replay"),

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.commands.output import command_parser, findings_code, prints_blocks, show, show_findings, show_json
 from furlong.core.tracing import merge
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
@@ -47,7 +47,7 @@ def report(words: list[str]) -> int:
         summary = {"runs": [as_json(run) for run in summaries]} if summaries else {}
         show(json.dumps({"ok": ok, "problems": [line for result in audits for line in result.problems]} | summary))
         return 0 if ok else 1
-    parts = [table(summaries)] if summaries else []
+    parts = [table(summaries, draws_curves=prints_blocks())] if summaries else []
     parts += [result.summary() for result in audits if len(audits) == 1 or not result.ok]
     if len(audits) > 1 and ok:
         parts.append("every group of every run is accounted for")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from furlong.core.catalogue import Diagnosis
-from furlong.core.text import redact_credentials
+from furlong.core.text import BLOCKS, redact_credentials
 from furlong.errors import ConfigError
 
 
@@ -29,6 +29,15 @@ def show(text: str) -> None:
         print(redact_credentials(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def prints_blocks() -> bool:
+    """Whether the encoding of stdout has the characters of `core.text.sparkline`."""
+    try:
+        BLOCKS.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def terminal_width(default: int = 120, most: int = 120) -> int:

@@ -6,6 +6,8 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import fmean
 
 
 def abbreviate(values: Sequence[object], count: int = 8, *, separator: str = ", ") -> str:
@@ -34,6 +36,26 @@ def redact_credentials(text: str) -> str:
     if "://" not in text:
         return text
     return _SECRET_PARAMETER.sub(r"\1***", _USER_INFO.sub(r"\1***@", text))
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """Draw a curve in one line of at most `width` characters, each the mean of a part of the values.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
+    low, high = min(means), max(means)
+    if low == high:
+        return BLOCKS[3] * count
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> tuple[list[str], str]:

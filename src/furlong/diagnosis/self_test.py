@@ -223,8 +223,9 @@ class LogProbSelfTest:
         gap = np.abs(trainer - engine)
         largest, average, p99 = float(gap.max()), float(gap.mean()), float(np.percentile(gap, 99))
         logger.info(
-            "forward_logp_max_diff %.3g, mean %.3g, p99 %.3g (rollout %d, %d tokens)",
-            largest, average, p99, batch.rollout_id, len(gap),
+            "log-probs of engine and trainer %s: forward_logp_max_diff %.3g nats, mean %.3g, p99 %.3g (rollout %d, "
+            "%d tokens)",
+            "differ" if average > LOOK_CLOSER else "agree", largest, average, p99, batch.rollout_id, len(gap),
         )  # fmt: skip
         metrics = {
             "selftest/logp_max_diff": maximum(largest),

@@ -158,6 +158,7 @@ def _next(console: Console, folder: Path, flags: list[str]) -> None:
     else:
         other = {"furlong quickstart --async": "the same, one rollout in flight ahead of training"}
     commands = {
+        shlex.join(["furlong", "view", str(folder)]): "show the run in a browser: curves, samples, prompt groups",
         shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "plot the metrics",
         shlex.join(["furlong", "report", str(folder), "--finished"]): "summarize the run and audit every prompt group",
         **other,

@@ -16,7 +16,7 @@ from furlong.config.command_line import flags_as_written
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.text import abbreviate
+from furlong.core.text import abbreviate, sparkline
 from furlong.tracking.console import is_eval_mean
 from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, read_intact_rows, read_rows
 
@@ -318,8 +318,9 @@ def _shown(value: Any) -> str:
 class RunSummary:
     """A run's numbers; None or empty if not measured.
 
-    reward: its mean over the first and the last tenth of the steps. evaluations: for each set the first mean reward,
-    the best one, and its step. length: tokens per response at the end. diagnoses: ids of warnings and errors.
+    reward: its mean over the first and the last tenth of the steps; curve: that of each step. evaluations: for each set
+    the first mean reward, the best one, and its step. length: tokens per response at the end. diagnoses: ids of
+    warnings and errors.
     """
 
     name: str
@@ -330,6 +331,7 @@ class RunSummary:
     tokens_per_s: float | None
     step_s: float | None
     diagnoses: tuple[str, ...]
+    curve: tuple[float, ...] = ()
 
 
 def summarize(folder: Path) -> RunSummary:
@@ -353,11 +355,12 @@ def summarize(folder: Path) -> RunSummary:
         tokens_per_s=median(speeds) if speeds else None,
         step_s=median(times) if times else None,
         diagnoses=tuple(dict.fromkeys(diagnoses)),
+        curve=tuple(rewards),
     )
 
 
-def table(runs: Sequence[RunSummary]) -> str:
-    """Format runs as a table: a line of numbers each, then their evaluation sets and diagnoses."""
+def table(runs: Sequence[RunSummary], *, draws_curves: bool = True) -> str:
+    """Format runs as a table: a line of numbers each, the curve of the reward, evaluation sets and diagnoses."""
     lines = [f"{'run':{NAME_WIDTH}}  steps  {'reward':>16}  length    tok/s  s/step"]
     for run in runs:
         reward = "-" if run.reward is None else f"{run.reward[0]:.3f} to {run.reward[1]:.3f}"
@@ -366,6 +369,8 @@ def table(runs: Sequence[RunSummary]) -> str:
             f"{name:{NAME_WIDTH}}  {run.num_steps:5}  {reward:>16}  {_column(run.length, '6.1f')}  "
             f"{_column(run.tokens_per_s, '7,.0f')}  {_column(run.step_s, '6.2f')}"
         )
+        if draws_curves and len(run.curve) > 1:
+            lines.append(f"  reward {sparkline(run.curve)} ({min(run.curve):.3f} to {max(run.curve):.3f})")
         lines += [
             f"  eval {name}: {first:.3f} at first, best {best:.3f} at step {step}"
             for name, (first, best, step) in run.evaluations.items()
@@ -376,7 +381,8 @@ def table(runs: Sequence[RunSummary]) -> str:
 
 def as_json(run: RunSummary) -> dict[str, Any]:
     """JSON-able form."""
-    return json.loads(json.dumps({"told" if name == "diagnoses" else name: value for name, value in vars(run).items()}))
+    fields = {"told" if name == "diagnoses" else name: value for name, value in vars(run).items() if name != "curve"}
+    return json.loads(json.dumps(fields))
 
 
 def _column(value: float | None, form: str) -> str:
