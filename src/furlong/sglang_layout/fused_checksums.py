@@ -25,8 +25,9 @@ from furlong.core.device_checksum import WORD_BYTES, Checksums
 from furlong.core.weights import UNSHARDED, EngineSharding, ShardKind, TensorShard
 from furlong.sglang_layout.shard_checksums import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
 
-NAME = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+NAME = re.compile(r"(.+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 WHOLES = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its names of the projections
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def place_of(name: str) -> Place | None:
     if (match := NAME.fullmatch(name)) is None:
         return None
     layer, expert, projection = match.groups()
+    projection = OF_MIXTRAL.get(projection, projection)
     [(whole, pieces)] = [each for each in WHOLES.items() if projection in each[1]]
     return Place(f"{layer}.{whole}", int(expert) * len(pieces) + pieces.index(projection), len(pieces))
 
@@ -96,15 +98,16 @@ class Stack:
         if not missing:
             return ""
         expert, piece = divmod(missing[0], len(pieces))
+        names = {ours: theirs for theirs, ours in OF_MIXTRAL.items()} if ".block_sparse_moe." in layer else {}
         return (
             f"{len(missing)} of its {num_pieces} pieces are missing, the first is "
-            f"{layer}.{expert}.{pieces[piece]}.weight"
+            f"{layer}.{expert}.{names.get(pieces[piece], pieces[piece])}.weight"
         )
 
 
-DENSE = frozenset({"glm4", "llama", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
+DENSE = frozenset({"glm4", "llama", "mimo", "mistral", "qwen2", "qwen3"})  # dense `model_type`s whose layout is known
 APART = frozenset({"qwen3"})  # those whose layout is also known with data-parallel attention
-WITH_EXPERTS = frozenset({"qwen3_moe"})  # `model_type`s with experts whose layout is known
+WITH_EXPERTS = frozenset({"mixtral", "qwen3_moe"})  # `model_type`s with experts whose layout is known
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 OWNER = {part: whole for whole, parts in JOINED.items() for part in parts}
 WHOLE = TensorShard(0, 1)

@@ -35,6 +35,7 @@ OWN_HEAD = (
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
+    "mixtral",
     "qwen2_moe",
     "qwen3_moe",
 )  # families whose output layer is never tied

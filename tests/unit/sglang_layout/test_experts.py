@@ -118,6 +118,21 @@ def test_an_expert_that_was_not_sent_is_an_error(number, why):
         check(Sglang(STATE), some)
 
 
+def test_experts_of_mixtral_are_compared_under_its_names():
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    stored = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in STATE.items()}
+    sent = {re.sub("gate_proj|up_proj|down_proj", lambda m: names[m[0]], name): stored[name] for name in stored}
+    assert sum(".w3." in name for name in sent) > LAST
+    assert check(Sglang(stored), sent.items(), family="mixtral") == "every checksum verified"
+    gone = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+    some = [(name, tensor) for name, tensor in sent.items() if name != gone]
+    with pytest.raises(SyncError, match=rf"pieces are missing, the first is {gone}"):
+        check(Sglang(stored), some, family="mixtral")
+    swapped = sent | {gone: sent[gone.replace("w3", "w1")], gone.replace("w3", "w1"): sent[gone]}
+    with pytest.raises(SyncError, match="1 differ"):
+        check(Sglang(stored), swapped.items(), family="mixtral")
+
+
 def test_a_piece_that_was_not_sent_is_an_error():
     for piece in (f"{LAST}.up_proj", f"{LAST}.gate_proj", "0.down_proj"):
         some = [(name, tensor) for name, tensor in STATE.items() if name != f"{LAYER}.{piece}.weight"]

@@ -33,9 +33,10 @@ def check(server, state=STATE):
     return asyncio.run(body())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
-def test_every_tensor_of_a_known_family_is_compared(dtype):
+@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "qwen2"), ("auto", "qwen2"), ("bfloat16", "mimo")])
+def test_every_tensor_of_a_known_family_is_compared(dtype, family):
     server = Sglang(STATE, dtype=dtype)
+    server.family = family
     assert check(server) == "every checksum verified"
     assert server.shown == []
 
