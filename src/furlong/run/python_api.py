@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from furlong.core.user_code import exits_raise
 from furlong.errors import ConfigError
 from furlong.run.end_signals import EXIT_CODES
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
+from furlong.run.notebook import REFRESH_S, LiveDisplay, Picture, open_display, plot_runs, run_html
 from furlong.run.run_folder import run_folder
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
@@ -64,6 +66,32 @@ class Run:
                     continue
         return None
 
+    def frame(self) -> Any:
+        """Return the metrics as a pandas DataFrame, with a row per step, indexed by it, and NaN where not measured.
+
+        Raises ConfigError if pandas is not installed.
+        """
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ModuleNotFoundError as error:
+            if error.name != "pandas":
+                raise
+            raise ConfigError("Run.frame() needs pandas, which is not installed; pip install pandas") from error
+        rows = self.metrics
+        return pandas.DataFrame(rows or {"step": []}).set_index("step").astype(float)
+
+    def plot(self, *metrics: str) -> Picture:
+        """Draw curves, which notebooks display: the given metrics, by default reward and evaluations.
+
+        Raises ConfigError for a metric that the run has not recorded, and before its first step.
+
+        >>> Run("outputs/quickstart").plot("train/grad_norm").save("grad_norm.svg")  # doctest: +SKIP
+        """
+        return plot_runs([self.folder], metrics)
+
+    def _repr_html_(self) -> str:
+        return run_html(self.folder)
+
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
 
@@ -87,7 +115,8 @@ def train(**flags: Any) -> Run:
 
     Keywords are the flags of `furlong train` with underscores, values are Python values; a `Path` is accepted for text.
     `config` and `custom_config_path` name YAML files. Preflight, run folder and log are those of the command.
-    If an event loop is already running, as in a notebook, training runs in a separate thread and this call blocks.
+    If an event loop is already running, as in a notebook, training runs in a separate thread and this call blocks. A
+    notebook's cell shows a table and curves, which are updated while the run is in progress.
 
     Raises the errors that the command reports: ConfigError with every problem before anything is written, other
     FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
@@ -101,7 +130,7 @@ def train(**flags: Any) -> Run:
             return run_in_folder(folder, resolved, findings, interrupt)
 
         if _is_loop_running():
-            _call_in_thread(start, interrupt)
+            _call_in_thread(start, interrupt, open_display(folder, resolved.config.data.num_rollout))
         else:
             start()
     return Run(folder)
@@ -134,8 +163,11 @@ def _is_loop_running() -> bool:
     return True
 
 
-def _call_in_thread(start: Callable[[], int], interrupt: Interrupt) -> None:
-    """Call `start` in a new thread and wait for it. Ctrl-C and SIGTERM end the run, then raise their exception."""
+def _call_in_thread(start: Callable[[], int], interrupt: Interrupt, display: LiveDisplay | None) -> None:
+    """Call `start` in a new thread and wait for it. Ctrl-C and SIGTERM end the run, then raise their exception.
+
+    display: updated meanwhile, and at the end.
+    """
     ended: Future[int] = Future()
 
     def call() -> None:
@@ -148,12 +180,16 @@ def _call_in_thread(start: Callable[[], int], interrupt: Interrupt) -> None:
     with _signals_raise():
         thread.start()
         try:
+            while display is not None and not wait([ended], REFRESH_S).done:
+                display.refresh()
             ended.result()
         except (KeyboardInterrupt, SystemExit) as error:
             interrupt.request("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM")
             raise
         finally:
             thread.join()
+            if display is not None:
+                display.refresh()
 
 
 @contextlib.contextmanager
