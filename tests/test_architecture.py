@@ -66,7 +66,7 @@ MAY_PICKLE = "training/checkpoint/restricted_unpickler.py"
 WITHOUT_PROCESS_GROUPS = {"core", "algo"}
 FORKS = {"fork", "forkpty", "get_context", "set_start_method"}
 PROJECT = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]
-IMPORTED_AS = {"pyyaml": "yaml", "megatron-core": "megatron"}
+IMPORTED_AS = {"pyyaml": "yaml", "openenv-core": "openenv", "megatron-core": "megatron"}
 COMES_WITH_TORCH = {"triton"}  # where torch is built for CUDA
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.config.args_view import Args
-from furlong.config.checks.environment_specs import class_problems, parse_environments
+from furlong.config.checks.environment_specs import class_path, class_problems, parse_environments
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.sample import Sample
@@ -259,7 +259,7 @@ def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
     values = {name: fields[hook.flag].value_in(config) for name, hook in HOOKS.items()}
     if values["custom_tis_function"] in BUILT_IN:
         values["custom_tis_function"] = None
-    values["environment"] = tuple(entry.partition("?")[0] for entry in config.session.environment)
+    values["environment"] = tuple(map(class_path, config.session.environment))
     return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -24,6 +26,13 @@ LIMITS = {
     "tool_timeout": float,
 }
 OWN_KEYS = ("name", "weight", "prompt_data", *LIMITS)  # the others are arguments of the class
+# Environments of other libraries: prefix -> class, package that it imports, extra that installs it.
+PLUGS = {
+    "gym": ("furlong.environments.gymnasium_text:GymnasiumText", "gymnasium", "gym"),
+    "openenv": ("furlong.environments.openenv_client:OpenEnvClient", "openenv", "openenv"),
+    "nemo-gym": ("furlong.environments.nemo_gym:NemoGym", "httpx", ""),
+    "verifiers": ("furlong.environments.verifiers_taskset:VerifiersTaskset", "verifiers", "verifiers"),
+}
 FORM = "write file.py:Class or file.py:Class?key=value&key=value"
 
 
@@ -66,9 +75,24 @@ def parse_environments(entries: Sequence[str]) -> tuple[EnvironmentSpec, ...]:
     return tuple(specs)
 
 
+def class_path(entry: str) -> str:
+    """Return the path of the class that a value of `--environment` names."""
+    prefix, separator, _ = entry.partition(":")
+    return PLUGS[prefix][0] if separator and prefix in PLUGS else entry.partition("?")[0]
+
+
 def _spec(entry: str) -> EnvironmentSpec:
-    path, _, query = entry.partition("?")
-    where = f"--environment {entry}"
+    where, (path, _, query) = f"--environment {entry}", entry.partition("?")
+    prefix, _, target = path.partition(":")
+    plug = PLUGS.get(prefix)
+    if plug is not None:
+        if not target:
+            raise ConfigError(f"{where} names nothing of {prefix}; write {prefix}:NAME")
+        if find_spec(plug[1]) is None:
+            raise ConfigError(
+                f"{where} needs the package {plug[1]}, which is not installed; pip install 'furlong[{plug[2]}]'"
+            )
+    path = class_path(entry)
     try:
         _, attributes = split_path(path)
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
@@ -81,14 +105,16 @@ def _spec(entry: str) -> EnvironmentSpec:
         if key in values:
             raise ConfigError(f"{where}: {key} is given twice, {values[key]} and {value}; give it once")
         values[key] = value
-    name = values.get("name", attributes[-1])
+    last = re.sub(r"[^A-Za-z0-9_.-]+", "-", target).strip("-") if plug is not None else attributes[-1]
+    name = values.get("name", last)
     if not name or not all(character.isalnum() or character in "_-." for character in name):
         raise ConfigError(f"{where}: the name {name!r} has other characters than letters, digits, '_', '-' and '.'")
     limits = {key: _number(where, key, values[key], kind) for key, kind in LIMITS.items() if key in values}
     return EnvironmentSpec(
         name,
         path,
-        {key: _value(value) for key, value in values.items() if key not in OWN_KEYS},
+        ({"target": target} if plug is not None else {})
+        | {key: _value(value) for key, value in values.items() if key not in OWN_KEYS},
         _number(where, "weight", values.get("weight", "1"), float),
         values.get("prompt_data"),
         limits,
@@ -149,6 +175,10 @@ def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
                 f"({', '.join(OWN_KEYS)}); rename it"
             )
         inspect.signature(made).bind(**spec.arguments)
+        if callable(check := getattr(made, "check_arguments", None)):
+            check(**spec.arguments)
+    except ConfigError as error:
+        yield from error.problems
     except TypeError as error:
         yield f"{where}: {name}{inspect.signature(made)} cannot be called with {dict(spec.arguments)}: {error}; {FORM}"
     except ValueError:
