@@ -29,6 +29,7 @@ class ProcessGuard:
     """
 
     def __init__(self) -> None:
+        self.note: Callable[[str], object] | None = None
         self._is_watching = False
         self._state: ProcessState | None = None
         self._limit = 0
@@ -44,6 +45,8 @@ class ProcessGuard:
         try:
             yield
         except Exception as error:
+            if self._state is not None:
+                self._state.restore_builtins()
             self._finding = self._finding or self._replaced()
             if self._finding and not isinstance(error, FurlongError):
                 raise ProcessChangedError(self._finding) from error
@@ -54,8 +57,10 @@ class ProcessGuard:
                 self._state.close()
                 self._state = None
 
-    def begin(self) -> None:
-        """Record the state, before the first call of user code."""
+    def begin(self, function: Callable[..., Any] | None = None, name: str = "") -> None:
+        """Record the state, before the first call of user code. `note` gets name and location of the function."""
+        if self.note is not None and function is not None:
+            self.note(f"{name} ({location_of(function)})")
         if self._is_watching and self._state is None:
             self._state, self._limit = ProcessState(), _recursion_limit()
 
@@ -67,6 +72,7 @@ class ProcessGuard:
         """
         if self._state is None:
             return
+        self._state.restore_builtins()
         self._last = function, name
         if os.getpid() != self._pid:
             text = f"{name} ({location_of(function)}) forked, and its child process returned; call os._exit() in it\n"

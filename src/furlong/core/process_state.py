@@ -6,7 +6,9 @@ the end of a run on its signal handlers.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import fcntl
 import locale
 import os
 import resource
@@ -40,7 +42,9 @@ UNUSED = {"print", "breakpoint", "breakpointhook", "displayhook", "excepthook", 
 TOLERATED = {"nest_asyncio", "socks"}  # libraries that replace functions by equivalent ones
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGPIPE)
 DIRECTORY, LOCALE = "the working directory", "the locale"
+HOOKS = ("excepthook", "displayhook", "unraisablehook")  # libraries replace them; without one, threads do not start
 STANDARD = {0: "stdin", 1: "stdout", 2: "stderr"}
+COPIES_FROM = 900  # number of the first copy of a standard descriptor
 
 _Functions = dict[str, Callable[..., Any]]
 
@@ -63,7 +67,13 @@ class ProcessState:
         self._is_worker = is_worker
         self._sentinel = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # user code that closes a range closes it
         self._descriptors = {number: _identity(number) for number in (*STANDARD, self._sentinel)}
-        self._streams = [name for name in ("stdout", "stderr") if _is_open(name)]
+        self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_open(name)}
+        self._copies = {} if is_worker else {number: _copy_of(number) for number in STANDARD}
+        self._umask = None if is_worker else _current_umask()
+        self._builtins = [(n, v) for n, v in vars(builtins).items() if n not in UNUSED and n != "_"]
+        self._hooks = {name: getattr(sys, name) for name in HOOKS}
+        self._print = print
+        self._namespace, self._replaced_builtins = builtins.__dict__, list[str]()
         self._recursion_limit = sys.getrecursionlimit()
         self._modules = {name: module for name in MODULES if (module := sys.modules.get(name)) is not None}
         self._functions: dict[str, _Functions] = {name: _public(vars(m)) for name, m in self._modules.items()}
@@ -71,6 +81,17 @@ class ProcessState:
         self._place = {} if is_worker else _place()
         self._limits = {} if is_worker else _limits()
         self._torch = {} if is_worker else torch_settings()
+
+    def restore_builtins(self) -> None:
+        """Undo replacements of built-in functions, without which nothing of Python works; `changes` reports them.
+
+        It calls no built-in function.
+        """
+        now = self._namespace
+        for each in self._builtins:
+            if now.get(each[0]) is not each[1]:
+                now[each[0]] = each[1]
+                self._replaced_builtins += [each[0]]
 
     def changes(self, *, libraries: bool = True) -> list[str]:
         """Describe each change since creation, such as "it replaced time.monotonic"; [] if there is none.
@@ -85,7 +106,9 @@ class ProcessState:
         return [*self._replaced(), *self._replaced_in_libraries()]
 
     def restore(self) -> None:
-        """Undo changes, as far as possible: closed descriptors stay closed."""
+        """Undo changes, as far as possible: closed descriptors other than 0, 1 and 2 stay closed."""
+        self._replaced_builtins.clear()
+        self._reopen()
         for name, module in self._modules.items():
             sys.modules[name] = module
             for attribute, value in self._functions[name].items():
@@ -109,13 +132,35 @@ class ProcessState:
                 with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler of C code
                     signal.signal(number, self._place[f"the handler of {number.name}"])
 
+    def _reopen(self) -> None:
+        """Open stdin, stdout and stderr again, where messages are printed."""
+        for number, copy in self._copies.items():
+            if copy is not None and _identity(number) is None and _identity(copy) == self._descriptors[number]:
+                os.dup2(copy, number)
+        for name, stream in self._streams.items():
+            if not _is_open(name):
+                number = 1 if name == "stdout" else 2
+                setattr(sys, name, open(number, "w", closefd=False) if stream.closed else stream)  # noqa: SIM115
+
+        for name, hook in self._hooks.items():
+            if not callable(getattr(sys, name, None)):
+                setattr(sys, name, hook)
+
     def close(self) -> None:
-        """Close the descriptor that detects closed ranges, unless user code has closed it."""
+        """Close the descriptors that this object opened, unless user code has closed them; restore `print`."""
+        if _is_of_user(vars(builtins).get("print")):
+            builtins.print = self._print
+        for number, copy in self._copies.items():
+            if copy is not None and _identity(copy) == self._descriptors[number]:
+                os.close(copy)
+        self._copies = {}
         if self._sentinel >= 0 and _identity(self._sentinel) == self._descriptors[self._sentinel]:
             os.close(self._sentinel)
         self._sentinel = -1
 
     def _replaced(self) -> Iterator[str]:
+        for attribute in self._replaced_builtins:
+            yield f"it replaced builtins.{attribute}"
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 yield f"it replaced the module {name}"
@@ -156,11 +201,16 @@ class ProcessState:
         for name in self._streams:
             if not _is_open(name):
                 yield f"it closed sys.{name}"
+        for name in self._hooks:
+            if not callable(getattr(sys, name, None)):
+                yield f"it removed sys.{name}"
 
     def _moved(self) -> Iterator[str]:
         limit = sys.getrecursionlimit()
         if limit < self._recursion_limit:
             yield f"it lowered the recursion limit from {self._recursion_limit} to {limit}"
+        if self._umask is not None and (mask := os.umask(self._umask)) != self._umask:  # restores it
+            yield f"it changed the umask from {self._umask:03o} to {mask:03o}"
         now = {} if self._is_worker else _place()
         for name, before in self._place.items():
             if now[name] != before:
@@ -287,6 +337,21 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _copy_of(number: int) -> int | None:
+    """Return a copy of an open descriptor, beyond those that user code closes in a loop; None if it is closed."""
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, COPIES_FROM)
+    except OSError:
+        return None
+
+
+def _current_umask() -> int:
+    """Return the umask; this process has none for a moment, so it must not create files in other threads."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _is_open(name: str) -> bool:

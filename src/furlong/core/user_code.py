@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dis
 import functools
 import inspect
@@ -33,6 +34,7 @@ class ProcessExitError(RuntimeError):
 _exit = os._exit  # it raises within `exits_raise`
 before_exit: list[Callable[[], None]] = []  # called by `exit_process`
 _EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end this process
+_C_EXITS = ("exit", "_exit", "_Exit", "quick_exit", "abort", "Py_Exit")
 
 
 def exit_process(code: int) -> NoReturn:
@@ -93,7 +95,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
 
         @functools.wraps(function)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            process_guard.begin()
+            process_guard.begin(function, name)
             try:
                 return await function(*args, **kwargs)
             except BaseException as error:
@@ -107,7 +109,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        process_guard.begin()
+        process_guard.begin(function, name)
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -165,32 +167,40 @@ def _walk(trace: TracebackType | None) -> Generator[tuple[FrameType, int]]:
 def exits_raise() -> Generator[None]:
     """Make `os._exit`, `os.abort` and `os.exec*` raise RuntimeError in this process while the context is open.
 
-    They would end the run without a word, `os._exit(0)` even with exit code 0. Child processes created by a fork can
-    still call them. Code that bound the functions before, and C code, is not affected.
+    They would end the run without a word, `os._exit(0)` even with exit code 0. So do C's functions of this kind that
+    are called through ctypes. Child processes created by a fork can still call them. Code that bound the functions
+    before, and C code, is not affected; for C's `exit` see `core.c_exit`.
     """
     pid, before = os.getpid(), {name: getattr(os, name) for name in _EXITS}
+    of_library = ctypes.CDLL.__getitem__
+
+    def checked(self: ctypes.CDLL, name_or_ordinal: str) -> Any:
+        function = of_library(self, name_or_ordinal)
+        return _raising(name_or_ordinal, function, pid, "C's ") if name_or_ordinal in _C_EXITS else function
+
     for name, original in before.items():
         setattr(os, name, _raising(name, original, pid))
+    ctypes.CDLL.__getitem__ = checked
     try:
         yield
     finally:
+        ctypes.CDLL.__getitem__ = of_library
         for name, original in before.items():
             setattr(os, name, original)
 
 
-def _raising(name: str, original: Callable[..., Any], pid: int) -> Callable[..., NoReturn]:
-    @functools.wraps(original)
+def _raising(name: str, original: Callable[..., Any], pid: int, owner: str = "os.") -> Callable[..., NoReturn]:
     def leave(*args: Any) -> NoReturn:
         if os.getpid() == pid:
-            shown = ", ".join(map(repr, args)) if name == "_exit" else "..."
+            shown = ", ".join(map(repr, args)) if "exit" in name.lower() else "..."
             raise ProcessExitError(
-                f"os.{name}({shown}) would end this process of furlong; raise an exception, or call it in a child "
+                f"{owner}{name}({shown}) would end this process of furlong; raise an exception, or call it in a child "
                 "process only"
             )
         original(*args)
-        raise AssertionError(f"os.{name} returned")
+        raise AssertionError(f"{owner}{name} returned")
 
-    return leave
+    return functools.update_wrapper(leave, original)
 
 
 @contextlib.contextmanager

@@ -113,6 +113,7 @@ async def call_generate_function(
         _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = _policy.set(policy)
+    process_guard.begin(function, "the custom generate function")
     try:
         result = await timer.timed(
             lambda: function(args, sample, sampling_params, **extra),

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +105,7 @@ def run_in_folder(
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     saving = lock_save_folder(config.checkpoint.save)
     ending = ending_user_processes() if owns_process else contextlib.nullcontext()
-    beside = witnessed(folder / RUN_LOG, before_exit) if owns_process else contextlib.nullcontext()
+    beside = _witnessed(folder / RUN_LOG) if owns_process else contextlib.nullcontext()
     with log_run(config.track.log_level, folder / RUN_LOG), beside, ending, saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         log_changed_flags(folder, resolved)
@@ -136,6 +136,16 @@ def run_in_folder(
             built = build(resolved, folder)
             with process_guard.watching():
                 return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
+
+
+@contextlib.contextmanager
+def _witnessed(log: Path) -> Generator[None]:
+    """Have a process beside the run that reports a sudden end with the user code that was called last."""
+    with witnessed(log, before_exit) as process_guard.note:
+        try:
+            yield
+        finally:
+            process_guard.note = None
 
 
 def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -26,16 +28,20 @@ logger = logging.getLogger(__name__)
 PULSE, END, SIGTERM = b"\0", b"\xff", bytes([signal.SIGTERM])
 PULSE_S = 1.0
 ANSWER_S = 20.0  # without a pulse, after SIGTERM
+NOTE_BYTES = 1024
 CLOSING_S = 60.0  # between the end of the pipe and that of the process
 ENDED = "the process of the run ended without recording why: it was killed, or compiled code called exit or _exit"
 LOCKED = "SIGTERM has no effect, because compiled code keeps the interpreter lock; ending the process, stacks follow"
 
 
 @contextlib.contextmanager
-def witnessed(log: Path, farewells: list[Callable[[], None]], *, answer_s: float = ANSWER_S) -> Generator[None]:
+def witnessed(
+    log: Path, farewells: list[Callable[[], None]], *, answer_s: float = ANSWER_S
+) -> Generator[Callable[[str], object]]:
     """Have another process write to stderr and `log` if this process ends in the body without leaving it.
 
-    Functions that end this process on purpose call those in `farewells` before.
+    Yields a function that takes a text for that message, about the user code that is called. Functions that end this
+    process on purpose call those in `farewells` before.
 
     After SIGTERM it ends this process by a signal that prints the stacks, if no thread of Python has run for `answer_s`
     seconds. Signals are seen only if this is called in the main thread.
@@ -44,14 +50,20 @@ def witnessed(log: Path, farewells: list[Callable[[], None]], *, answer_s: float
     os.set_blocking(sink, False)
     words = [sys.executable, "-S", "-E", __file__, str(os.getpid()), str(log), str(answer_s)]
     try:
-        process = subprocess.Popen(words, stdin=source, stdout=subprocess.DEVNULL, start_new_session=True)
+        with tempfile.TemporaryFile() as shared:  # stdout of the process, which reads it
+            shared.truncate(NOTE_BYTES)
+            called = mmap.mmap(shared.fileno(), NOTE_BYTES)
+            process = subprocess.Popen(words, stdin=source, stdout=shared.fileno(), start_new_session=True)
     except OSError as error:
         os.close(sink)
         logger.warning("no process can be started beside the run to report its sudden end: %s", error)
-        yield
+        yield lambda _: None
         return
     finally:
         os.close(source)
+
+    def note(text: str) -> None:
+        called[:] = text.encode(errors="replace")[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
     def end() -> None:
         with contextlib.suppress(OSError):  # user code closed the pipe, or the other process is gone
@@ -61,7 +73,7 @@ def witnessed(log: Path, farewells: list[Callable[[], None]], *, answer_s: float
     farewells.append(end)
     try:
         with _pulses(sink):
-            yield
+            yield note
     finally:
         farewells.remove(end)
         end()
@@ -143,7 +155,15 @@ def main(run: int, log: str, answer_s: float) -> None:
     while select.select([0], [], [], 0)[0] and (messages := os.read(0, 4096)):
         if END in messages:  # it said so before it ended
             return
-    _say(log, f"{ENDED} (process {run})")
+    _say(log, f"{ENDED} (process {run}){_called()}")
+
+
+def _called() -> str:
+    """Return the text that the run shared last, in the file that is stdout."""
+    with contextlib.suppress(OSError):
+        text = os.pread(1, NOTE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        return f"; it called last: {text}" if text else ""
+    return ""
 
 
 def _say(log: str, text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -65,9 +67,35 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 
 
+def patch_builtins():
+    builtins.len = builtins.isinstance = lambda *_: 1 / 0
+
+
+def patch_builtins_and_fail():
+    builtins.any = builtins.getattr = builtins.str = lambda *_: 1 / 0
+    raise ValueError("mine")
+
+
+def mask_files():
+    os.umask(0o777)
+
+
+def remove_hooks():
+    sys.excepthook = None
+
+
+def remove_streams():
+    sys.stderr = None
+
+
 @pytest.mark.parametrize(
     ("function", "what"),
     [
+        (patch_builtins, "builtins.len"),
+        (patch_builtins_and_fail, "builtins.any"),
+        (mask_files, "the umask from"),
+        (remove_hooks, "sys.excepthook"),
+        (remove_streams, "sys.stderr"),
         (patch_clock, "time.monotonic"),
         (lower_limit, "recursion limit"),
         (move, "directory"),
@@ -100,6 +128,7 @@ def state():
             Path.write_text,
             psutil.Process,
         ),
+        *(len, isinstance, any, getattr, str, sys.excepthook, sys.stderr, os.umask(0o022)),
         *(psutil.Process, torch.get_default_dtype(), resource.getrlimit(resource.RLIMIT_NOFILE)),
     )
 
@@ -163,6 +192,34 @@ def test_exits_of_the_process_raise_and_name_the_line():
         child.start()
         child.join()
     assert child.exitcode == 7
+
+
+@pytest.mark.parametrize("name", ["exit", "_exit", "quick_exit", "abort"])
+@pytest.mark.parametrize("library", [ctypes.CDLL, ctypes.PyDLL])
+def test_exits_of_c_that_ctypes_calls_raise(name, library):
+    with exits_raise(), pytest.raises(HookError, match=rf"C's {name}\(.*would end this process"):
+        with_hook_errors(lambda: getattr(library(None), name)(0), "f")()
+    assert ctypes.CDLL(None).getpid() == os.getpid()
+
+
+def test_a_print_of_the_user_ends_with_the_run():
+    def replace():
+        builtins.print = lambda *_: 1 / 0
+
+    before = vars(builtins)["print"]
+    with process_guard.watching():
+        with_hook_errors(replace, "f")()
+    assert vars(builtins)["print"] is before
+
+
+def test_the_function_that_is_called_is_noted():
+    noted = []
+    process_guard.note = noted.append
+    try:
+        with_hook_errors(state, "--y-path: f")()
+    finally:
+        process_guard.note = None
+    assert noted[-1] == f"--y-path: f ({__file__}:{state.__code__.co_firstlineno})"
 
 
 def test_an_exit_of_a_task_of_user_code_is_an_error():

@@ -19,7 +19,7 @@ from furlong.core.user_code import before_exit, exit_process
 from furlong.run.witness import witnessed
 
 signal.signal(signal.SIGTERM, lambda *_: None)
-with fatal_signals_print_stacks(), witnessed(Path(sys.argv[1]), before_exit, answer_s=2):
+with fatal_signals_print_stacks(), witnessed(Path(sys.argv[1]), before_exit, answer_s=2) as note:
     {}
 """
 
@@ -48,6 +48,12 @@ def test_an_end_without_a_word_is_reported(tmp_path: Path, body: str, code: int)
     assert result == code
     assert log.count("ended without recording why") == 1
     assert printed == log
+
+
+def test_the_function_that_was_called_last_is_reported(tmp_path: Path) -> None:
+    _, printed, log = run(tmp_path, "note('--x-path: f (mine.py:7)'); os.kill(os.getpid(), 9)")
+    assert log == printed
+    assert log.endswith("it called last: --x-path: f (mine.py:7)\n")
 
 
 @pytest.mark.parametrize(
