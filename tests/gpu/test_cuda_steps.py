@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from fakes_engine import reference_log_probs, run, source_of, tiny_engine, tiny_model
 from furlong.inference.embedded import cuda_steps
-from furlong.inference.embedded.cuda_steps import CudaSteps
-from furlong.inference.embedded.decode_model import FusedDenseModel, slot_rows
+from furlong.inference.embedded.cuda_steps import CudaSteps, step_rows
+from furlong.inference.embedded.decode_model import FusedDenseModel
 from furlong.inference.embedded.decode_steps import SlotCache
 from furlong.interfaces import SamplingParams
 
@@ -35,7 +35,7 @@ def cuda_model(family: str, dtype: torch.dtype) -> FusedDenseModel:
 
 def logits_of(model: FusedDenseModel, *, steps: int = 3, cached: SlotCache | None = None) -> torch.Tensor:
     cache = cached or SlotCache()
-    rows = slot_rows(len(PROMPTS), CUDA)
+    rows = step_rows(len(PROMPTS))
     if cached is None:
         cache.resize(rows, 256)
     out = [model.prefill(PROMPTS, cache, list(range(len(PROMPTS))), [0] * len(PROMPTS))]
@@ -57,7 +57,7 @@ def test_graphs_equal_launched_kernels_bitwise_and_plain_operations_closely(fami
     launched_model = cuda_model(family, dtype)
     launched_model._is_graphed = False
     plain_model = cuda_model(family, dtype)
-    plain_model._uses_kernels = plain_model._attends_packed = False
+    plain_model.captures_steps = plain_model._attends_packed = False
     assert torch.equal(graphed, logits_of(launched_model))
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     torch.testing.assert_close(graphed, logits_of(plain_model), atol=tolerance, rtol=tolerance)
@@ -66,7 +66,7 @@ def test_graphs_equal_launched_kernels_bitwise_and_plain_operations_closely(fami
 @torch.inference_mode()
 def test_captured_steps_read_weights_that_were_written_in_place_or_allocated_again():
     model, cache = cuda_model("qwen3", torch.float32), SlotCache()
-    cache.resize(slot_rows(len(PROMPTS), CUDA), 256)
+    cache.resize(step_rows(len(PROMPTS)), 256)
     before = logits_of(model, cached=cache)
     steps = cache.prepared
     assert isinstance(steps, CudaSteps)

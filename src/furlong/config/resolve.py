@@ -63,7 +63,7 @@ def derive(config: Config, explicit: frozenset[str]) -> Derived:
     _threads(config, put)
     _steps(config, put, explicit)
     _rollout(config, put)
-    _engine(config, put)
+    _engine(config, put, explicit)
     _algorithm(config, put)
     if config.session.agent_function_path or config.session.agent_command:
         put("custom_generate_function_path", AGENT_PATH, "--agent-function-path or --agent-command")
@@ -149,7 +149,7 @@ def _rollout(config: Config, put: Put) -> None:
     put("rollout_max_context_len", config.train.seq_length, "--seq-length")
 
 
-def _engine(config: Config, put: Put) -> None:
+def _engine(config: Config, put: Put, explicit: frozenset[str]) -> None:
     cluster = config.cluster
     engine = cluster.engine
     if engine == "auto":
@@ -157,9 +157,13 @@ def _engine(config: Config, put: Put) -> None:
         engine = "external" if is_external else "embedded"
         put("engine", engine, "addresses are given" if is_external else "no addresses are given")
     trainer_gpus = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    if cluster.colocate and engine != "external":
-        put("rollout_num_gpus", trainer_gpus, "--colocate: the training GPUs")
     path = config.engines.sglang_config
+    shares_only_gpu = "colocate" not in explicit and _shares_only_gpu(config, engine)
+    if shares_only_gpu:
+        put("colocate", True, "--engine sglang with one training GPU and no others for engines")
+    colocate = cluster.colocate or shares_only_gpu
+    if colocate and engine != "external":
+        put("rollout_num_gpus", trainer_gpus, "--colocate: the training GPUs")
     if path is not None:
         with contextlib.suppress(ConfigError):  # validate reports the problems of the file
             models = models_in_file(path, config.engines.rollout_num_gpus_per_engine, config.rollout.hf_checkpoint)
@@ -171,17 +175,27 @@ def _engine(config: Config, put: Put) -> None:
                 put("sglang_router_strategy", "cache_aware", "--sglang-config splits prefill and decode")
     if config.engines.prefill_num_servers is not None:
         put("sglang_router_strategy", "cache_aware", "--prefill-num-servers")
-    is_placed = config.engines.rollout_num_gpus is not None or cluster.colocate or path is not None
+    is_placed = config.engines.rollout_num_gpus is not None or colocate or path is not None
     if is_placed or trainer_gpus > 1:
         put("ray_address", os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
     is_served = engine in SERVERS or is_placed
     if is_served:
         put("sglang_api_key", os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE)
-    transport = default_transport(colocate=cluster.colocate, has_servers=is_served)
-    put("update_weight_transport", transport, "--colocate" if cluster.colocate else "--engine")
-    is_shared = cluster.colocate and not config.debug.debug_rollout_only
+    transport = default_transport(colocate=colocate, has_servers=is_served)
+    put("update_weight_transport", transport, "--colocate" if colocate else "--engine")
+    is_shared = colocate and not config.debug.debug_rollout_only
     for name in ("offload_train", "offload_rollout"):
         put(name, cluster.offload or is_shared, "--offload" if cluster.offload else "--colocate")
+
+
+def _shares_only_gpu(config: Config, engine: str) -> bool:
+    """Whether SGLang gets the trainer's one GPU because no flag gives it another, and neither waits for the other."""
+    cluster, debug = config.cluster, config.debug
+    is_one = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node == 1
+    is_placed = config.engines.rollout_num_gpus is not None or config.engines.sglang_config is not None
+    is_placed |= bool(cluster.rollout_external_engine_addrs or cluster.sglang_router_ip)
+    has_both = not (debug.debug_rollout_only or debug.debug_train_only) and config.algo.loss_type != "sft_loss"
+    return engine == "sglang" and is_one and not is_placed and has_both and not config.rollout.async_buffer_size
 
 
 def _algorithm(config: Config, put: Put) -> None:

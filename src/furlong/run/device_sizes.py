@@ -25,6 +25,7 @@ GIB = 2**30
 TOKENS = (32768, 24576, 16384, 12288, 8192)  # larger micro-batches are not faster
 RECOMPUTED_TOKENS = 8192
 SLOTS = (1024, 768, 512, 384, 256, 192)
+MANY_WAVES, LONG_RESPONSE = 3, 1024  # from which SGLang is expected to be faster
 PLAN_FRAC = 0.9  # predictions are within 10 %
 PROMPT_TOKENS = 256  # assumed without a limit of the prompt
 
@@ -51,7 +52,8 @@ def sized_for_device(resolved: Resolved) -> Resolved:
     except FurlongError as error:  # the memory plan does not know the sizes of this model
         line = f"slots and micro-batches are not adapted to the GPU's memory: {error}"
         return replace(resolved, lines=(*resolved.lines, line))
-    return _replaced(resolved, {name: size for name, size in sizes.items() if name in free})
+    sized = _replaced(resolved, {name: size for name, size in sizes.items() if name in free})
+    return replace(sized, lines=(*sized.lines, engine_advice(sized.config)))
 
 
 def device_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: int) -> Sizes:
@@ -81,8 +83,7 @@ def device_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: 
             sizes["max_tokens_per_gpu"] = (whole[0], f"{device}: the largest that fits without recomputation")
         elif RECOMPUTED_TOKENS in fitting:
             sizes["max_tokens_per_gpu"] = (RECOMPUTED_TOKENS, f"{device}: fits with MLPs recomputed")
-    data = config.data
-    samples = max(config.rollout.over_sampling_batch_size or 0, data.rollout_batch_size) * data.n_samples_per_prompt
+    samples = samples_of(config)
     length = longest_sample(config) + (0 if config.rollout.rollout_max_prompt_len else PROMPT_TOKENS)
     per_token = kv_values(model_config) * (2 if is_half else 4)
     fitting_slots = cache // (per_token * length) if per_token else SLOTS[0]
@@ -96,6 +97,28 @@ def device_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: 
 
 def _fits(phases: Sequence[Phase], room: int) -> bool:
     return max(phase.total for phase in phases) <= room
+
+
+def engine_advice(config: Config) -> str:
+    """Return which engine is expected to be faster on this GPU, and why."""
+    rollout, slots = config.rollout, config.cluster.embedded_num_slots
+    samples = samples_of(config)
+    waves = -(-samples // slots)
+    if waves >= MANY_WAVES and (rollout.rollout_max_response_len or 0) >= LONG_RESPONSE:
+        return (
+            f"engine: SGLang (--engine sglang) is expected to be faster: {samples} samples need {waves} waves of "
+            f"{slots} slots, and its cache in pages has room for more sequences"
+        )
+    return (
+        f"engine: the embedded engine is expected to be faster than SGLang: {samples} samples are decoded in {waves} "
+        f"wave{'s' * (waves > 1)} of {slots} slots, and trainer and engine do not hand over memory"
+    )
+
+
+def samples_of(config: Config) -> int:
+    """Return the samples of a rollout, with those of --over-sampling-batch-size."""
+    prompts = max(config.rollout.over_sampling_batch_size or 0, config.data.rollout_batch_size)
+    return prompts * config.data.n_samples_per_prompt
 
 
 def kv_values(model_config: Mapping[str, Any]) -> int:

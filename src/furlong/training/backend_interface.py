@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch
@@ -18,6 +19,10 @@ from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
+
+
+class MicroBatchTooLargeError(torch.OutOfMemoryError):
+    """A micro-batch does not fit into the device's memory. Nothing of it was accumulated, so a part may be tried."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
-from furlong.training.backend_interface import Backend, PipelinedBackend
+from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs
@@ -418,10 +418,30 @@ class RoundWorker:
                     return self.backend.forward_backward_of([self._micro(batch, r) for r in micro_rows], loss)
             for rows in micro_rows:
                 with tracer.span("forward backward", samples=len(rows)):
-                    parts.append(self.backend.forward_backward(self._micro(batch, rows), loss))
+                    parts += self._run_micro(batch, rows, loss)
             return parts
         except NotFiniteLossError as error:
             raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
+
+    def _run_micro(self, batch: RolloutBatch, rows: IntArray, loss: LossFn) -> list[Metrics]:
+        """Accumulate the gradient of a micro-batch, in halves if it does not fit into memory.
+
+        Losses are divided by the sizes of the whole step, so the halves have the same gradient.
+        """
+        try:
+            return [self.backend.forward_backward(self._micro(batch, rows), loss)]
+        except MicroBatchTooLargeError as error:
+            if len(rows) < 2 or rows.tobytes() in self._recorded_routes:
+                raise
+            reason = str(error)
+        num_tokens = int(batch.response_lengths[rows].sum())
+        what = "out of memory with a micro-batch of %d samples (%d response tokens); running its halves: %s"
+        logger.warning(what, len(rows), num_tokens, reason)
+        metrics: list[Metrics] = []
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            self._step_sizes[half.tobytes()] = self._step_sizes.get(rows.tobytes(), (0, 0))
+            metrics += self._run_micro(batch, half, loss)
+        return metrics
 
     def _optim_step(self, batch: RolloutBatch, micro_rows: list[IntArray]) -> Any:
         try:

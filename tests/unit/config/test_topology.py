@@ -74,6 +74,25 @@ def test_engines_that_share_the_trainers_gpus_are_as_many_by_default():
 
 
 @pytest.mark.parametrize(
+    ("words", "is_colocated"),
+    [
+        ([], True),
+        (["--rollout-num-gpus", "1"], False),
+        (["--actor-num-gpus-per-node", "2"], False),
+        (["--async-buffer-size", "1"], False),
+        (["--debug-rollout-only"], False),
+        (["--rollout-external-engine-addrs", "a:1"], False),
+    ],
+)
+def test_sglang_shares_the_only_training_gpu_unless_flags_place_it_elsewhere(words, is_colocated):
+    resolved = parse(["--engine", "sglang", *words])
+    assert resolved.config.cluster.colocate is is_colocated
+    if is_colocated:
+        assert (resolved.config.engines.rollout_num_gpus, resolved.config.sync.update_weight_transport) == (1, "ipc")
+        assert resolved.config.cluster.offload_train
+
+
+@pytest.mark.parametrize(
     ("words", "offloads"),
     [
         (["--colocate"], (True, True)),

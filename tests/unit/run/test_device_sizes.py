@@ -11,7 +11,7 @@ import torch
 from furlong.config.command_line import Resolved, parse
 from furlong.models.presets import write_preset
 from furlong.run import device_sizes as sizes
-from furlong.run.device_sizes import device_sizes, sized_for_device
+from furlong.run.device_sizes import device_sizes, engine_advice, sized_for_device
 
 GIB = 2**30
 QWEN3_06B = {
@@ -81,7 +81,15 @@ def test_flags_take_precedence(tmp_path):
     model = str(write_preset("tiny", tmp_path / "model", seed=0))
     words = ("--embedded-num-slots", "64", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096")
     before = command(*words, model=model)
-    assert sized_for_device(before) == before
+    after = sized_for_device(before)
+    assert (after.config, after.sources) == (before.config, before.sources)
+
+
+def test_the_faster_engine_depends_on_how_often_slots_are_filled_with_long_responses():
+    many, few = (command("--embedded-num-slots", str(slots), new=1024).config for slots in (128, 512))
+    assert "--engine sglang" in engine_advice(many)
+    assert "--engine sglang" not in engine_advice(few)
+    assert "--engine sglang" not in engine_advice(command("--embedded-num-slots", "128", new=64).config)
 
 
 def test_nothing_changes_without_a_gpu_or_with_another_engine(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ from furlong.core.batch import FlopsModel
 from furlong.core.metric import merge
 from furlong.errors import TrainerError
 from furlong.models import hf_model as hf
+from furlong.training.backend_interface import MicroBatchTooLargeError
 from furlong.training.hook_adapters import rollout_data
 from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
@@ -279,6 +280,41 @@ def test_the_same_round_gives_the_same_bits(folder):
     first, second = run(), run()
     assert first[0] == second[0]
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def test_a_micro_batch_that_does_not_fit_into_memory_runs_in_halves_with_the_same_gradient(folder, monkeypatch, caplog):
+    def run(most_samples):
+        backend, sizes = fsdp_backend(folder, optim=OptimFlags(lr=1e-2)), []
+        whole = backend.forward_backward
+
+        def forward_backward(micro, loss_fn):
+            if len(micro.rows) > most_samples:
+                raise MicroBatchTooLargeError("CUDA out of memory")
+            sizes.append(len(micro.rows))
+            return whole(micro, loss_fn)
+
+        monkeypatch.setattr(backend, "forward_backward", forward_backward)
+        metrics = train(build(backend, packing=Packing(micro_batch_size=4)))
+        return metrics, sizes, [tensor.clone() for _, tensor in backend.named_weights()]
+
+    whole, split = run(4), run(1)
+    assert (whole[1], split[1]) == ([4], [1, 1, 1, 1])
+    assert "running its halves" in caplog.text
+    assert split[0]["train/loss"] == pytest.approx(whole[0]["train/loss"], abs=1e-6)
+    assert split[0]["train/grad_norm"] == pytest.approx(whole[0]["train/grad_norm"], rel=1e-5)
+    for one, other in zip(whole[2], split[2], strict=True):
+        torch.testing.assert_close(one, other, atol=5e-4, rtol=1e-2)
+
+
+def test_a_single_sample_that_does_not_fit_into_memory_is_an_error(folder, monkeypatch):
+    backend = fsdp_backend(folder)
+
+    def forward_backward(*_):
+        raise MicroBatchTooLargeError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "forward_backward", forward_backward)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(build(backend))
 
 
 def test_tflops_are_of_one_gpu_and_tokens_of_all():

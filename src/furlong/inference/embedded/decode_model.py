@@ -31,7 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
 from furlong.inference.embedded import cuda_steps
-from furlong.inference.embedded.cuda_steps import CudaSteps, StepWeights, step_rows
+from furlong.inference.embedded.cuda_steps import CudaSteps, StepWeights
 from furlong.inference.embedded.decode_steps import (
     DecodeLinear,
     DecodeSteps,
@@ -60,11 +60,6 @@ def padded_rows(n: int) -> int:
     return max(min_rows(), -(-n // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
-def slot_rows(n: int, device: torch.device) -> int:
-    """`n` decoding slots rounded up to a number of rows of decode steps on `device`."""
-    return padded_rows(n) if device.type == "cpu" else step_rows(n)
-
-
 def bucketed_length(length: int) -> int:
     """`length` rounded up to a multiple of `LENGTH_BUCKET` positions."""
     return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
@@ -75,6 +70,8 @@ class DecodeModel(Protocol):
 
     extends_prefixes: Whether a prompt may begin with cached positions. Recurrent states cannot be cut, so models that
         have them always compute whole prompts.
+    captures_steps: Whether decode steps depend on the layout of the cache but not on its length, so that the cache
+        should rarely be resized.
     routing: Shape of the expert routing; None for a model without experts.
     routes: With `records_routes`, the routed experts of the last call: one array for each prompt, or one with a row
         for each slot.
@@ -86,6 +83,7 @@ class DecodeModel(Protocol):
     vocab_size: int
     table: WeightTable
     extends_prefixes: bool
+    captures_steps: bool
     routing: RoutingShape | None
     records_routes: bool
     routes: list[Routes]
@@ -103,7 +101,8 @@ class DecodeModel(Protocol):
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """Process one token of each slot 0..N-1 at `positions_N` < `length`; return float32 logits [N, V].
 
-        N is a result of `slot_rows`; padding rows have token 0 at position 0 of a free slot.
+        N is a result of `padded_rows`, or of `step_rows` with `captures_steps`; padding rows have token 0 at position 0
+        of a free slot.
         """
         ...
 
@@ -178,7 +177,7 @@ class FusedDenseModel:
         self.eps = config.rms_norm_eps
         self.description = f"fused {config.model_type} path"
         self.extends_prefixes = True
-        self._uses_kernels, self._is_graphed = not cuda_steps.missing(device), device.type == "cuda"
+        self.captures_steps, self._is_graphed = not cuda_steps.missing(device), device.type == "cuda"
         self.routing: RoutingShape | None = None
         self.records_routes = False
         self.routes: list[Routes] = []
@@ -290,7 +289,7 @@ class FusedDenseModel:
         ]
         self._final_gain_E = self._as_factor(self.final_norm_E)
         self._derived_writes = self.table.num_writes
-        if self._uses_kernels:
+        if self.captures_steps:
             self._refresh_step_weights()
 
     def _refresh_step_weights(self) -> None:
@@ -330,7 +329,7 @@ class FusedDenseModel:
         positions_T = torch.cat([*positions, torch.arange(pad)]).to(self.device)
         rotation_T1D = self._rotations_LD.index_select(0, positions_T)[:, None]
         x = functional.embedding(tokens_T, self.embedding)
-        if self.device.type != "cpu":
+        if self.captures_steps:
             cache.allocate_block(len(self.layers), self.num_kv_heads, self.head_dim, x)
         packed = None
         if self._attends_packed and not any(starts):

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from furlong.core.routing import Routes
 from furlong.errors import EngineError
-from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, slot_rows
+from furlong.inference.embedded.cuda_steps import step_rows
+from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
@@ -106,7 +107,7 @@ class SlotBatch:
         self.kept_prompts.clear()
 
     def _padded(self, n: int) -> int:
-        return slot_rows(n, self.model.device)
+        return step_rows(n) if self.model.captures_steps else padded_rows(n)
 
     def _allocate(self) -> None:
         slots = self._padded(self.num_slots)
@@ -352,7 +353,7 @@ class SlotBatch:
         """
         have_slots, have_length = self._cache.num_slots, self._cache.length
         self._steps_since_resize += 1
-        if self.model.device.type != "cpu":
+        if self.model.captures_steps:
             self._cache.grow(slots, length, self.kv_tokens)
             return
         too_long = length < have_length and self._steps_since_resize > LENGTH_BUCKET

@@ -225,6 +225,7 @@ class TransformersModel:
         self._attention_layers = [layer for layer, kind in enumerate(kinds) if kind != DELTA_LAYERS]
         self._is_recurrent = is_recurrent
         self.extends_prefixes = not is_recurrent
+        self.captures_steps = False
         self._masks: dict[int | None, PromptMask] = {}
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)

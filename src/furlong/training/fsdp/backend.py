@@ -38,7 +38,7 @@ from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import round_model
 from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
-from furlong.training.backend_interface import Backend, OptimReport
+from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, OptimReport
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.fsdp import fsdp_checkpoint
@@ -194,7 +194,8 @@ class FsdpBackend(Backend):
         and its step is skipped. With several ranks the error is deferred to `optim_step`, where it is raised on all.
 
         If the GPU runs out of memory, the micro-batch runs again with more recomputation, as long as that is possible.
-        With several ranks this is a TrainerError, because the others are already in their next collective.
+        Then MicroBatchTooLargeError is raised, with nothing accumulated. With several ranks this is a TrainerError,
+        because the others are already in their next collective.
         """
         while True:
             try:
@@ -205,8 +206,10 @@ class FsdpBackend(Backend):
                         f"rank {self.ranks.rank} ran out of memory with {len(micro.tokens_T)} tokens: {error}. Lower "
                         "--max-tokens-per-gpu, or set --recompute-activations"
                     ) from error
-                if not self.optimizer.drop_unfolded() or not self.actor.layers.save_memory():
+                if not self.optimizer.drop_unfolded():
                     raise
+                if not self.actor.layers.save_memory():
+                    raise MicroBatchTooLargeError(str(error)) from error
                 reason = str(error)
             torch.cuda.empty_cache()
             logger.warning("out of memory; running the micro-batch again with more recomputation: %s", reason)
