@@ -18,6 +18,7 @@ from furlong.config.args_view import Args
 from furlong.config.checks.environment_specs import class_path, class_problems, parse_environments
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.config.sections.sessions import TOOL_PARSERS
 from furlong.core.sample import Sample
 from furlong.core.slime_modules import NotInFurlongError
 from furlong.core.text import did_you_mean
@@ -50,7 +51,8 @@ class Hook:
     """Call of the function of one flag: `fn(*positional, **{name: ... for name in keywords})`.
 
     With `drops_keywords`, keywords that the function does not name are left out (`accepted_keywords`). `calling`
-    determines whether the result is awaited. A class is called once, and its instance needs `methods`.
+    determines whether the result is awaited. A class is called once, and its instance needs `methods`. `names`: other
+    values of the flag, which select something of furlong.
     """
 
     flag: str
@@ -59,6 +61,7 @@ class Hook:
     calling: Calling = "sync"
     methods: tuple[str, ...] = ()
     drops_keywords: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def signature(self) -> str:
@@ -100,12 +103,21 @@ class Hooks:
     custom_megatron_before_log_prob_hook: Function | None = None
     custom_megatron_before_train_step_hook: Function | None = None
     custom_update_weight_post_write: Function | None = None
+    session_match: Function | None = None
+    session_leaves: Function | None = None
+    session_tool_parser: Function | None = None
 
 
 _ROLLOUT = ("args", "rollout_id", "data_source")
 _TIS = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
 _REDUCER = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
 _LOGGING = ("rollout_id", "args", "samples", "extra_metrics", "rollout_time")
+
+# slime's example of importance weights with rejection: --use-tis, --use-rs and their settings do the same.
+BUILT_IN = (
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
+)
 
 HOOKS: dict[str, Hook] = {
     "rollout_function": Hook("--rollout-function-path", _ROLLOUT, ("evaluation",)),
@@ -135,7 +147,7 @@ HOOKS: dict[str, Hook] = {
     "rollout_all_samples_process": Hook("--rollout-all-samples-process-path", ("args", "all_samples", "data_source")),
     "rollout_data_postprocess": Hook("--rollout-data-postprocess-path", ("args", "rollout_id", "rollout_data")),
     "custom_loss_function": Hook("--custom-loss-function-path", ("args", "batch", "logits", "sum_of_sample_mean")),
-    "custom_tis_function": Hook("--custom-tis-function-path", ("args",), _TIS),
+    "custom_tis_function": Hook("--custom-tis-function-path", ("args",), _TIS, names=BUILT_IN),
     "custom_pg_loss_reducer_function": Hook("--custom-pg-loss-reducer-function-path", _REDUCER),
     "custom_advantage_function": Hook("--custom-advantage-function-path", ("args", "rollout_data")),
     "custom_reward_post_process": Hook("--custom-reward-post-process-path", ("args", "samples")),
@@ -161,14 +173,12 @@ HOOKS: dict[str, Hook] = {
     "data_source": Hook(
         "--data-source-path", ("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")
     ),
+    "session_match": Hook("--session-match", ("message",), names=("echo", "strict")),
+    "session_leaves": Hook("--session-leaves", ("leaves",), names=("all", "last", "longest")),
+    "session_tool_parser": Hook("--session-tool-parser", ("text", "tools"), names=("auto", *TOOL_PARSERS)),
 }
 
 
-# slime's example of importance weights with rejection: --use-tis, --use-rs and their settings do the same.
-BUILT_IN = (
-    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
-    "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
-)
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function", "environment")
 
 
@@ -254,11 +264,10 @@ def _columns_of(signature: inspect.Signature) -> list[str]:
 
 
 def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the paths of user functions by field of `Hooks`, without those of `BUILT_IN`."""
+    """Return the paths of user functions by field of `Hooks`, without `Hook.names`."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
     values = {name: fields[hook.flag].value_in(config) for name, hook in HOOKS.items()}
-    if values["custom_tis_function"] in BUILT_IN:
-        values["custom_tis_function"] = None
+    values = {name: None if value in HOOKS[name].names else value for name, value in values.items()}
     values["environment"] = tuple(map(class_path, config.session.environment))
     return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
 
@@ -280,6 +289,9 @@ def load_hooks(config: Config, refused: Mapping[str, str] | None = None) -> tupl
         for path in paths_by_name[name]:
             if refused and path in refused:
                 problems.append(f"{hook.flag} {refused[path]}")
+                continue
+            if hook.names and not set(path) & {":", "."}:
+                problems.append(f"{hook.flag} {path} is none of {', '.join(hook.names)}, and not a function; name one")
                 continue
             try:
                 functions.append(load_function(path))

@@ -263,8 +263,8 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         load=context.load,
         limits=limits if len(specs) != 1 else limits.replaced(specs[0].limits),
         limits_by_environment={spec.name: limits.replaced(spec.limits) for spec in specs},
-        session_settings=session_settings(context.config.session),
-        session_leaves=session_leaves(context.config.session),
+        session_settings=session_settings(context.config.session, context.hooks),
+        session_leaves=session_leaves(context.config.session, context.hooks),
         session_server=context.session_server,
     )
 

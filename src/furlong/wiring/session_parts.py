@@ -13,9 +13,8 @@ from furlong.chat.messages import KeyFunction, key_of
 from furlong.chat.parsers.parsed_reply import ToolParser
 from furlong.chat.parsers.registry import PARSERS
 from furlong.config.evaluation import EvalSpec
-from furlong.config.hooks import load_function
+from furlong.config.hooks import Hooks
 from furlong.config.sections import SessionFlags
-from furlong.errors import ConfigError
 from furlong.sessions.samples import Leaves
 from furlong.sessions.session import SessionSettings
 from furlong.wiring.run_context import RunContext
@@ -26,31 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def session_settings(flags: SessionFlags) -> SessionSettings:
-    """Return the settings of all sessions. Raises ConfigError for a name that is neither known nor FILE:fn."""
-    key: KeyFunction = key_of
-    if flags.session_match == "strict":
-        key = partial(key_of, match="strict")
-    elif flags.session_match != "echo":
-        key = _function("--session-match", flags.session_match, ("echo", "strict"))
-    parser: ToolParser | None = None
-    if flags.session_tool_parser != "auto":
-        name = flags.session_tool_parser
-        parser = PARSERS.get(name) or _function("--session-tool-parser", name, ("auto", *PARSERS))
-    return SessionSettings(key, cast("Any", flags.session_history), parser)
+def session_settings(flags: SessionFlags, hooks: Hooks) -> SessionSettings:
+    """Return the settings of all sessions."""
+    key: KeyFunction = partial(key_of, match="strict") if flags.session_match == "strict" else key_of
+    parser: ToolParser | None = PARSERS.get(flags.session_tool_parser) or hooks.session_tool_parser
+    return SessionSettings(hooks.session_match or key, cast("Any", flags.session_history), parser)
 
 
-def session_leaves(flags: SessionFlags) -> Leaves:
-    """Return which leaves are trained on. Raises ConfigError."""
-    if flags.session_leaves in ("all", "last", "longest"):
-        return cast("Any", flags.session_leaves)
-    return _function("--session-leaves", flags.session_leaves, ("all", "last", "longest"))
-
-
-def _function(flag: str, value: str, names: Sequence[str]) -> Any:
-    if ":" not in value and "." not in value:
-        raise ConfigError(f"{flag} {value} is none of {', '.join(names)}, and not a function; name one")
-    return load_function(value)
+def session_leaves(flags: SessionFlags, hooks: Hooks) -> Leaves:
+    """Return which leaves are trained on."""
+    return hooks.session_leaves or cast("Any", flags.session_leaves)
 
 
 def build_session_server(

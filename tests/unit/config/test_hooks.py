@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from furlong.chat.parsers.registry import PARSERS
 from furlong.config import Config
 from furlong.config.command_line import config_from_values
 from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks, check_signature, load_function, load_hooks, reward_style
+from furlong.config.sections.sessions import TOOL_PARSERS
 from furlong.errors import ConfigError
 
 SPECS = flag_specs(Config)
@@ -195,9 +197,26 @@ def test_reward_styles_are_detected_from_parameter_names() -> None:
 
 def test_every_path_flag_has_a_hook_and_every_hook_a_field() -> None:
     paths = {spec.flag for spec in SPECS.values() if spec.field.endswith("_path")}
-    assert {hook.flag for hook in HOOKS.values()} == paths - {"--chat-template-path"} | {"--environment"}
+    others = {"environment", "session_match", "session_leaves", "session_tool_parser"}
+    assert {hook.flag for hook in HOOKS.values()} == paths - {"--chat-template-path"} | {SPECS[o].flag for o in others}
     assert {field.name for field in dataclasses.fields(Hooks)} == set(HOOKS)
-    assert {f"{name}_path" for name in HOOKS if name != "environment"} <= set(SPECS)
+    assert {f"{name}_path" for name in HOOKS if name not in others} <= set(SPECS)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("match", "16"), ("leaves", "longst"), ("tool_parser", "qwen4")])
+def test_a_word_that_selects_nothing_and_is_no_function_is_a_problem(flag: str, value: str) -> None:
+    [problem] = load_hooks(config_from_values({f"session_{flag}": value}))[1]
+    assert f"--session-{flag.replace('_', '-')} {value} is none of " in problem
+
+
+def test_words_that_select_something_of_furlong_are_no_functions() -> None:
+    words = {"session_match": "strict", "session_leaves": "last", "session_tool_parser": "glm45"}
+    hooks, problems = load_hooks(config_from_values(words))
+    assert (problems, hooks.session_match, hooks.session_tool_parser) == ([], None, None)
+
+
+def test_every_tool_parser_is_a_value_of_its_flag() -> None:
+    assert set(TOOL_PARSERS) == set(PARSERS)
 
 
 def test_hooks_are_loaded_with_all_problems_at_once(write: Callable[[str, str], Path]) -> None:

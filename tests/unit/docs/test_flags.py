@@ -34,6 +34,8 @@ OF_OTHERS = {
     "ps": "--sort",
     "Megatron-LM": "--pipeline-model-parallel-layout",
     "pip": "--editable",
+    "slurm": "--mem --time --requeue --exclude",
+    "containers": "--shm-size --ipc --gpus --ulimit --pids-limit",
     "none: mistakes that pages show, and options of TRL": "--rm-typ --rollout-batchsize --max-grad-norm",
     "any: the word for a flag": "--flag",
 }

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from furlong.config.flag_spec import flag
 
+TOOL_PARSERS = ("hermes", "qwen3", "qwen3_coder", "llama3_json", "mistral", "glm45", "deepseek", "gpt-oss")
+
 
 @dataclass(frozen=True)
 class SessionFlags:
@@ -63,8 +65,8 @@ class SessionFlags:
     )
     session_tool_parser: str = flag(
         "auto",
-        "Parser of tool calls: `auto` (by the chat template), hermes, qwen3, qwen3_coder, llama3_json, mistral, glm45, "
-        "deepseek, gpt-oss, or FILE:fn, a function from (text, tools) to a ParsedReply.",
+        f"Parser of tool calls: `auto` (by the chat template), {', '.join(TOOL_PARSERS)}, or FILE:fn, a function "
+        "from (text, tools) to a ParsedReply.",
     )
     session_client_sampling: bool = flag(
         False, "Let clients set temperature, top_p, top_k and min_p. By default those of the run apply."
