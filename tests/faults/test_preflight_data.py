@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 
+import pytest
+
 from faults.world import Row, names, only
 from faults_marker import fault
 
@@ -302,3 +304,10 @@ def test_the_advice_for_a_json_file_depends_on_its_content(world):
     for content, advice in contents.items():
         path.write_text(content)
         assert advice in only(world.look(prompt_data=path), "CFG05").text()
+
+
+@pytest.mark.parametrize(("reward", "has"), [("math", "a float"), ("dapo", "an object with ['acc', 'pred', 'score']")])
+def test_a_category_that_rewards_do_not_have(world, reward, has):
+    found = only(world.look(rm_type=reward, reward_key="score", log_reward_category="kind"), "CFG05")
+    assert names(found.finding, "--log-reward-category kind", has)
+    assert world.look(rm_type="dapo", reward_key="score", log_reward_category="pred") == []

@@ -124,6 +124,23 @@ def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> 
     )
 
 
+def uncategorized(name: str, rewards: Sequence[Any], category: str | None) -> Iterator[Diagnosis]:
+    """CFG05: rewards without the entry that --log-reward-category names."""
+    if category is None:
+        return
+    for value in rewards:
+        has = f"an object with {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        if not isinstance(value, dict) or category not in value:
+            yield diagnosis(
+                "CFG05",
+                f"--log-reward-category {category}: {name} returns {has}, which has no such entry",
+                cause="",
+                remedy="return an object with that key from the reward function, or remove --log-reward-category",
+                evidence={"category": category},
+            )
+            return
+
+
 def _responses(
     prompt: Prompt, prompts: Sequence[Prompt], *, rm_type: str | None, response: str | None
 ) -> list[tuple[str, str]]:

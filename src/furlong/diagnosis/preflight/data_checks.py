@@ -20,7 +20,7 @@ from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
 from furlong.tools.reward_failures import failure_cause
-from furlong.tools.reward_test import answered, right_answer, unnamed_entry
+from furlong.tools.reward_test import answered, right_answer, uncategorized, unnamed_entry
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01", "template": "TPL01"}
 CAUSES = {
@@ -215,7 +215,9 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         raise
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
-        yield from unnamed_entry(f"--custom-rm-path {path}", [o.reward for o in outcomes], config.reward.reward_key)
+        rewards = [outcome.reward for outcome in outcomes]
+        yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
+        yield from uncategorized(f"--custom-rm-path {path}", rewards, config.track.log_reward_category)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
@@ -256,6 +258,9 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_accepts_any(reward, tries)):
+        if (category := config.track.log_reward_category) is not None:
+            [outcome] = asyncio.run(_scored(reward, tries[0][:1]))
+            yield from uncategorized(f"--rm-type {name}", [outcome.reward], category)
         return
     first = labelled[0]
     yield diagnosis(
