@@ -33,7 +33,7 @@ class TreeNode:
     added: ids between the parent's last one and the first sampled one. messages: those since the parent's answer;
     empty for requests of token ids. reply: the answer as the client got it. num_messages: messages up to and including
     the answer. num_ids: ids up to and including the last sampled one. number: order of completion in the session.
-    is_superseded: the client never got the answer, and asked again. is_branch: not on the first conversation.
+    is_delivered: False if the client was gone when the answer was ready. is_branch: not on the first conversation.
     prompt_hash: of the ids that the engine read.
     """
 
@@ -48,7 +48,7 @@ class TreeNode:
     seconds: float = 0.0
     response_id: str = ""
     num_messages: int = 0
-    is_superseded: bool = False
+    is_delivered: bool = True
     is_branch: bool = False
     prompt_hash: str = ""
     num_children: int = 0
@@ -190,5 +190,19 @@ class SessionTree:
         return "compacted" if len(prefixes) + 1 < shared[-1] else "edited"
 
     def leaves(self) -> list[TreeNode]:
-        """Return the nodes without children, in order of completion; superseded ones are left out."""
-        return [node for node in self.nodes if not node.num_children and not node.is_superseded]
+        """Return the nodes without children, in order of completion; superseded ones are left out.
+
+        An answer is superseded if its client never got it, and got another one to the same request.
+        """
+        return [node for node in self.nodes if not node.num_children and not self._is_superseded(node)]
+
+    def _is_superseded(self, node: TreeNode) -> bool:
+        if node.is_delivered:
+            return False
+        asked = (list(node.added), [self._key(message) for message in node.messages])
+        return any(
+            other.is_delivered
+            and other.parent is node.parent
+            and (list(other.added), [self._key(message) for message in other.messages]) == asked
+            for other in self.nodes
+        )

@@ -533,6 +533,24 @@ def test_followers_wait_for_resume_after_a_prefill_during_a_pause(mode):
     assert answers == [[] if mode == "abort" else [4]] * 3
 
 
+def test_prefix_caches_are_those_of_a_weight_version_once_an_update_held_requests():
+    prompt = list(range(1500))
+    current = {"version": "default"}
+    with scripted(lambda body: (200, reply([4], **current))) as (servers, engine):
+
+        async def body():
+            await group(engine, prompt)
+            for version in (1, 2):
+                await engine.pause("hold")
+                engine.servers[0].version, current["version"] = version, str(version)
+                await engine.resume()
+                await group(engine, prompt)
+
+        run(engine, body)
+        keys = [asked.get("extra_key") for asked in generated(servers[0])]
+    assert keys == [None] * 4 + ["weights-1"] * 4 + ["weights-2"] * 4
+
+
 def test_a_full_engine_is_healthy_while_it_generates():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())

@@ -203,6 +203,18 @@ def test_other_tools_are_a_branch_with_its_reason():
     assert len(session.tree.leaves()) == 2
 
 
+def test_an_answer_that_its_client_never_got_is_superseded_by_another_one_to_the_same_request():
+    session = session_of(Script(bpe_tokenizer("qwen"), "one", "two", "three"))
+    asyncio.run(session.chat([USER]))
+    lost = session.tree.nodes[0]
+    lost.is_delivered = False
+    assert session.tree.leaves() == [lost]
+    asyncio.run(session.chat([USER, {"role": "user", "content": "and another one"}]))
+    assert len(session.tree.leaves()) == 2
+    asyncio.run(session.chat([USER]))
+    assert [leaf.number for leaf in session.tree.leaves()] == [1, 2]
+
+
 def test_a_template_that_moves_its_tools_branches_instead_of_training_on_other_ids():
     tokenizer = bpe_tokenizer("mistral")
     script = Script(tokenizer, "one", "two", "three")

@@ -303,3 +303,29 @@ def test_roles_have_urls_and_keys_and_conversations_apart():
         assert (await client.get(f"{solver.url}/v1/models")).status_code == 200
 
     run(script, body)
+
+
+def test_sglangs_generate_over_a_session():
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        ids = opened.session.chat_format.encode("one")
+        fields = {"sampling_params": {"max_new_tokens": 8}, "return_logprob": True, "rid": "mine"}
+        first = (await client.post(f"{opened.url}/generate", json={"input_ids": ids, **fields})).json()
+        meta = first["meta_info"]
+        assert (meta["id"], meta["prompt_tokens"], meta["finish_reason"]["type"]) == ("mine", len(ids), "stop")
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == first["output_ids"]
+        more = [*ids, *first["output_ids"], *opened.session.chat_format.encode("two")]
+        both = await client.post(f"{opened.url}/generate", json={"input_ids": more, "sampling_params": {"n": 2}})
+        assert len(both.json()) == 2
+        (root,) = [node for node in opened.session.tree.nodes if node.parent is None]
+        assert root.num_children == 2
+        for fields, named in (
+            ({"input_ids": [ids, ids]}, "one at a time"),
+            ({"input_ids": ids, "stream": True}, "stream"),
+            ({"input_ids": ids, "lora_path": "x"}, "lora_path"),
+            ({"input_ids": ids, "sampling_params": {"frequency_penalty": 1}}, "frequency_penalty"),
+            ({"input_ids": []}, "empty"),
+        ):
+            refused = await client.post(f"{opened.url}/generate", json=fields)
+            assert (refused.status_code, named in refused.text) == (400, True)
+
+    run(qwen("one", "two", "three"), body)

@@ -173,7 +173,8 @@ def request_body(request: InFlightRequest) -> dict[str, Any]:
 
 def prefix_body(body: dict[str, Any]) -> dict[str, Any]:
     """The body that makes a server compute and cache the prompt of `body` without generating."""
-    return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False}
+    key = {"extra_key": body["extra_key"]} if "extra_key" in body else {}
+    return {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 0}, "stream": False, **key}
 
 
 def sampling_json(params: SamplingParams) -> dict[str, Any]:

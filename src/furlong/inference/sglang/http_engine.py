@@ -98,11 +98,17 @@ class HttpEngine(Engine):
         self._is_held = False
         self._paused: list[SglangServer] = []
         self._num_retries, self._logged_s = 0, -math.inf
+        self._holds = False  # requests were held in an update
 
     @property
     def servers(self) -> list[SglangServer]:
         """All servers, including lost ones that were not removed yet."""
         return self.pool.servers
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether all servers are SGLang's with their prefix cache."""
+        return all(server.info.has_prefix_cache and not server.info.is_furlong for server in self.servers)
 
     @property
     def num_gpus(self) -> int:
@@ -142,6 +148,7 @@ class HttpEngine(Engine):
         self._paused = self.pool.alive()
         requests = self._in_flight.all()
         sglang_mode = "retract" if mode == "hold" else "abort"
+        self._holds = self._holds or mode == "hold"
         if mode == "abort":
             for request in requests:
                 request.is_aborted = True
@@ -339,6 +346,7 @@ class HttpEngine(Engine):
                     on_sent=ticket.mark_sent,
                 )
                 await self._wait_until_open(server)
+                body |= self._cache_key(server)
                 if ticket.leads:
                     with pool.count_request(server):
                         request.cached_tokens = cached_tokens(request, await ask(prefix_body(body)))
@@ -352,6 +360,12 @@ class HttpEngine(Engine):
                     request.is_sent = False
         finally:
             server.placed -= 1
+
+    def _cache_key(self, server: SglangServer) -> dict[str, str]:
+        """Separate prefix caches by weight version: a server that has requests in hold keeps its cache in an update."""
+        if not self._holds or any(each.info.is_furlong for each in self.pool.behind(server)):
+            return {}
+        return {"extra_key": f"weights-{self.pool.oldest_version(server)}"}
 
     async def _wait_until_open(self, server: SglangServer) -> None:
         """Wait while generation is paused. Raises EngineError if no request, or none to this server, can be sent."""

@@ -23,7 +23,7 @@ from furlong.inference.server.app import CLIENT_GONE
 from furlong.inference.server.bodies import json_response, printable, read_object
 from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.inference.server.streaming import event_stream
-from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, token_generate
+from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
 from furlong.sessions.endpoints.client_call import ClientCall, check_model
 from furlong.sessions.session import EndedError, FullContextError, Reply, Session, check_role
 
@@ -122,6 +122,7 @@ class SessionEndpoints(ABC):
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/responses": self._responses,
             "/inference/v1/generate": self._generate,
+            "/generate": self._sglang_generate,
         }
 
     async def guarded(
@@ -176,8 +177,12 @@ class SessionEndpoints(ABC):
         except asyncio.CancelledError:
             if known.task.cancelled():
                 raise EndedError("the session ended while the request was running") from None
+            known.task.add_done_callback(_mark_lost)
             raise
         known.is_delivered = not await http.is_disconnected()
+        for reply in replies:
+            if reply.node is not None:
+                reply.node.is_delivered = known.is_delivered
         return replies
 
     async def _replies(self, session: Session, call: ClientCall, role: str) -> list[Reply]:
@@ -239,11 +244,23 @@ class SessionEndpoints(ABC):
         self.check_model(body.get("model"))
         return json_response(token_generate.write(call, await self._answered(http, opened, call)))
 
+    async def _sglang_generate(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+        call = sglang_generate.read(body, opened.session)
+        replies = await self._answered(http, opened, call)
+        return json_response(sglang_generate.write(call, replies))
+
     async def models(self, _http: HttpRequest, opened: OpenSession, _body: dict[str, Any]) -> Response:
         """Answer GET /v1/models."""
         length = opened.session.context_len
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "furlong", "max_model_len": length}
         return json_response({"object": "list", "data": [model]})
+
+
+def _mark_lost(task: asyncio.Task[list[Reply]]) -> None:
+    """Note that no client waits for these replies."""
+    for reply in [] if _failed(task) else task.result():
+        if reply.node is not None:
+            reply.node.is_delivered = False
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
