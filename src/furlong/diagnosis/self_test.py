@@ -30,6 +30,7 @@ Cause = Literal[
     "other_context",
     "sampling_transform",
     "flat",
+    "quantization",
     "routing",
     "numerics",
     "unexplained",
@@ -71,6 +72,7 @@ def attribute(
     is_retokenised_R: Flags | None = None,
     is_other_context_R: Flags | None = None,
     is_rerouted_R: Flags | None = None,
+    quantized_R: Floats | None = None,
     transformed_R: Mapping[str, Floats] | None = None,
     rounding_limit: float = 0.0,
 ) -> Attribution:
@@ -80,8 +82,9 @@ def attribute(
     context, of another context if the engine was asked with other ids than are trained on before it, and rerouted if
     trainer and engine chose different experts. `transformed_R` has the trainer's log-probs under other sampling
     parameters: the closest one applies if it explains most of the remaining gap. Log-probs are flat if all tokens have
-    the same. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above; all of it is numerics
-    if both compute in bfloat16 and its mean is at most `rounding_limit`.
+    the same. `quantized_R` has the trainer's log-probs with the engine's quantized weights: quantization applies where
+    they explain most of the gap. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above;
+    all of it is numerics if both compute in bfloat16 and its mean is at most `rounding_limit`.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -102,6 +105,8 @@ def attribute(
     name, is_transformed_R = _best_transform(engine_R, gap_R, left_R, transformed_R or {})
     take("sampling_transform", is_transformed_R)
     take("flat", ~none_R if len(engine_R) >= FLAT_TOKENS and np.ptp(engine_R) < FLOOR else none_R)
+    is_explained_R = none_R if quantized_R is None else np.abs(engine_R - quantized_R) <= EXPLAINED * gap_R
+    take("quantization", is_explained_R)
     take("routing", none_R if is_rerouted_R is None else is_rerouted_R)
     is_rounding = bool(left_R.any()) and float(gap_R[left_R].mean()) <= rounding_limit
     take("numerics", ~none_R if is_rounding else gap_R <= NUMERIC)
@@ -178,6 +183,7 @@ logger = logging.getLogger(__name__)
 
 
 Look = Callable[[IntArray], TokenStats]  # token stats of these rows, with logits
+LookQuantized = Callable[[IntArray], Tensor | None]  # log-probs of these rows with the engine's quantized values
 
 
 @dataclass
@@ -211,7 +217,13 @@ class LogProbSelfTest:
         known = versions[versions > UNKNOWN_VERSION] if versions is not None else np.zeros(0)
         return int(known.min()) if known.size else batch.rollout_id
 
-    def report(self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None) -> Metrics:
+    def report(
+        self,
+        batch: RolloutBatch,
+        log_probs_R: FloatArray,
+        look: Look | None,
+        look_quantized: LookQuantized | None = None,
+    ) -> Metrics:
         """Compare and return `selftest/logp_*_diff`, `selftest/ref_kl`, and `selftest/share/<cause>` if there is a gap.
 
         `log_probs_R` are the trainer's before the first optimizer step, nan for tokens that the step does not include.
@@ -236,7 +248,7 @@ class LogProbSelfTest:
             difference = ref[where] - trainer
             metrics["selftest/ref_kl"] = mean(float(np.mean(np.expm1(difference) - difference)), len(gap))
         if average > LOOK_CLOSER:
-            result = self._attribute(batch, log_probs_R, look)
+            result = self._attribute(batch, log_probs_R, look, look_quantized)
             causes = ", ".join(f"{name} {share:.0%}" for name, share in result.shares.items() if share)
             logger.info("log-prob gap by cause: %s%s", causes, f" ({result.transform})" if result.transform else "")
             metrics |= {f"selftest/share/{name}": mean(share, average) for name, share in result.shares.items()}
@@ -244,7 +256,9 @@ class LogProbSelfTest:
                 metrics["selftest/logp_rounding_limit"] = mean(result.rounding_limit)
         return metrics
 
-    def _attribute(self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None) -> Attribution:
+    def _attribute(
+        self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None, look_quantized: LookQuantized | None
+    ) -> Attribution:
         """Attribute the gap of the first samples."""
         measured = np.add.reduceat(~np.isnan(log_probs_R), batch.response_starts[:-1][batch.response_lengths > 0]) > 0
         rows = np.flatnonzero(batch.response_lengths > 0)[measured][:SAMPLES]
@@ -279,6 +293,7 @@ class LogProbSelfTest:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
             )
+        quantized_R = None if look_quantized is None else look_quantized(rows)
         return attribute(
             part.columns["rollout_log_probs"][keep].astype(np.float64),
             trainer_R[keep].astype(np.float64),
@@ -286,6 +301,7 @@ class LogProbSelfTest:
             is_retokenised_R=flags("retokenised"),
             is_other_context_R=flags("other_context"),
             is_rerouted_R=is_rerouted,
+            quantized_R=None if quantized_R is None else quantized_R.double().cpu().numpy()[keep],
             transformed_R=others,
             rounding_limit=limit,
         )

@@ -7,7 +7,8 @@ of every forward pass, so it also holds for parameters that FSDP gathers and for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -98,6 +99,37 @@ def round_model(model: PreTrainedModel, scheme: QuantizationScheme) -> int:
             fake_quantize(model.get_submodule(owner), attribute, rounding)
             rounded += 1
     return rounded
+
+
+@contextmanager
+@torch.no_grad()
+def quantized_values(model: PreTrainedModel, scheme: QuantizationScheme) -> Generator[None]:
+    """Set the weights of an unsharded model to the values that the engine's have, of any format, and restore them.
+
+    Raises QuantizationError for a weight that cannot be quantized, and CheckpointError for parameters whose tensors in
+    the folder are not parts of rows.
+    """
+    saved: list[tuple[Tensor, Tensor]] = []
+    try:
+        for name, parameter in model.named_parameters():
+            for piece, part in _stored_parts(model, name, parameter):
+                if piece in scheme.names:
+                    saved.append((part, part.clone()))
+                    part.copy_(scheme.dequantize(piece, dict(scheme.quantize(piece, part))))
+        yield
+    finally:
+        for part, value in saved:
+            part.copy_(value)
+
+
+def _stored_parts(model: PreTrainedModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield views of a parameter with the names of the folder's tensors that they are."""
+    rows = disk_rows(model, name, parameter)
+    if rows.axis == -1:
+        yield rows.pieces[0][0], parameter
+        return
+    for row, names in zip(parameter, rows.pieces, strict=True):
+        yield from zip(names, row.chunk(len(names), dim=rows.axis), strict=True)
 
 
 def fake_quantize(module: nn.Module, name: str, rounding: Rounding) -> None:

@@ -49,6 +49,15 @@ class Backend(ABC):
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
         """Compute the log-probabilities of the response tokens under one of the models, without gradient."""
 
+    def quantized_log_probs(self, micro: MicroBatch) -> TokenStats | None:
+        """Compute the policy's log-probs with the values of the engine's quantized weights.
+
+        None if the engine's weights are not quantized, if training already uses these values, and where the backend
+        cannot compute it.
+        """
+        del micro
+        return None
+
     def begin_step(self, rollout_id: int, step: int) -> None:
         """Called before the first pass of optimizer step `step` of a rollout, on every rank."""
         del rollout_id, step

@@ -60,8 +60,10 @@ class BackendSettings:
     """Sampling temperature of the rollout, applied to the policy's logits."""
     total_steps: int | None = None
     """Optimizer steps of the run: the default end of the learning rate decay."""
-    fake_quantization: QuantizationScheme | None = None
-    """Compute with the values that the engine's INT4 weights have (--int4-qat), in all models of the run."""
+    engine_quantization: QuantizationScheme | None = None
+    """How `hf_checkpoint`, the engine's model, is quantized."""
+    int4_qat: bool = False
+    """Compute with the values that the engine's INT4 weights have, in all models of the run."""
     check_finite: bool = True
     """Raise TrainerError for a non-finite loss or gradient; if False, skip the step."""
 
@@ -80,6 +82,11 @@ class BackendSettings:
             )
         if problem := offload_problem(self.optim, self.device.type):
             raise ConfigError(problem)
+
+    @property
+    def fake_quantization(self) -> QuantizationScheme | None:
+        """What weights are rounded to in training; None to compute with the weights themselves."""
+        return self.engine_quantization if self.int4_qat else None
 
     @property
     def offload(self) -> Offload:

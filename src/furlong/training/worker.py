@@ -61,9 +61,18 @@ class SelfTest(Protocol):
         ...
 
     def report(
-        self, batch: RolloutBatch, log_probs_R: FloatArray, rerun: Callable[[IntArray], TokenStats] | None, /
+        self,
+        batch: RolloutBatch,
+        log_probs_R: FloatArray,
+        rerun: Callable[[IntArray], TokenStats] | None,
+        quantized: Callable[[IntArray], Tensor | None] | None,
+        /,
     ) -> Metrics:
-        """Return metrics of the comparison. `rerun` runs rows again with logits; None where that is a collective."""
+        """Return metrics of the comparison.
+
+        rerun: runs rows again with logits. quantized: log-probs of rows with the engine's quantized values, None if it
+        has none. Both are None where they would be collectives.
+        """
         ...
 
 
@@ -392,7 +401,8 @@ class RoundWorker:
             if test is not None and recorder is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 rerun = partial(self._rerun, batch) if is_alone else None
-                test_metrics = test.report(batch, recorder.log_probs(batch), rerun)
+                quantized = partial(self._quantized, batch) if is_alone else None
+                test_metrics = test.report(batch, recorder.log_probs(batch), rerun, quantized)
             report = self._optim_step(batch, micro_rows)
             lr, skipped = report.lr, skipped + bool(report.skipped)
             step_metrics["train/global_batch_size"] = mean(count)
@@ -408,6 +418,11 @@ class RoundWorker:
         recorder = StatsRecorder()
         self.backend.forward_backward(self._micro(batch, rows), recorder)
         return recorder.stats
+
+    def _quantized(self, batch: RolloutBatch, rows: IntArray) -> Tensor | None:
+        """Return the log-probs of samples with the values of the engine's quantized weights; None if there are none."""
+        stats = self.backend.quantized_log_probs(self._micro(batch, rows))
+        return None if stats is None else stats.log_probs_R
 
     def _forward_backward(self, batch: RolloutBatch, micro_rows: list[IntArray], loss: LossFn) -> list[Metrics]:
         """Accumulate the gradient of one optimizer step; returns the metrics of each micro-batch."""

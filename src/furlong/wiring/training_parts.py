@@ -127,10 +127,11 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
     _check_quantized(context)
     scheme = None
-    if (source := qat_source(flag=config.train.int4_qat)) is not None:
+    if is_quantized(context.model_dir):
         scheme = trained_scheme(context.model_dir, hf.load_config(context.model_dir))
+    if (source := qat_source(flag=config.train.int4_qat)) is not None:
         check_qat(source, context.model_dir, scheme)
-    if scheme is not None:
+    if source is not None and scheme is not None:
         logger.info(
             "quantization-aware training: %d weights are rounded as the engines' (%s)",
             len(scheme.names), scheme.form.description,
@@ -145,7 +146,8 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
         total_steps=num_rollout * (config.train.num_steps_per_rollout or 1) or None,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
-        fake_quantization=scheme,
+        engine_quantization=scheme,
+        int4_qat=source is not None,
         train=config.train,
         optim=config.optim,
         moe=config.moe,

@@ -113,6 +113,15 @@ def batch_of(version: int, rollout_id: int) -> RolloutBatch:
     return batch.with_columns(token_versions=np.full(18, version))
 
 
+def test_gaps_that_the_engines_quantized_weights_explain_are_quantization() -> None:
+    engine_R = np.linspace(-4.0, -1.0, 40)
+    trainer_R = engine_R + 0.05
+    found = attribute(engine_R, trainer_R, quantized_R=engine_R + np.where(np.arange(40) < 30, 1e-3, 0.04))
+    assert found.shares["quantization"] == pytest.approx(0.75)
+    assert found.shares["numerics"] == pytest.approx(0.25)
+    assert attribute(engine_R, trainer_R).shares["numerics"] == 1
+
+
 def test_the_first_batch_and_the_first_of_new_weights_are_compared() -> None:
     test = LogProbSelfTest(SamplingParams())
     batches = [(0, 0), (0, 1), (1, 2), (2, 3)]

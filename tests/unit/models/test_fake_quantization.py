@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.int4 import Int4Groups
+from furlong.core.quantization.weight_format import WeightFormat
 from furlong.errors import ConfigError
-from furlong.models.fake_quantization import is_rounded, round_model
+from furlong.models.fake_quantization import is_rounded, quantized_values, round_model
 from furlong.models.hf_model import build_model, load_config, load_model, named_tensors, save_model
 from furlong.models.quantized_folder import (
     QAT_GROUP_SIZE,
@@ -25,12 +27,15 @@ from furlong.models.quantized_folder import (
 from furlong.tools.quantize_folder import quantize_folder
 from models_zoo import VOCAB, family_config
 
+INT4 = Int4Groups(8)
 
-def folders(tmp_path: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
-    save_model(build_model(family_config(family), seed=0, dtype=dtype), tmp_path / "model")
-    (tmp_path / "int4").mkdir()
-    quantize_folder(tmp_path / "model", tmp_path / "int4", Int4Groups(8, scale_dtype=dtype))
-    return tmp_path / "model", tmp_path / "int4"
+
+def folders(tmp_path: Path, family: str, form: WeightFormat = INT4) -> tuple[Path, Path]:
+    """Return a model in bfloat16 and its quantized copy."""
+    save_model(build_model(family_config(family), seed=0, dtype=torch.bfloat16), tmp_path / "model")
+    (tmp_path / "quantized").mkdir()
+    quantize_folder(tmp_path / "model", tmp_path / "quantized", form)
+    return tmp_path / "model", tmp_path / "quantized"
 
 
 def loaded(folder: Path, dtype: torch.dtype):
@@ -78,6 +83,21 @@ def test_a_rounded_model_computes_as_the_engine_and_keeps_its_weights(tmp_path: 
         assert parameter.grad is None or torch.equal(parameter.grad, gradients[name]), name
     copied = copy.deepcopy(model)
     assert torch.equal(copied(ids).logits, outputs[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "form", [Int4Groups(8), Fp8Blocks((16, 16)), Fp8Scaled("tensor")], ids=["int4", "fp8", "tensor"]
+)
+def test_values_of_the_engine_are_set_and_restored(tmp_path: Path, family, form) -> None:
+    plain, quantized = folders(tmp_path, family, form=form)
+    scheme = folder_scheme(quantized)
+    assert scheme is not None
+    model, engine = loaded(plain, torch.float32), loaded(quantized, torch.float32)
+    before = {name: tensor.clone() for name, tensor in named_tensors(model)}
+    with quantized_values(model, scheme):
+        assert all(torch.equal(tensor, dict(named_tensors(engine))[name]) for name, tensor in named_tensors(model))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in named_tensors(model))
 
 
 def test_parameters_of_which_one_part_is_quantized_and_other_column_counts_are_refused(tmp_path: Path) -> None:

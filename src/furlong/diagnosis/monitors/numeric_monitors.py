@@ -123,8 +123,8 @@ def engine_mismatch(now: StepContext) -> Alert | None:
 
 def _mismatch_severity(now: StepContext, gap: float, by_size: list[str]) -> Literal["error", "warning", "info"]:
     """Return how serious a gap is. `by_size` are the self-test's causes, largest first."""
-    if by_size[:1] == ["numerics"] and gap <= GAP_ERROR and now.facts.config.algo.use_tis:
-        return "info"  # of another precision, which importance sampling corrects
+    if by_size[:1] in (["numerics"], ["quantization"]) and gap <= GAP_ERROR and now.facts.config.algo.use_tis:
+        return "info"  # of another precision or of quantized weights, which importance sampling corrects
     return "error" if gap > GAP_ERROR else "warning"
 
 
@@ -195,6 +195,7 @@ MISMATCH_REMEDIES = {
     "flat": "every token has the same log-prob in the engine: if your function fills them in, keep the engine's; if "
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
     "and SYNC04 in docs/troubleshooting.md)",
+    "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
     "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
     "numerics": "use the same precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
     "unexplained": "compare the weights with --check-weight-update-equal; if they are equal, look at what sets "
@@ -216,6 +217,8 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
             "a cut history.",
             MISMATCH_REMEDIES[first],
         )
+    if first == "quantization":
+        return "The engine computes with quantized weights, the trainer does not.", MISMATCH_REMEDIES[first]
     if first == "unexplained":
         cause = (
             "Gaps above 1 per token are not numerics: the engine has other weights, or the log-probs, the tokens or "

@@ -35,7 +35,7 @@ from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.models import hf_model as hf
-from furlong.models.fake_quantization import round_model
+from furlong.models.fake_quantization import quantized_values, round_model
 from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, OptimReport
@@ -180,6 +180,14 @@ class FsdpBackend(Backend):
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
         return dataclasses.replace(stats, policy_routes=routing.own_lTK.cpu())
+
+    def quantized_log_probs(self, micro: MicroBatch) -> TokenStats | None:
+        """Compute log-probs with the engine's quantized values, on one rank; see the base class."""
+        settings = self.settings
+        if settings.engine_quantization is None or settings.int4_qat or self.sharding.is_sharded:
+            return None
+        with quantized_values(self.actor.model, settings.engine_quantization):
+            return self.log_probs(micro)
 
     def _routing(self, micro: MicroBatch) -> RoutingState | None:
         """Return what to record and replay of the routers; None if the model has none, or nothing uses it."""
