@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import math
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from furlong.config.sections import TrackFlags
 from furlong.errors import ConfigError
+from furlong.tracking.optional_package import finite, import_optional
 
 _SECTIONS = {
     "train": "train/step",
@@ -30,14 +29,7 @@ class WandbTracker:
     """
 
     def __init__(self, flags: TrackFlags, config: Mapping[str, Any] | None = None) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            if error.name != "wandb":
-                raise
-            raise ConfigError(
-                "--use-wandb needs the package wandb, which is not installed; pip install 'furlong[wandb]'"
-            ) from error
+        wandb = import_optional("wandb", "--use-wandb")
         if flags.wandb_dir is not None:
             Path(flags.wandb_dir).mkdir(parents=True, exist_ok=True)
         group, run_id = flags.wandb_group, flags.wandb_run_id
@@ -66,7 +58,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Report one step, without non-finite values, which W&B cannot plot."""
-        record: dict[str, float] = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        record: dict[str, float] = finite(metrics)
         sections = {name.split("/", 1)[0] for name in record}
         for axis in {_SECTIONS[section] for section in sections if section in _SECTIONS} | {"train/step"}:
             record.setdefault(axis, step)

@@ -22,9 +22,12 @@ from furlong.loop.schedule import RunSchedule
 from furlong.machine import MemoryUse
 from furlong.models.tokenizer import read_template, write_template
 from furlong.tracking.console import ConsoleTracker
+from furlong.tracking.mlflow import MlflowTracker
 from furlong.tracking.run_files import EVENTS, EventLog, read_steps
+from furlong.tracking.swanlab import SwanlabTracker
 from furlong.tracking.tensorboard import TensorBoardTracker
 from furlong.tracking.trackers import JsonlTracker, Trackers
+from furlong.tracking.trackio import TrackioTracker
 from furlong.tracking.wandb import WandbTracker
 from furlong.wiring.run_context import RunContext
 
@@ -130,7 +133,14 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
     if track.use_tensorboard:
         folder = context.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
         builders["tensorboard"] = lambda: TensorBoardTracker(folder)
+    values: dict[str, Any] = without_credentials(context.args.as_dict() | {"wandb_key": None})
     if track.use_wandb:
-        values = without_credentials(context.args.as_dict() | {"wandb_key": None})
         builders["wandb"] = lambda: WandbTracker(track, values)
+    if track.use_trackio:
+        is_resumed = (context.folder / "metrics.jsonl").exists()
+        builders["trackio"] = lambda: TrackioTracker(track, values, is_resumed=is_resumed)
+    if track.use_mlflow:
+        builders["mlflow"] = lambda: MlflowTracker(track, values)
+    if track.use_swanlab:
+        builders["swanlab"] = lambda: SwanlabTracker(track, values, context.folder)
     return Trackers.open(builders)

@@ -105,6 +105,20 @@ class TrackFlags:
     wandb_always_use_train_step: bool = flag(
         False, "Use the optimizer step as the x-axis of all metrics.", needs="use_wandb"
     )
+    use_trackio: bool = flag(False, "Record metrics with Trackio, on this machine.")
+    use_mlflow: bool = flag(False, "Record metrics with MLflow.")
+    use_swanlab: bool = flag(False, "Record metrics with SwanLab.")
+    tracker_project: str = flag(
+        "furlong",
+        "Project in Trackio and SwanLab, experiment in MLflow.",
+        needs="use_trackio or use_mlflow or use_swanlab",
+    )
+    mlflow_tracking_uri: str | None = flag(
+        None, "MLflow's server or database. Default: MLflow's own environment variables decide.", needs="use_mlflow"
+    )
+    swanlab_mode: Literal["local", "offline", "online", "disabled"] = flag(
+        "local", "SwanLab mode; online needs an account.", needs="use_swanlab"
+    )
 
 
 @dataclass(frozen=True)

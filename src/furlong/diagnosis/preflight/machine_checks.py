@@ -43,14 +43,15 @@ def versions(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def tracker_package(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: --use-wandb without its package."""
-    if context.config.track.use_wandb and find_spec("wandb") is None:
-        yield diagnosis(
-            "CFG05",
-            "--use-wandb: the package wandb is not installed",
-            cause="It is an optional dependency.",
-            remedy="run `pip install 'furlong[wandb]'`",
-        )
+    """CFG05: a tracker without its package, which is also the name of the extra."""
+    for name in ("wandb", "trackio", "mlflow", "swanlab"):
+        if getattr(context.config.track, f"use_{name}") and find_spec(name) is None:
+            yield diagnosis(
+                "CFG05",
+                f"--use-{name}: the package {name} is not installed",
+                cause="It is an optional dependency.",
+                remedy=f"run `pip install 'furlong[{name}]'`",
+            )
 
 
 def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:

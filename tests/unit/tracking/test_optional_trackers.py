@@ -1,0 +1,112 @@
+"""Trackio, MLflow and SwanLab: what they are told, and with the real packages, where installed, what they write."""
+
+import math
+import sys
+import types
+
+import pytest
+
+from furlong.config.sections import TrackFlags
+from furlong.errors import ConfigError
+from furlong.tracking.mlflow import MlflowTracker
+from furlong.tracking.swanlab import SwanlabTracker
+from furlong.tracking.trackio import TrackioTracker
+
+METRICS = {"train/loss": 0.5, "eval/x-pass@2": 0.25, "train/kl_loss": math.nan}
+FLAGS = TrackFlags(run_name="first", tracker_project="sums")
+
+
+class Recorder:
+    """A run of Trackio or SwanLab."""
+
+    def __init__(self):
+        self.options, self.records, self.num_finished = {}, [], 0
+
+    def init(self, **options):
+        self.options = options
+        return self
+
+    def log(self, metrics, step):
+        self.records.append((step, metrics))
+
+    def finish(self):
+        self.num_finished += 1
+
+
+def installed(monkeypatch, name):
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=recorder.init))
+    return recorder
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_trackio_gets_project_name_and_finite_metrics(monkeypatch, is_resumed):
+    run = installed(monkeypatch, "trackio")
+    tracker = TrackioTracker(FLAGS, {"lr": 1}, is_resumed=is_resumed)
+    tracker.log(3, METRICS)
+    tracker.close()
+    assert (run.options["project"], run.options["name"], run.options["config"]) == ("sums", "first", {"lr": 1})
+    assert run.options["resume"] == ("allow" if is_resumed else "never")
+    assert run.records == [(3, {"train/loss": 0.5, "eval/x-pass@2": 0.25})]
+    assert run.num_finished == 1
+
+
+def test_swanlab_writes_to_the_run_directory(monkeypatch, tmp_path):
+    run = installed(monkeypatch, "swanlab")
+    tracker = SwanlabTracker(FLAGS, {"lr": 1}, tmp_path)
+    tracker.log(3, METRICS)
+    tracker.close()
+    assert (run.options["mode"], run.options["log_dir"]) == ("local", str(tmp_path / "swanlog"))
+    assert run.records == [(3, {"train/loss": 0.5, "eval/x-pass@2": 0.25})]
+    assert run.num_finished == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "build"),
+    [
+        ("trackio", lambda folder: TrackioTracker(FLAGS, {})),
+        ("mlflow", lambda folder: MlflowTracker(FLAGS, {})),
+        ("swanlab", lambda folder: SwanlabTracker(FLAGS, {}, folder)),
+    ],
+)
+def test_a_package_that_is_not_installed_is_a_configuration_error(monkeypatch, tmp_path, package, build):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"--use-{package}.*pip install 'furlong\[{package}\]'"):
+        build(tmp_path)
+
+
+@pytest.mark.slow
+def test_mlflow_itself_stores_metrics_and_flags(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    flags = TrackFlags(run_name="first", tracker_project="sums", mlflow_tracking_uri=uri)
+    tracker = MlflowTracker(flags, {"lr": 1e-4, "text": "x" * 10_000} | {f"flag_{i}": i for i in range(150)})
+    for step in (1, 2):
+        tracker.log(step, METRICS | {"train/loss": 1.0 / step})
+    tracker.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["lr"] == "0.0001"
+    assert len(run.data.params) == 152
+    assert run.data.metrics == {"train/loss": 0.5, "eval/x-pass_2": 0.25}
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_trackio_itself_stores_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio", reason="the extra trackio is not installed")
+    tracker = TrackioTracker(FLAGS, {"lr": 1e-4})
+    tracker.log(1, METRICS)
+    tracker.close()
+    assert (tmp_path / "sums.db").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_swanlab_itself_writes_its_log(tmp_path):
+    pytest.importorskip("swanlab", reason="the extra swanlab is not installed")
+    tracker = SwanlabTracker(FLAGS, {"lr": 1e-4}, tmp_path)
+    tracker.log(1, METRICS)
+    tracker.close()
+    assert list(tmp_path.glob("swanlog/run-*/*.swanlab"))
