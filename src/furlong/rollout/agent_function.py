@@ -15,10 +15,12 @@ from typing import Any, cast
 
 from furlong.config.hooks import accepted_keywords, load_function
 from furlong.core.sample import Sample
-from furlong.core.user_code import is_async
-from furlong.errors import RolloutError
+from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
+from furlong.environments.sample_keys import AGENT_ERROR
+from furlong.errors import InfraError, RolloutError
 from furlong.rollout.agent import policy
-from furlong.rollout.episode_limits import SILENT
+from furlong.rollout.agent_hooks import call_hook, hook_beside
+from furlong.rollout.episode_limits import LIMIT, SILENT
 from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 
 RESULT = "agent_result"  # sample metadata: what the agent returned
@@ -28,6 +30,25 @@ MODEL = "default"
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Run the agent of the flags on one sample. Raises RolloutError if it fails or never asks the policy."""
+    try:
+        result = await _run(args, sample, sampling_params)
+    except BaseException as error:
+        if isinstance(error, InfraError) or not is_raised_by_user(error) or not policy().session_tree.tree.nodes:
+            raise
+        _record_error(args, sample, error)
+        return sample
+    record_result(sample, result)
+    if not policy().session_tree.tree.nodes:
+        sample.metadata[SILENT] = True
+        raise RolloutError(
+            f"the agent of sample {sample.index} ended without an answer of the policy; let it call "
+            f"{'base_url' if args.agent_function_path else 'OPENAI_BASE_URL'}"
+        )
+    return sample
+
+
+async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """Run the agent, and return its result. If it is cancelled, the function `abort` of its module is called."""
     opened = policy().open_session()
     if args.agent_function_path is not None:
         function = load_function(args.agent_function_path)
@@ -38,26 +59,36 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             "metadata": sample.metadata,
         }
         keywords = {name: values[name] for name in accepted_keywords(function, tuple(values))}
-        result = await function(**keywords) if is_async(function) else await asyncio.to_thread(function, **keywords)
-    else:
-        variables = {
-            "OPENAI_BASE_URL": f"{opened.url}/v1",
-            "OPENAI_API_KEY": opened.key,
-            "OPENAI_MODEL": MODEL,
-            "ANTHROPIC_BASE_URL": opened.url,
-            "ANTHROPIC_API_KEY": opened.key,
-            "ANTHROPIC_MODEL": MODEL,
-        }
-        task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
-        result = await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
-    record_result(sample, result)
-    if not policy().session_tree.tree.nodes:
-        sample.metadata[SILENT] = True
-        raise RolloutError(
-            f"the agent of sample {sample.index} ended without an answer of the policy; let it call "
-            f"{'base_url' if args.agent_function_path else 'OPENAI_BASE_URL'}"
-        )
-    return sample
+        try:
+            return await function(**keywords) if is_async(function) else await asyncio.to_thread(function, **keywords)
+        except asyncio.CancelledError:
+            if (abort := hook_beside(args.agent_function_path, "abort")) is not None:
+                await asyncio.shield(asyncio.create_task(call_hook(abort, sample)))
+            raise
+    variables = {
+        "OPENAI_BASE_URL": f"{opened.url}/v1",
+        "OPENAI_API_KEY": opened.key,
+        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": opened.url,
+        "ANTHROPIC_API_KEY": opened.key,
+        "ANTHROPIC_MODEL": MODEL,
+    }
+    task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
+    return await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
+
+
+def _record_error(args: Any, sample: Sample, error: BaseException) -> None:
+    """Keep the episode of an agent that failed: the reward function decides, and the reward is 0 without one.
+
+    An agent that fails because a limit ended its conversation has not failed.
+    """
+    if policy().session_tree.counts["full_contexts"]:
+        sample.metadata[LIMIT] = "context"
+    elif policy().watch.reached is None:
+        sample.metadata[AGENT_ERROR] = describe_exception(error)
+    is_scored = args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type")
+    if sample.reward is None and not is_scored:
+        sample.reward = 0.0
 
 
 def _limits(memory_gib: float | None) -> ProcessLimits:

@@ -21,7 +21,7 @@ from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
-from furlong.environments.sample_keys import ENVIRONMENT
+from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT
 from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.agent import (
@@ -272,6 +272,8 @@ async def _generate_custom(
         produced = [sample]  # with what the function has appended
     finally:
         await policy.end_session()
+    if error := sample.metadata.get(AGENT_ERROR):
+        generation.log_failure("the agent, whose episode is scored,", sample, str(error))
     produced = session_samples(produced, policy, generation.session_leaves)
     if policy.watch.reached is not None:
         _end_at_limit(produced, policy.watch)

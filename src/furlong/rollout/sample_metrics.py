@@ -20,11 +20,12 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
 from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
+from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
 from furlong.rollout.episode_limits import LIMIT, REISSUED, SILENT
 from furlong.rollout.roles import by_role, role_metrics, role_of
-from furlong.sessions.samples import EPISODE
+from furlong.sessions.samples import EPISODE, LEAF
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
 REPETITION_RATIO = 10.0
@@ -275,9 +276,13 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
     """Count episodes by what ended them, other than the agent itself: each kind that occurred."""
     counts: Counter[str] = Counter()
     for s in samples:
+        if LEAF in s.metadata:  # of the same episode as the last leaf
+            continue
         limit, outcome = s.metadata.get(LIMIT), s.outcome
         if limit is not None:
             counts["rollout/episodes/agent_error" if limit == "tool_time" else "rollout/episodes/policy_limit"] += 1
+        elif AGENT_ERROR in s.metadata:
+            counts["rollout/episodes/agent_error"] += 1
         elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
             counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
         counts["rollout/episodes/silent"] += SILENT in s.metadata

@@ -24,6 +24,7 @@ from furlong.interfaces import Parts
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
 from furlong.rewards.group_reward import GroupReward
+from furlong.rollout.agent_hooks import AgentHooks
 from furlong.tracking.run_files import StepFile
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
@@ -33,7 +34,7 @@ from furlong.wiring.input_parts import build_inputs
 from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
 from furlong.wiring.rollout_parts import build_rollout, build_source, pool_of
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.session_parts import build_session_server
+from furlong.wiring.session_parts import build_agent_hooks, build_session_server
 from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
 
 if TYPE_CHECKING:
@@ -56,11 +57,14 @@ class Built:
     starting: Sequence[Sequence[Start]] = ()
     cluster: Cluster | None = None
     listeners: Sequence[Gateway | SessionServer] = ()
+    hooks: AgentHooks | None = None
 
     async def start(self) -> None:
         """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
         for reward in self.rewards:
             await reward.start()
+        if self.hooks is not None:
+            await self.hooks.set_up()
         for listener in self.listeners:
             await listener.start()
         for stage in self.starting:
@@ -71,6 +75,8 @@ class Built:
         async with contextlib.AsyncExitStack() as stack:  # the last one first
             if self.cluster is not None:
                 stack.callback(self.cluster.close)
+            if self.hooks is not None:
+                stack.push_async_callback(self.hooks.tear_down)
             for reward in self.rewards:
                 stack.push_async_callback(reward.close)
             stack.callback(self.parts.source.close)
@@ -160,6 +166,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         files=context.files,
         starting=_stages(config, training, serving),
         cluster=cluster,
+        hooks=build_agent_hooks(context),
         listeners=[each for each in (gateway, session_server) if each is not None],
     )
 

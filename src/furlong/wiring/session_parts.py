@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from furlong.chat.messages import KeyFunction, key_of
 from furlong.chat.parsers.parsed_reply import ToolParser
 from furlong.chat.parsers.registry import PARSERS
+from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.evaluation import EvalSpec
-from furlong.config.hooks import Hooks
+from furlong.config.hooks import Hooks, load_function
 from furlong.config.sections import SessionFlags
+from furlong.core.user_modules import import_module_of
+from furlong.rollout.agent_hooks import AgentHooks
 from furlong.sessions.samples import Leaves
 from furlong.sessions.session import SessionSettings
 from furlong.wiring.run_context import RunContext
@@ -35,6 +38,17 @@ def session_settings(flags: SessionFlags, hooks: Hooks) -> SessionSettings:
 def session_leaves(flags: SessionFlags, hooks: Hooks) -> Leaves:
     """Return which leaves are trained on."""
     return hooks.session_leaves or cast("Any", flags.session_leaves)
+
+
+def build_agent_hooks(context: RunContext) -> AgentHooks:
+    """Return `setup` and `teardown` beside the agent function, and those of the classes of environments."""
+    flags = context.config.session
+    owners: dict[str, Any] = {}
+    if flags.agent_function_path is not None:
+        owners["--agent-function-path"] = import_module_of(flags.agent_function_path)
+    for spec in parse_environments(flags.environment):
+        owners[f"--environment {spec.path}"] = load_function(spec.path)
+    return AgentHooks(owners, context.args)
 
 
 def build_session_server(

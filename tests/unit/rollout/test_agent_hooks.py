@@ -1,0 +1,107 @@
+"""Set-up, teardown and abort beside agents, and agents that fail in the middle of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from furlong.agent import policy
+from furlong.core.sample import Group, Sample, Status
+from furlong.errors import HookError
+from furlong.rollout import agent_function
+from furlong.rollout.agent_hooks import AgentHooks, hook_beside
+from furlong.rollout.sample_metrics import rollout_metrics
+from scripted_episodes import play
+
+
+def test_hooks_run_once_and_teardown_in_reverse():
+    calls: list[str] = []
+
+    async def setup(args: Any) -> None:
+        calls.append(f"setup {args}")
+
+    first = SimpleNamespace(setup=setup, teardown=lambda args: calls.append("first down"))
+    second = SimpleNamespace(teardown=lambda args: calls.append("second down"))
+
+    async def main() -> None:
+        hooks = AgentHooks({"one": first, "two": second, "three": SimpleNamespace()}, "args")
+        await hooks.set_up()
+        await hooks.tear_down()
+        await hooks.tear_down()
+
+    asyncio.run(main())
+    assert calls == ["setup args", "second down", "first down"]
+
+
+def test_a_failed_setup_is_named_and_torn_down():
+    calls: list[str] = []
+
+    def setup(args: Any) -> None:
+        raise ValueError("no server")
+
+    async def main() -> None:
+        owner = SimpleNamespace(setup=setup, teardown=lambda args: calls.append("down"))
+        hooks = AgentHooks({"--agent-function-path": owner}, None)
+        with pytest.raises(HookError, match=r"--agent-function-path: setup.*no server"):
+            await hooks.set_up()
+        await hooks.tear_down()
+
+    asyncio.run(main())
+    assert calls == ["down"]
+
+
+def test_every_teardown_runs_although_one_fails():
+    calls: list[str] = []
+
+    def fail(args: Any) -> None:
+        raise ValueError("stuck")
+
+    async def main() -> None:
+        hooks = AgentHooks({"a": SimpleNamespace(teardown=calls.append), "b": SimpleNamespace(teardown=fail)}, "args")
+        await hooks.set_up()
+        with pytest.raises(HookError, match="stuck"):
+            await hooks.tear_down()
+
+    asyncio.run(main())
+    assert calls == ["args"]
+
+
+def test_a_module_need_not_have_hooks(tmp_path: Path):
+    (tmp_path / "no_hooks.py").write_text("setup = 3\ndef abort(sample): ...\n")
+    assert hook_beside(f"{tmp_path}/no_hooks.py:solve", "setup") is None
+    assert hook_beside(f"{tmp_path}/no_hooks.py:solve", "abort") is not None
+
+
+def agent_args(**values: Any) -> dict[str, Any]:
+    return {"agent_function_path": None, "agent_command": None, "custom_rm_path": None, "rm_type": None, **values}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> Any:
+    async def run(args: Any, sample: Sample, sampling_params: Any) -> Any:
+        for _ in range(num_calls):
+            await policy().chat([{"role": "user", "content": "1+2="}])
+        raise KeyError("answer")
+
+    monkeypatch.setattr(agent_function, "_run", run)
+    return agent_function.generate
+
+
+def test_an_agent_that_fails_after_a_turn_is_scored_and_counted(monkeypatch: pytest.MonkeyPatch):
+    generate = failing(monkeypatch, 1)
+    (sample,) = play(generate, lambda _: "3", label=0.5, args=agent_args(custom_rm_path="reward.py:fn"))
+    assert sample.reward == 0.5
+    assert sample.status is Status.COMPLETED
+    assert "KeyError" in sample.metadata["agent_error"]
+    metrics = rollout_metrics([Group(0, [sample])])
+    assert metrics["rollout/episodes/agent_error"].value == 1
+    (sample,) = play(generate, lambda _: "3", args=agent_args())
+    assert sample.reward == 0.0
+
+
+def test_an_agent_that_fails_before_its_first_turn_fails_its_sample(monkeypatch: pytest.MonkeyPatch):
+    (sample,) = play(failing(monkeypatch, 0), lambda _: "3", args=agent_args())
+    assert sample.status is Status.FAILED
