@@ -35,10 +35,12 @@ def test_everything_is_closed_in_order_whatever_raises():
         checkpoints=SimpleNamespace(inputs=closes("inputs", is_async=False)),
         rewards=[closes("reward")],
         cluster=closes("cluster", is_async=False),
+        hooks=SimpleNamespace(tear_down=closes("hooks").close),
+        listeners=[],
     )
     with pytest.raises(OSError, match="cluster"):
         asyncio.run(Built.close(built))  # pyright: ignore[reportArgumentType]
-    assert closed == ["serving", "trainer", "inputs", "source", "reward", "cluster"]
+    assert closed == ["serving", "trainer", "inputs", "source", "reward", "hooks", "cluster"]
 
 
 def test_engines_are_stopped_although_closing_the_weight_sync_fails(monkeypatch):
