@@ -117,7 +117,7 @@ def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -> None:
-    for attempt in range(5):  # the report may come before the first request is finished
+    for attempt in range(40):  # on a loaded machine the report may come before the first request is finished
         (folder := tmp_path / str(attempt)).mkdir()
         event = report_of(folder, (asks_for_ever, AnswersSoon()), running=1)
         if event["requests"] and "asks_for_ever (" in event["doing"]:
