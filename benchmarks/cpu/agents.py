@@ -1,6 +1,9 @@
 """Measure the scheduling of episodes whose durations differ widely.
 
     python benchmarks/cpu/agents.py pool
+    python benchmarks/cpu/agents.py sessions    # session over HTTP against policy().chat (agent_turns.py)
+    python benchmarks/cpu/agents.py cache       # prefix cache against none (agent_turns.py)
+    python benchmarks/cpu/agents.py all         # all three, one after the other
 
 The loop, the rollout and the ledger's calls are those of a run. Stand-ins replace the engine (a turn takes --turn-ms),
 the trainer (a step takes --train-ms) and the weight update. Episodes have log-normal numbers of turns (median 27, sigma
@@ -25,6 +28,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import agent_turns
 
 from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
@@ -291,6 +296,15 @@ def main() -> None:
     pool.add_argument("--train-ms", type=float, default=50.0)
     pool.add_argument("--samples-per-prompt", type=int, default=1, choices=(1, 2, 4, 8))
     pool.set_defaults(run=compare_pool)
+    agent_turns.add_commands(commands)
+
+    def run_all(_arguments: argparse.Namespace) -> None:
+        for name in ("pool", "sessions", "cache"):
+            chosen = parser.parse_args([name])
+            chosen.run(chosen)
+            print()
+
+    commands.add_parser("all", help="all of them, with their defaults").set_defaults(run=run_all)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
