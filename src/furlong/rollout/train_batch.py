@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,13 @@ from furlong.config.sections import AlgoFlags, MoeFlags, RewardFlags, RolloutFla
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
+from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
+from furlong.rollout.returned_numbers import MAX_ID, returned_integers, returned_numbers, returned_rows
 from furlong.rollout.roles import baseline_groups
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED
 
+CONVERSION = "--custom-convert-samples-to-train-data-path"
 # Keys of slime's custom conversion that are not per-token columns; the last three are derived here.
 CONVERTED = frozenset(
     (
@@ -138,7 +141,10 @@ def _post_processed(
     what = type(result).__name__
     if isinstance(result, tuple | list) and len(result) == 2:
         raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)
-        shown, processed = (np.asarray(part, np.float64) for part in result)
+        shown, processed = (
+            returned_numbers(part, None, f"--custom-reward-post-process-path: item {i} of what it returned")
+            for i, part in enumerate(result)
+        )
         if shown.shape == processed.shape == (len(scored),):
             if (bad := np.flatnonzero(~np.isfinite(processed))).size:
                 raise DataError(
@@ -166,7 +172,10 @@ def _mask(sample: Sample, *, mask_truncated: bool) -> NDArray[np.uint8]:
 
 def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
     """Return a loss mask as an array. Raises DataError unless it has 0 or 1 for each response token."""
-    values = np.asarray(mask)
+    try:
+        values = np.asarray(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} is {shortened(mask)}; give one number per token ({str(error)[:200]})") from error
     if values.shape != (num_tokens,):
         raise DataError(
             f"{what} has shape {values.shape}, but the response has {num_tokens} tokens; give one number per token "
@@ -264,39 +273,58 @@ def _flat(parts: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _batch_from_train_data(
-    rollout_id: int, data: dict[str, Any], samples: Sequence[Sample], conversion: Conversion
+    rollout_id: int, data: Any, samples: Sequence[Sample], conversion: Conversion
 ) -> RolloutBatch:
     """Read the dict of lists returned by slime's custom conversion; only tokens, lengths and rewards are required.
 
-    Unknown keys become columns with one number per response token.
+    Unknown keys become columns with one number per response token. Raises DataError for any other value.
     """
-    missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
-    if missing:
-        raise DataError(f"--custom-convert-samples-to-train-data-path returned no {missing}; it has {sorted(data)}")
-    n = len(data["tokens"])
-    if n != len(samples):
-        raise DataError(f"--custom-convert-samples-to-train-data-path returned {n} rows for {len(samples)} samples")
-    lengths = np.array([len(t) for t in data["tokens"]], np.int64)
-    response_lengths = np.asarray(data["response_lengths"], np.int64)
-    masks_of_data = data.get("loss_masks") or [[1] * int(r) for r in response_lengths]
-    masks = [
-        _zeros_and_ones(mask, size, f"--custom-convert-samples-to-train-data-path: row {i} of loss_masks")
-        for i, (mask, size) in enumerate(zip(masks_of_data, response_lengths.tolist(), strict=True))
+    if not isinstance(data, dict):
+        raise DataError(f"{CONVERSION} returned {shortened(data)}; it must return a dict of lists by name")
+    data, n = cast("dict[str, Any]", data), len(samples)
+    if missing := [key for key in ("tokens", "response_lengths", "rewards") if key not in data]:
+        raise DataError(f"{CONVERSION} returned no {missing}; it has {abbreviate(sorted(map(str, data)))}")
+    if isinstance(data["tokens"], list) and len(data["tokens"]) != n:
+        raise DataError(f"{CONVERSION} returned {len(data['tokens'])} rows for {n} samples")
+    rows = returned_rows(data["tokens"], n, f"{CONVERSION}: tokens")
+    tokens = [
+        returned_integers(row, None, f"{CONVERSION}: row {i} of tokens", most=MAX_ID) for i, row in enumerate(rows)
     ]
-    columns = {name: _extra_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)}
+    lengths = np.array([len(row) for row in tokens], np.int64)
+    response_lengths = returned_integers(data["response_lengths"], n, f"{CONVERSION}: response_lengths")
+    if (wrong := np.flatnonzero(response_lengths > lengths)).size:
+        i = wrong[0]
+        raise DataError(f"{CONVERSION}: row {i} has {lengths[i]} tokens and a response of {response_lengths[i]}")
+    sizes: list[int] = response_lengths.tolist()
+    given = data.get("loss_masks")
+    whole_masks = given is None or (isinstance(given, list) and not given)
+    rows = [[1] * size for size in sizes] if whole_masks else returned_rows(given, n, f"{CONVERSION}: loss_masks")
+    masks = [
+        _zeros_and_ones(mask, size, f"{CONVERSION}: row {i} of loss_masks")
+        for i, (mask, size) in enumerate(zip(rows, sizes, strict=True))
+    ]
+    rewards = returned_numbers(data["rewards"], n, f"{CONVERSION}: rewards")
+    if (wrong := np.flatnonzero(~np.isfinite(rewards))).size:
+        raise DataError(f"{CONVERSION}: reward {wrong[0]} is {rewards[wrong[0]]}; return finite rewards to train on")
+
+    def whole(name: str, default: list[int]) -> NDArray[np.int64]:
+        return returned_integers(data.get(name, default), n, f"{CONVERSION}: {name}", least=-(1 << 53))
+
     return RolloutBatch(
         rollout_id=rollout_id,
-        tokens=_flat(data["tokens"], np.int32),
+        tokens=_flat(tokens, np.int32),
         lengths=lengths,
         response_lengths=response_lengths,
         loss_masks=_flat(masks, np.uint8),
-        rewards=np.asarray(data["rewards"], np.float32),
-        raw_rewards=np.asarray(data.get("raw_reward", data["rewards"]), np.float32),
+        rewards=rewards.astype(np.float32),
+        raw_rewards=returned_numbers(data.get("raw_reward", rewards), n, f"{CONVERSION}: raw_reward").astype(
+            np.float32
+        ),
         group_ids=np.array([_required_id(s.group_index) for s in samples], np.int64),
-        rollout_ids=np.asarray(data.get("rollout_ids", [_rollout_key(s) for s in samples]), np.int64),
-        sample_ids=np.asarray(data.get("sample_indices", [_required_id(s.index) for s in samples]), np.int64),
-        truncated=np.asarray(data.get("truncated", [s.status is Status.TRUNCATED for s in samples]), np.uint8),
-        columns=columns,
+        rollout_ids=whole("rollout_ids", [_rollout_key(s) for s in samples]),
+        sample_ids=whole("sample_indices", [_required_id(s.index) for s in samples]),
+        truncated=whole("truncated", [int(s.status is Status.TRUNCATED) for s in samples]).astype(np.uint8),
+        columns={name: _extra_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)},
         metadata=data.get("metadata"),
         routed_experts=_routes_of_data(data, lengths, conversion.routing),
     )
@@ -304,13 +332,19 @@ def _batch_from_train_data(
 
 def _extra_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return an extra column of a custom conversion. Raises DataError unless it has one number per response token."""
-    lengths = [len(row) if hasattr(row, "__len__") else -1 for row in rows] if isinstance(rows, list | tuple) else []
-    if lengths != response_lengths.tolist():
+    try:
+        parts = [
+            returned_numbers(row, size, f"row {i}")
+            for i, (row, size) in enumerate(
+                zip(returned_rows(rows, len(response_lengths), "it"), response_lengths.tolist(), strict=True)
+            )
+        ]
+    except DataError as error:
         raise DataError(
-            f"--custom-convert-samples-to-train-data-path returned {name!r}, which is not one number per response "
-            f"token; known keys are {sorted(CONVERTED)}; put other data into `metadata`, one object per sample"
-        )
-    return _flat(rows, np.float32)
+            f"{CONVERSION} returned {name!r}, which is not one number per response token: {error}; known keys are "
+            f"{sorted(CONVERTED)}; put other data into `metadata`, one object per sample"
+        ) from error
+    return _flat(parts, np.float32)
 
 
 def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: RoutingShape | None) -> Routes | None:
@@ -319,6 +353,7 @@ def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: Rou
     if shape is None or routed is None:
         return None
     parts: list[Routes] = []
+    routed = returned_rows(routed, len(lengths), f"{CONVERSION}: rollout_routed_experts")
     for number, (routes, length) in enumerate(zip(routed, lengths.tolist(), strict=True)):
         known = shape.checked(routes, f"row {number} of the custom conversion")
         if len(known) != length - 1:

@@ -24,6 +24,7 @@ from torch import Tensor
 from furlong.algo.policy_loss import CustomCorrection, CustomLoss, PgReducer
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.metric import Metrics, total
+from furlong.core.text import shortened
 from furlong.errors import TrainerError
 from furlong.interfaces import TokenStats
 
@@ -214,6 +215,11 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
                 f"--custom-loss-function-path returned {type(result).__name__}; it must return (loss, metrics)"
             )
         value, metrics = result
+        if not isinstance(value, Tensor) or not isinstance(metrics, dict):
+            raise TrainerError(
+                f"--custom-loss-function-path returned ({shortened(value)}, {shortened(metrics)}); it must return the "
+                "loss as a tensor and a dict of metrics"
+            )
         for name, number in (("the loss", value), *metrics.items()):
             if isinstance(number, Tensor) and number.numel() != 1:
                 raise TrainerError(
@@ -221,7 +227,10 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
                     "must be scalars: sum_of_sample_mean(values) reduces values per response token"
                 )
         numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
-        return value, {name: total(float(number)) for name, number in numbers.items()}
+        try:
+            return value, {name: total(float(number)) for name, number in numbers.items()}
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TrainerError(f"--custom-loss-function-path returned a metric that is no number: {error}") from error
 
     return CustomLoss(loss, needs_logits=True)
 
