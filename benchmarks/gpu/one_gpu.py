@@ -196,10 +196,10 @@ def watch(command: list[str], marks_file: Path, log: Path, *, steps: int, timeou
 def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run both sides of a row and print them."""
     row, out = ROWS[name], options.out.resolve()
-    steps = options.steps or row.steps
     model, data = write_inputs(row, out / "inputs" / name, options.smollm2)
     answer: dict[str, Any] = {}
     for side in options.sides:
+        steps = (side == "trl" and options.trl_steps) or options.steps or row.steps
         marks = out / f"{name}-{side}-{os.getpid()}" / "metrics.jsonl"
         if side == "furlong":
             command = furlong_command(row, model, data, marks.parent, steps, options.furlong)
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
     parser.add_argument("--sides", nargs="+", choices=["furlong", "trl"], default=["furlong", "trl"])
     parser.add_argument("--steps", type=int, default=0, help="steps of each side (default: the row's)")
+    parser.add_argument("--trl-steps", type=int, default=0, help="steps of TRL, where they differ")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a side; completed steps count")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--profile", action="store_true", help="profile furlong instead of timing both sides")

@@ -58,3 +58,24 @@ def test_a_resized_cache_keeps_what_fits_and_zeroes_the_rest():
                 assert is_now.is_contiguous()
                 assert torch.equal(is_now, want)
                 is_now.clamp_(min=0.5)  # so that memory that is used again is not zero
+
+
+def test_a_cache_of_captured_steps_is_resized_rarely_and_keeps_its_contents():
+    cache = SlotCache()
+    cache.resize(4, 32)
+    cache.allocate_block(2, 2, 8, torch.zeros(1))
+    cache.layers[1][0][3, :, :32] = 7.0
+    cache.grow(4, 40, final_length=900, max_tokens=4 * 1000)
+    assert (cache.num_slots, cache.length) == (4, 900)
+    cache.grow(4, 800, final_length=900, max_tokens=4 * 1000)
+    assert cache.length == 900
+    assert bool((cache.layers[1][0][3, :, :32] == 7.0).all())
+    assert not cache.layers[1][0][3, :, 32:].any()
+    cache.grow(8, 300, final_length=900, max_tokens=4 * 1000)
+    assert (cache.num_slots, cache.length) == (8, 500)
+    cache.copy(3, slice(5, 7), 32)
+    assert bool((cache.layers[1][0][5:7, :, :32] == 7.0).all())
+    content = cache.export(5, 32)
+    cache.insert(content, slice(0, 1))
+    assert bool((cache.layers[1][0][0, :, :32] == 7.0).all())
+    assert cache.num_bytes() == 2 * 2 * 8 * 2 * 500 * 8 * 4

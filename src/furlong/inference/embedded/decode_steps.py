@@ -144,16 +144,19 @@ class SlotCache:
             self.states[name] = old.new_zeros(num_slots, *old.shape[1:])
             self.states[name][: len(old)] = old[:num_slots]
 
-    def grow(self, slots: int, length: int, max_tokens: int) -> None:
+    def grow(self, slots: int, length: int, final_length: int, max_tokens: int) -> None:
         """Resize to at least `slots` and `length`, at most `max_tokens` in all unless these need more.
 
-        For captured steps, which depend on the layout: the length doubles, and shrinks only for more slots.
+        For captured steps, which depend on the layout: the length is the `final_length` of all requests if that fits,
+        else it doubles. It shrinks only for more slots.
         """
         if slots <= self.num_slots and length <= self.length:
             return
         slots = max(slots, self.num_slots if self.num_slots * length <= max_tokens else 0)
-        doubled = max(MIN_GROWN_LENGTH, 1 << (length - 1).bit_length(), self.length)
-        self.resize(slots, max(length, min(doubled, max_tokens // slots)))
+        roomy = max(MIN_GROWN_LENGTH, 1 << (length - 1).bit_length(), self.length)
+        if slots * final_length <= max_tokens:
+            roomy = max(MIN_GROWN_LENGTH, final_length)
+        self.resize(slots, max(length, min(roomy, max_tokens // slots)))
 
     def _resize_block(self, old: Tensor) -> None:
         new = old.new_zeros(old.shape[0], self.num_slots, old.shape[2], self.length, old.shape[4])

@@ -96,10 +96,11 @@ class EmbeddedEngine(Engine):
         self.model_dir, self.tokenizer = model_dir, tokenizer
         self.eos_ids = eos_ids(config, model_dir, tokenizer)
         budget = kv_tokens or kv_tokens_that_fit(config, dtype=dtype, device=self.device)
+        least = 0 if self.model.captures_steps else 4 * torch.get_num_threads() * length  # rows of the smallest batch
         self._batch = SlotBatch(
             self.model,
             num_slots=num_slots,
-            kv_tokens=max(budget, 4 * torch.get_num_threads() * length),
+            kv_tokens=max(budget, least),
             prefill_tokens=prefill_tokens,
             tokenizer=tokenizer,
             prefix_tokens=min(PREFIX_TOKENS, budget // 3) if prefix_tokens is None else prefix_tokens,

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -69,6 +71,26 @@ def _kind(params: SamplingParams, vocab_size: int) -> str:
         return "greedy"
     is_plain = params.top_p >= 1 and params.min_p <= 0 and not 0 < params.top_k < vocab_size
     return "plain" if is_plain else "filtered"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Inputs of the decode steps while the same `n` requests are in the slots.
+
+    `tokens` and `positions` include padding slots; `active` are the positions of the requests. `first_end` is the row
+    in which the first request reaches its limit, `stops_from` the row from which all of them may stop.
+    """
+
+    n: int
+    rows: SamplingRows
+    tokens: Tensor
+    positions: NDArray[np.int64]
+    active: NDArray[np.int64]
+    stop_ids: NDArray[np.int64]
+    stops_from: int
+    first_end: int
+    has_stop_strings: bool
+    reports: bool
 
 
 class _Scratch:

@@ -25,7 +25,7 @@ from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, 
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
-from furlong.inference.embedded.sampler import Sampler, SamplingRows, nonfinite_logits
+from furlong.inference.embedded.sampler import Sampler, SamplingRows, StepPlan, nonfinite_logits
 from furlong.interfaces import TextTokenizer
 
 KvPolicy = Literal["recompute", "keep"]
@@ -48,26 +48,6 @@ class EngineStats:
     def tokens_per_s(self) -> float:
         """Generated tokens per busy second since the start."""
         return self.tokens_generated / self.busy_s if self.busy_s else 0.0
-
-
-@dataclass(frozen=True)
-class _StepPlan:
-    """Inputs of the decode steps while the same `n` requests are in the slots.
-
-    `tokens` and `positions` include padding slots; `active` are the positions of the requests. `first_end` is the row
-    in which the first request reaches its limit, `stops_from` the row from which all of them may stop.
-    """
-
-    n: int
-    rows: SamplingRows
-    tokens: Tensor
-    positions: NDArray[np.int64]
-    active: NDArray[np.int64]
-    stop_ids: NDArray[np.int64]
-    stops_from: int
-    first_end: int
-    has_stop_strings: bool
-    reports: bool
 
 
 class SlotBatch:
@@ -113,9 +93,10 @@ class SlotBatch:
         slots = self._padded(self.num_slots)
         self._cache = SlotCache()
         self._steps_since_resize = 0
+        self._final_length = 0  # of all admitted requests at their limits
         self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
         self.kept_prompts.clear()
-        self._plan: _StepPlan | None = None
+        self._plan: StepPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
         self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
         self._longest = 0  # the largest of them under the current plan
@@ -277,6 +258,8 @@ class SlotBatch:
         for slot, request in enumerate(taken, first):
             starts.setdefault(request.prefix, slot)
         longest = max(max(map(len, counts)), int(self._positions[:first].max(initial=0)) + 1)
+        ends = (len(request.prompt) + request.limit for request in (*self.running, *taken))
+        self._final_length = bucketed_length(max(ends) + 1)
         self._reserve(self._padded(first + len(taken)), bucketed_length(longest + 1))
         fresh = [prefix for prefix in counts if prefix not in self.prefixes]
         logits: dict[tuple[int, ...], Tensor] = {}
@@ -354,7 +337,7 @@ class SlotBatch:
         have_slots, have_length = self._cache.num_slots, self._cache.length
         self._steps_since_resize += 1
         if self.model.captures_steps:
-            self._cache.grow(slots, length, self.kv_tokens)
+            self._cache.grow(slots, length, self._final_length, self.kv_tokens)
             return
         too_long = length < have_length and self._steps_since_resize > LENGTH_BUCKET
         if slots <= have_slots and length <= have_length and not too_long:
@@ -391,7 +374,7 @@ class SlotBatch:
         self._buffer.rewind(self.running)
         self._plan = None
 
-    def _fitting_plan(self) -> _StepPlan:
+    def _fitting_plan(self) -> StepPlan:
         """The plan after retracting the requests for which the cache budget has no further position."""
         while (plan := self._plan or self._make_plan()).n > 1:
             if len(plan.positions) * bucketed_length(self._longest + 2) <= self.kv_tokens:
@@ -399,11 +382,11 @@ class SlotBatch:
             self.retract(1)
         return plan
 
-    def _make_plan(self) -> _StepPlan:
+    def _make_plan(self) -> StepPlan:
         n = len(self.running)
         padded, buffer = self._padded(n), self._buffer
         self._longest = int(self._positions[:n].max())
-        self._plan = _StepPlan(
+        self._plan = StepPlan(
             n=n,
             rows=SamplingRows.build([r.params for r in self.running], self.model.vocab_size, self.model.device),
             tokens=self._tokens[:padded],
