@@ -44,7 +44,7 @@ def last_record(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "run"), [("tools", "rl"), ("environment", "."), ("sft_then_rl", "rl")])
+@pytest.mark.parametrize(("name", "run"), [("tools", "rl"), ("environment", "."), ("sft_then_rl", "rl"), ("code", "run")])
 def test_example_trains(name, run, tmp_path):
     run_script(name, tmp_path / "out", *SMALL)
     last = last_record(tmp_path / "out" / run)
