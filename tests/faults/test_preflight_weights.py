@@ -318,3 +318,14 @@ def test_a_megatron_lm_checkpoint_in_the_older_format_is_named(world, tracker, f
     assert names(found.finding, "in the format torch", "model_optim_rng.pt")
     assert "interrupted" not in found.text()
     assert "torch_dist" in found.remedy
+
+
+def test_a_tensor_that_one_layer_lacks_is_refused_as_the_run_does(world, tmp_path):
+    model = write_model(tmp_path / "lacks")
+    tensors = load_tensors(model / "model.safetensors")
+    lost = "model.layers.0.self_attn.v_proj.weight"
+    save_tensors({n: t for n, t in tensors.items() if n != lost}, model / "model.safetensors", {"format": "pt"})
+    found = only(world.look(hf_checkpoint=model), "CKPT04", "error")
+    assert names(found.finding, lost, "are missing")
+    with pytest.raises(CheckpointError, match="missing_keys"):
+        load_model(model)

@@ -584,6 +584,13 @@ def test_log_probs_of_tokens_that_no_policy_sampled_are_reported_only_as_tool01(
     assert read(row | {"rollout/env_tokens_in_loss": 0.0}, **SMALL_MODEL) == ["TPL03", "NUM02"]
 
 
+def test_low_log_probs_of_tokens_that_the_model_did_not_choose_are_not_those_of_its_template() -> None:
+    row = {"rollout/log_probs": -6.0}
+    assert read(row, **SMALL_MODEL) == ["TPL03"]
+    assert read(row, **SMALL_MODEL, rollout_min_new_tokens=6) == []
+    assert read(row | {GAP: 4.5, "rollout/other_context": 31.0}, **SMALL_MODEL) == ["NUM02"]
+
+
 def test_log_probs_near_chance_have_both_causes_and_a_check_for_each() -> None:
     [found] = diagnose({"rollout/log_probs": -5.0}, **SMALL_MODEL)
     assert (found.severity, found.evidence["share_of_chance"]) == ("warning", pytest.approx(5 / math.log(49_152)))

@@ -241,8 +241,10 @@ def unlikely_responses(now: StepContext) -> Alert | None:
         return None
     if config.algo.loss_type != "policy_loss" or not facts.has_chat_template:
         return None
-    if config.rollout.rollout_temperature > 1:
-        return None
+    if config.rollout.rollout_temperature > 1 or config.rollout.rollout_min_new_tokens:
+        return None  # tokens that the model does not choose by itself
+    if now.row.get("rollout/other_context", 0.0):
+        return None  # trained on with other contexts than the engine was asked with, which NUM02 reports
     share = log_prob / -math.log(facts.vocab_size)
     if share < NEAR_CHANCE and (log_prob > LIKELY or facts.num_parameters < LARGE):
         return None

@@ -85,22 +85,31 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         if each.model is None:
             yield from check_model(each.folder)
             continue
-        incomplete = list(completeness(each.model))
-        yield from incomplete
-        dtypes = {name: tensor.dtype for name, tensor in each.model.tensors.items()}
-        shapes = {name: tensor.shape for name, tensor in each.model.tensors.items()}
-        if quantization_seen(each.model.config, dtypes) is not None:
-            found = list(quantization(each.model))
-            yield from found
-            whole, problem = _quantized(context, each, dtypes, shapes)
-            is_named = "are missing:" in problem and any(finding.id == "QNT02" for finding in found)
-            if problem and not is_named:
-                yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
-            if problem or found or whole is None:
-                continue
-            shapes = whole
-        if not incomplete and _is_loaded(context):
-            yield from _shapes(each.flag, each.model, shapes)
+        files = list(completeness(each.model))
+        broken = [finding for finding in files if finding.severity == "error"]
+        tensors = list(_tensors(context, each, each.model, is_complete=not broken))
+        yield from broken if any(finding.id == "CKPT04" for finding in tensors) else files
+        yield from tensors
+
+
+def _tensors(
+    context: PreflightContext, each: _Weights, model: StoredModel, *, is_complete: bool
+) -> Iterator[Diagnosis]:
+    """QNT rows: quantized weights; CKPT04: tensors that do not fit config.json."""
+    dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+    if quantization_seen(model.config, dtypes) is not None:
+        found = list(quantization(model))
+        yield from found
+        whole, problem = _quantized(context, each, dtypes, shapes)
+        is_named = "are missing:" in problem and any(finding.id == "QNT02" for finding in found)
+        if problem and not is_named:
+            yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
+        if problem or found or whole is None:
+            return
+        shapes = whole
+    if is_complete and _is_loaded(context):
+        yield from _shapes(each.flag, model, shapes)
 
 
 def _quantized(
