@@ -28,31 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
     from diagnosis_score import healthy_line, judge_all, score_table, wrong_lines
-    from faults import (
-        score_doctor,
-        score_folders,
-        score_healthy,
-        score_messages,
-        score_refusals,
-        score_reports,
-        score_runs,
-        score_seams,
-        score_strangers,
-    )
+    from faults.score_cases import FAULTS, SETTINGS
     from faults_marker import injected
 
     started = time.perf_counter()
-    of_faults = (
-        score_doctor,
-        score_seams,
-        score_refusals,
-        score_runs,
-        score_reports,
-        score_messages,
-        score_folders,
-        score_strangers,
-    )
-    cases = [*(each for module in of_faults for each in module.CASES), *score_healthy.CASES, *score_messages.NOISY]
+    cases = [*FAULTS, *SETTINGS]
     with tempfile.TemporaryDirectory(prefix="furlong-score-") as folder:
         outcomes = judge_all(
             [case for case in cases if not wanted or wanted & {*(case.rows or ("HEALTHY",))}], Path(folder)

@@ -16,11 +16,9 @@ from faults import (
     score_seams,
     score_strangers,
 )
+from faults.score_cases import FAULTS, SETTINGS
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
-OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_messages, score_folders)
-FAULTS = [*(each for module in OF_FAULTS for each in module.CASES), *score_strangers.FAULTS]
-SETTINGS = [*score_healthy.CASES, *score_messages.NOISY, *score_strangers.ODD]
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
 REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
