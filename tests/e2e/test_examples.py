@@ -44,9 +44,21 @@ def last_record(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "run"), [("tools", "rl"), ("environment", "."), ("sft_then_rl", "rl"), ("code", "run")])
-def test_example_trains(name, run, tmp_path):
-    run_script(name, tmp_path / "out", *SMALL)
+@pytest.mark.parametrize(
+    ("name", "run", "env"),
+    [
+        ("tools", "rl", {}),
+        ("environment", ".", {}),
+        ("sft_then_rl", "rl", {}),
+        ("code", "run", {}),
+        ("calculator", "rl", {"AGENT": "client"}),
+        ("calculator", "rl", {"AGENT": "command"}),
+        ("search", "rl", {}),
+        ("solver_and_verifier", "rl", {}),
+    ],
+)
+def test_example_trains(name, run, env, tmp_path):
+    run_script(name, tmp_path / "out", *SMALL, **env)
     last = last_record(tmp_path / "out" / run)
     assert last["step"] == 1
     assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
