@@ -102,7 +102,8 @@ def test_tokens_have_colors_and_values(browser, url):
 def test_keys_switch_views_and_samples(browser, url):
     browser.go(url, READY)
     browser.press("2")
-    browser.wait_for("location.hash === '#samples' && document.querySelector('.samples tr.open')?.rowIndex === 1")
+    browser.wait_for("location.hash === '#samples' && !!document.querySelector('.detail .token')")
+    assert browser.evaluate("document.querySelector('.samples tr.open').rowIndex") == 1
     browser.press("j")
     browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2")
     browser.press("?")
