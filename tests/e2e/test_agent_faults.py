@@ -102,7 +102,7 @@ def test_each_fault_is_an_outcome_and_leaves_no_process_port_or_folder(model, da
     limited = [sample for sample in samples if sample.metadata.get("episode_limit") == "episode_time"]
     said = sorted(str(sample.metadata.get("said")) for sample in samples if "said" in sample.metadata)
     assert said == [*["fork", "output"], *["well"] * 8]
-    assert len(failed) == 3
+    assert len(failed) == 1  # it sampled nothing; the others that failed are scored
     assert len(limited) == 2
     assert len(samples) == 16
     for sample in samples:
