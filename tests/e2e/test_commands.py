@@ -79,7 +79,11 @@ def test_processes_of_a_generate_function_end_with_the_run(model, tmp_path):
 def test_an_exit_of_compiled_code_in_a_generate_function_is_reported(model, tmp_path):
     data = write_prompts(tmp_path / "prompts.jsonl", 8)
     module = tmp_path / "module.py"
-    module.write_text("import ctypes\nasync def generate(*_): ctypes.CDLL(None)._exit(0)\n")
+    module.write_text(
+        "import _ctypes, ctypes\n"
+        "leave = ctypes.CFUNCTYPE(None, ctypes.c_int)(_ctypes.dlsym(_ctypes.dlopen(None, 2), '_exit'))\n"
+        "async def generate(*_): leave(0)\n"
+    )
     argv = flags(model, data, "run", num_rollout=1, custom_generate_function_path=f"{module}:generate")
     code, _, err = finish(start(["train", *argv], tmp_path / "work"))
     assert code == 0
