@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--timeout", type=float, default=300, help="of each run, in seconds")
+    parser.add_argument("--timeout", type=float, default=600, help="of each run, in seconds")
     parser.add_argument("--log-chars", type=int, default=3000, help="of the output of a failed run that are printed")
     parser.add_argument("furlong", nargs="*", help="additional flags of `furlong train`, after `--`")
     options = parser.parse_args()
