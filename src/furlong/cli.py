@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "models": {
         "eval": Command(
-            "evaluate a model or an endpoint on data, tasks and environments",
+            "evaluate a model on data, tasks and environments",
             "furlong.commands.evaluate:evaluate",
             runs_user_code=True,
         ),

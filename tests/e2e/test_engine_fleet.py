@@ -96,7 +96,6 @@ def test_a_server_that_fails_to_start_ends_the_run_with_its_log(is_tolerant, mod
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"engine": "sglang"}, "--rollout-num-gpus"),
         ({"engine": "sglang", "rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus.* 2 or 4 "),
         ({"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus-per-engine"),
         ({"rollout_num_gpus": 2, "update_weight_transport": "memory"}, "--rollout-num-gpus"),

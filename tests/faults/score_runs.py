@@ -92,7 +92,7 @@ ROLLOUTS = (
     steps("thinking that the template drops", "AGT03", [{"session/branch_reason/stripped": 40.0}], CUSTOM,
           remedy="--chat-template-path"),
     steps("turns that go to any engine", "AGT04", [{"rollout/prefix_cache_hit_frac": 0.2}] * 3, CUSTOM,
-          remedy="--router-policy|--max-concurrent-episodes"),
+          remedy="--sglang-router-strategy|--max-concurrent-episodes"),
     steps("an environment that blocks", "AGT05", [{"perf/generate_held_time": 6.0, "perf/rollout_time": 8.0}],
           {"environment": ["own.py:Env"]}, remedy="--environment-workers", without="httpx"),
     steps("sandboxes that are evicted", "AGT06", [{"rollout/episodes/reissued": 8.0, "rollout/episodes/infra": 2.0}],

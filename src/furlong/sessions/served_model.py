@@ -18,6 +18,7 @@ from furlong.interfaces import Completion, SamplingParams
 from furlong.sessions.endpoints.handlers import OpenSession, SessionEndpoints
 from furlong.sessions.session import FullContextError, Session
 
+ENGINE_PATHS = ("/v1/chat/completions", "/generate")  # which the server of an engine answers itself
 OF_TOOLS = ("tools", "return_token_ids", "parallel_tool_calls")
 
 
@@ -41,7 +42,7 @@ class ServedEndpoints(SessionEndpoints):
     @property
     def routes(self) -> list[Route]:
         """The routes that the server of an engine does not have itself."""
-        posts = {path: handler for path, handler in self.posts.items() if path != "/v1/chat/completions"}
+        posts = {path: handler for path, handler in self.posts.items() if path not in ENGINE_PATHS}
         return [Route(path, functools.partial(self.guarded, each), methods=["POST"]) for path, each in posts.items()]
 
     def takes_chat(self, body: Mapping[str, Any]) -> bool:

@@ -22,6 +22,8 @@ SECONDS = 0.3
 
 
 class NeverAnswers:
+    caches_prefixes = False
+
     async def generate(self, *_: Any, **__: Any) -> Completion:
         await asyncio.Event().wait()
         raise AssertionError
@@ -29,6 +31,8 @@ class NeverAnswers:
 
 class AnswersSoon:
     """Answers after a moment in which the event loop is idle: a report never finds it inside this engine."""
+
+    caches_prefixes = False
 
     async def generate(self, *_: Any, **__: Any) -> Completion:
         await asyncio.sleep(0.002)
@@ -117,7 +121,7 @@ def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -> None:
-    for attempt in range(40):  # on a loaded machine the report may come before the first request is finished
+    for attempt in range(5):  # the report may come before the first request is finished
         (folder := tmp_path / str(attempt)).mkdir()
         event = report_of(folder, (asks_for_ever, AnswersSoon()), running=1)
         if event["requests"] and "asks_for_ever (" in event["doing"]:

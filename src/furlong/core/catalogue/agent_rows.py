@@ -53,7 +53,7 @@ ROWS = (
         checked="rollout/prefix_cache_hit_frac of several steps: prompt tokens that turns repeat under the same "
         "weights, and that were cached.",
         remedy="Run fewer episodes at a time with --max-concurrent-episodes. With engine servers keep "
-        "--router-policy consistent_hashing, remove --sglang-disable-radix-cache, or raise "
+        "--sglang-router-strategy consistent_hashing, remove --sglang-disable-radix-cache, or raise "
         "--sglang-mem-fraction-static.",
     ),
     Row(

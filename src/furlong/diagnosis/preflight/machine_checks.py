@@ -44,11 +44,12 @@ def versions(context: PreflightContext) -> Iterator[Diagnosis]:
 
 def tracker_package(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: a tracker without its package, which is also the name of the extra."""
-    for name in ("wandb", "trackio", "mlflow", "swanlab"):
+    for flag in ("--use-wandb", "--use-trackio", "--use-mlflow", "--use-swanlab"):
+        name = flag.rpartition("-")[2]
         if getattr(context.config.track, f"use_{name}") and find_spec(name) is None:
             yield diagnosis(
                 "CFG05",
-                f"--use-{name}: the package {name} is not installed",
+                f"{flag}: the package {name} is not installed",
                 cause="It is an optional dependency.",
                 remedy=f"run `pip install 'furlong[{name}]'`",
             )
