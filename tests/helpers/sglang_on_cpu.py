@@ -49,5 +49,5 @@ def visible() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(SITE)])  # after the packages of this process
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"])))
-        patch.setattr(ServerInfo, "read", staticmethod(lambda answer: read({**answer, "device": "cuda"})))
+        patch.setattr(ServerInfo, "read", staticmethod(lambda answer, *rest: read({**answer, "device": "cuda"}, *rest)))
         yield patch
