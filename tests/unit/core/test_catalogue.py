@@ -18,8 +18,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src" / "furlong"
 # Of pip, hf, ps, and of furlong's commands other than train.
 OF_OTHER_COMMANDS = """
     --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
-    --pid --run --list --explain --json --metric --device --step --template --thinking --host --port --response --with-checkpoint
-    --enable-memory-saver --mem-fraction-static --shm-size --ipc --mem
+    --pid --run --list --explain --json --metric --device --step --template --thinking --host --port --response
+    --with-checkpoint --enable-memory-saver --mem-fraction-static --shm-size --ipc --mem
     --ulimit --pids-limit --gpus --time --requeue --exclude --object-store-memory
     --help
 """
