@@ -232,14 +232,15 @@ def test_a_load_that_is_not_a_number_is_unknown(body):
 
 
 class Letters:
-    """A tokenizer whose id n is the n-th letter, 0 a space, and 30 half a character."""
+    """A tokenizer whose id n is the n-th letter, 0 a space, 30 half a character, and 31 the special token <end>."""
 
     def decode(self, token_ids, *, skip_special_tokens=False):
-        return "".join({0: " ", 30: "\ufffd"}.get(token, chr(96 + token)) for token in token_ids)
+        other = {0: " ", 30: "\ufffd", 31: "" if skip_special_tokens else "<end>"}
+        return "".join(other.get(token, chr(96 + token)) for token in token_ids)
 
 
-def completion(answer, *, stop=(), vocab_size=None):
-    request = InFlightRequest("r1", None, [1], SamplingParams(max_new_tokens=9, stop=stop))
+def completion(answer, *, vocab_size=None, **params):
+    request = InFlightRequest("r1", None, [1], SamplingParams(max_new_tokens=9, **params))
     request.server = SimpleNamespace(url="http://e")
     reader = AnswerReader(Letters(), None, vocab_size)
     return reader.completion(request, answer, newest=None, seconds=0.0)
@@ -276,6 +277,18 @@ def test_the_text_of_an_answer_belongs_to_its_tokens(text, reason, stop):
 def test_text_of_other_tokens_is_an_error(text, reason, stop):
     with pytest.raises(EngineError, match=r"POST http://e/generate answered text that its 5 tokens do not have"):
         completion({**reply([1, 2, 0, 3, 4], reason=reason), "text": text}, stop=stop)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("text", ["ab<end>c<end>", "abc", "ab<end>c", "a b c <end>"])
+def test_special_tokens_may_be_shown_or_not(text, skip):
+    answer = {**reply([1, 2, 31, 3, 31], reason="stop"), "text": text}
+    assert completion(answer, skip_special_tokens=skip).text == text
+
+
+def test_the_letters_beside_special_tokens_are_compared():
+    with pytest.raises(EngineError, match="from character 1 without spaces"):
+        completion({**reply([1, 2, 31]), "text": "ac<end>"})
 
 
 def test_incomplete_characters_are_not_compared():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -111,8 +112,9 @@ class AnswerReader:
         """Return the text of an answer, or decode it if the server sent none.
 
         Raises EngineError for text that its tokens do not have. Servers decode tokens one after the other, with the
-        prompt before them, so white space and characters of incomplete UTF-8 may differ; they cut text at a stop string
-        or a stop token, and that of an aborted request anywhere.
+        prompt before them, so white space and characters of incomplete UTF-8 may differ; they show special tokens or
+        not as the first request of a batch asked for; they cut text at a stop string or a stop token, and that of an
+        aborted request anywhere.
         """
         if self.tokenizer is None:
             return text
@@ -120,7 +122,9 @@ class AnswerReader:
         decoded = self.tokenizer.decode(tokens, skip_special_tokens=skips)
         if not text or text == decoded:
             return text or decoded
-        shown, expected = _squeezed(text), _squeezed(decoded)
+        special = self._special_tokens(tokens)
+        shown = _squeezed(text, without=special)
+        expected = _squeezed(self.tokenizer.decode(tokens, skip_special_tokens=False), without=special)
         rest = expected[len(shown) :]
         if expected.startswith(shown):
             stops = [_squeezed(stop) for stop in request.params.stop]
@@ -128,7 +132,7 @@ class AnswerReader:
                 return text
             if reason == "stop" and (
                 any(rest.startswith(stop) for stop in stops)
-                or rest == _squeezed(self.tokenizer.decode(tokens[-1:], skip_special_tokens=skips))
+                or rest == _squeezed(self.tokenizer.decode(tokens[-1:], skip_special_tokens=False), without=special)
             ):
                 return text
         at = next((i for i, pair in enumerate(zip(shown, expected, strict=False)) if pair[0] != pair[1]), None)
@@ -140,6 +144,16 @@ class AnswerReader:
             f"{expected[at : at + SHOWN_CHARS]!r}, which this model's tokenizer decodes; does the server have another "
             "tokenizer",
         )
+
+    def _special_tokens(self, tokens: list[int]) -> list[str]:
+        """Return the texts of the special tokens among `tokens`, the longest first."""
+        assert self.tokenizer is not None
+        texts = [
+            self.tokenizer.decode([token], skip_special_tokens=False)
+            for token in set(tokens)
+            if not self.tokenizer.decode([token], skip_special_tokens=True)
+        ]
+        return sorted(filter(None, texts), key=len, reverse=True)
 
     def _routes(
         self, request: InFlightRequest, meta: dict[str, Any], num_tokens: int, *, is_aborted: bool
@@ -231,6 +245,8 @@ def _versions(request: InFlightRequest, meta: dict[str, Any], label: str, count:
     return [_number(label) if request.version is None else request.version] * count
 
 
-def _squeezed(text: str) -> str:
-    """Remove white space and U+FFFD."""
-    return "".join(text.replace("\ufffd", "").split())
+def _squeezed(text: str, *, without: Sequence[str] = ()) -> str:
+    """Remove the strings `without`, white space and U+FFFD."""
+    for removed in (*without, "\ufffd"):
+        text = text.replace(removed, "")
+    return "".join(text.split())
