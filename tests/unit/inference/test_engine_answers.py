@@ -232,10 +232,10 @@ def test_a_load_that_is_not_a_number_is_unknown(body):
 
 
 class Letters:
-    """A tokenizer whose id n is the n-th letter, 0 a space, 30 half a character, and 31 the special token <end>."""
+    """A tokenizer whose id n is the n-th letter, 0 a space, 30 half a character, 31 is special, 32 unknown."""
 
     def decode(self, token_ids, *, skip_special_tokens=False):
-        other = {0: " ", 30: "\ufffd", 31: "" if skip_special_tokens else "<end>"}
+        other = {0: " ", 30: "\ufffd", 31: "" if skip_special_tokens else "<end>", 32: ""}
         return "".join(other.get(token, chr(96 + token)) for token in token_ids)
 
 
@@ -284,6 +284,10 @@ def test_text_of_other_tokens_is_an_error(text, reason, stop):
 def test_special_tokens_may_be_shown_or_not(text, skip):
     answer = {**reply([1, 2, 31, 3, 31], reason="stop"), "text": text}
     assert completion(answer, skip_special_tokens=skip).text == text
+
+
+def test_servers_show_ids_that_the_tokenizer_does_not_have_as_another_token():
+    assert completion({**reply([1, 32]), "text": "a!"}).text == "a!"
 
 
 def test_the_letters_beside_special_tokens_are_compared():

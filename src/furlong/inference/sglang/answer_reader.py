@@ -114,7 +114,8 @@ class AnswerReader:
         Raises EngineError for text that its tokens do not have. Servers decode tokens one after the other, with the
         prompt before them, so white space and characters of incomplete UTF-8 may differ; they show special tokens or
         not as the first request of a batch asked for; they cut text at a stop string or a stop token, and that of an
-        aborted request anywhere.
+        aborted request anywhere. Text of ids beyond the tokenizer's, which servers show as another token, is not
+        compared.
         """
         if self.tokenizer is None:
             return text
@@ -122,7 +123,11 @@ class AnswerReader:
         decoded = self.tokenizer.decode(tokens, skip_special_tokens=skips)
         if not text or text == decoded:
             return text or decoded
-        special = self._special_tokens(tokens)
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in set(tokens)}
+        if not all(texts.values()):
+            return text
+        special = [texts[token] for token in texts if not self.tokenizer.decode([token], skip_special_tokens=True)]
+        special.sort(key=len, reverse=True)
         shown = _squeezed(text, without=special)
         expected = _squeezed(self.tokenizer.decode(tokens, skip_special_tokens=False), without=special)
         rest = expected[len(shown) :]
@@ -144,16 +149,6 @@ class AnswerReader:
             f"{expected[at : at + SHOWN_CHARS]!r}, which this model's tokenizer decodes; does the server have another "
             "tokenizer",
         )
-
-    def _special_tokens(self, tokens: list[int]) -> list[str]:
-        """Return the texts of the special tokens among `tokens`, the longest first."""
-        assert self.tokenizer is not None
-        texts = [
-            self.tokenizer.decode([token], skip_special_tokens=False)
-            for token in set(tokens)
-            if not self.tokenizer.decode([token], skip_special_tokens=True)
-        ]
-        return sorted(filter(None, texts), key=len, reverse=True)
 
     def _routes(
         self, request: InFlightRequest, meta: dict[str, Any], num_tokens: int, *, is_aborted: bool
