@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -210,15 +211,15 @@ class Child:
     """A run in a forked process with all imports done, so that signals arrive during the run and not during imports.
 
     Its flags use `folder`/run and `folder`/save, and its output goes to `folder`/log.txt. The fixture `forked` kills
-    the remaining processes in `started`.
+    the remaining processes in `started`. `variables` are set in its environment.
     """
 
     started: ClassVar[list[Child]] = []
 
-    def __init__(self, forked: Any, argv: list[str], folder: Path, name: object = "") -> None:
+    def __init__(self, forked: Any, argv: list[str], folder: Path, name: object = "", **variables: str) -> None:
         self.folder, self.mark, self.log = folder, f"{folder}/{name}", folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark))
+        self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark, variables))
         self.process.start()
         self.started.append(self)
 
@@ -246,11 +247,12 @@ def num_rows(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def run_in_child(argv: list[str], log: Path, mark: str) -> None:
+def run_in_child(argv: list[str], log: Path, mark: str, variables: dict[str, str]) -> None:
     """Body of a forked process: run `train.py argv` with its output in `log`, and exit with its code."""
     from furlong.cli import main_train
 
-    os.environ[MARK] = mark
+    os.environ.update(variables, **{MARK: mark})
+    tempfile.tempdir = None  # is read from TMPDIR again
     print_to(log)
     raise SystemExit(main_train(argv))
 

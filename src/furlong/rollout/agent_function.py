@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any, cast
 
 from furlong.config.hooks import accepted_keywords, load_function
 from furlong.core.sample import Sample
+from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import InfraError, RolloutError
@@ -123,7 +123,8 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     It gets a temporary directory, which is deleted when it ends, and its processes are killed then.
     Raises RolloutError if it exits with another code than 0 or exceeds a limit.
     """
-    with tempfile.TemporaryDirectory(prefix="furlong-agent-", ignore_cleanup_errors=True) as folder:
+    folder = make_scratch_folder("furlong-agent-")
+    try:
         ended = await run_supervised(
             ["/bin/sh", "-c", command],
             stdin=task.encode() + b"\n",
@@ -131,6 +132,8 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
             environment={**os.environ, "TMPDIR": folder, **variables},
             limits=limits,
         )
+    finally:
+        await asyncio.to_thread(remove_scratch_folder, folder)
     if ended.code != 0:
         shown = ended.stderr.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
         raise RolloutError(f"--agent-command ended ({ended.ending}): {shown or 'it wrote nothing to stderr'}")

@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
+from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.errors import DataError, InfraError
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
 from furlong.sandboxes.supervised_process import Isolation, ProcessLimits, run_supervised
@@ -48,7 +47,7 @@ class SubprocessSandbox:
     async def open(self) -> None:
         """Make the directory, and find out what the kernel isolates. Raises InfraError."""
         try:
-            self._root = tempfile.mkdtemp(prefix=PREFIX)
+            self._root = make_scratch_folder(PREFIX)
             os.mkdir(os.path.join(self._root, WORK))
         except OSError as error:
             raise InfraError(f"a sandbox needs a temporary directory: {error}; free space, or set TMPDIR") from error
@@ -92,7 +91,7 @@ class SubprocessSandbox:
         """Delete the directory."""
         root, self._root = self._root, None
         if root is not None:
-            await asyncio.to_thread(_remove, root)
+            await asyncio.to_thread(remove_scratch_folder, root)
 
     def _opened(self) -> str:
         if self._root is None:
@@ -179,18 +178,3 @@ def _kept(readable: tuple[str, ...], *, network: bool) -> list[str]:
     python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     names = (os.path.realpath("/etc/resolv.conf"),) if network else ()
     return list(dict.fromkeys([*python, *names, *(os.path.abspath(path) for path in readable)]))
-
-
-def _remove(root: str) -> None:
-    """Delete a directory, with folders that a command closed."""
-
-    def reopen(function: Callable[..., Any], path: str, _error: Any) -> None:
-        os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, stat.S_IRWXU)
-            shutil.rmtree(path)
-        elif function is not os.scandir:
-            function(path)
-
-    if Path(root).exists():
-        shutil.rmtree(root, onerror=reopen)

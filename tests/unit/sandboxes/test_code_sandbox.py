@@ -47,7 +47,7 @@ def isolates():
 
 def left_behind() -> list[str]:
     """Return the commands of live processes of supervised commands, and temporary folders of sandboxes."""
-    found = list(map(str, Path(tempfile.gettempdir()).glob("furlong-sandbox-*")))
+    found = list(map(str, Path(tempfile.gettempdir()).glob("furlong-s*-*")))
     for process in psutil.process_iter():
         try:
             if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
