@@ -28,7 +28,7 @@ def test_a_file_damaged_in_another_way_is_refused_by_name_or_changes_nothing(tmp
     assert sum(outcome == REFUSED for _, outcome, _ in results) > len(results) / 2
 
 
-@pytest.mark.parametrize("kind", ["not readable", "a disk error"])
+@pytest.mark.parametrize("kind", ["not readable", "a disk error", "a named pipe"])
 def test_commands_name_the_file_of_a_run_that_cannot_be_read(kind, tmp_path, capsys):
     saved = SavedRun(tmp_path)
     run, other = saved.folder / "run", saved.folder / "other"

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import logging
+import os
 import random
 import shutil
 import sys
@@ -89,7 +90,7 @@ class SavedRun:
         ledger = self.folder / "run" / "ledger.jsonl"
         content = None
         with contextlib.suppress(OSError):
-            content = ledger.read_bytes()
+            content = ledger.read_bytes() if ledger.is_file() else None
         try:
             return asyncio.run(self._restored())
         finally:
@@ -165,6 +166,11 @@ def _replace_by_folder(path: Path, _: list[Path], __: random.Random) -> None:
     path.mkdir()
 
 
+def _replace_by_pipe(path: Path, _: list[Path], __: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def _replace_by_link(path: Path, target: str) -> None:
     path.unlink()
     path.symlink_to(target)
@@ -182,6 +188,7 @@ DAMAGE: dict[str, Damage] = {
     "another file": lambda path, others, draw: path.write_bytes(draw.choice(others).read_bytes()) and None,
     "deleted": lambda path, _, __: path.unlink(),
     "a folder": _replace_by_folder,
+    "a named pipe": _replace_by_pipe,
     "a link to itself": lambda path, _, __: _replace_by_link(path, path.name),
     "not readable": lambda path, _, __: path.chmod(0),
     "a disk error": lambda path, _, __: _replace_by_link(path, "/proc/self/mem"),  # EIO at the first byte

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
+from furlong.core.file_kind import require_file
 from furlong.core.files import PARTIAL, write_atomically
 from furlong.core.verified_tensors import ChangedBlockError, TensorFile
 from furlong.errors import CheckpointError
@@ -196,6 +197,7 @@ def _read_tracker(tracker: Path) -> str:
     if not os.path.lexists(tracker):  # unlike `exists`, true for a link that leads nowhere
         return ""
     try:
+        require_file(tracker)
         text = tracker.read_bytes()[:MAX_TRACKER_BYTES].decode("ascii").strip()
         if not text.isprintable():
             raise ValueError(f"it contains {text[:40]!r}")
@@ -262,6 +264,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """
     path = folder / MANIFEST
     try:
+        require_file(path)
         text = path.read_text()
         manifest = json.loads(text)
         if manifest["format"] == WITHOUT_CHECKSUMS:

@@ -17,7 +17,7 @@ TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError if it is not JSON in UTF-8, or nested too deeply."""
     try:
-        value = json.loads(text)
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     check_depth(value)

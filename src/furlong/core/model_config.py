@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from furlong.core.file_kind import require_file
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.errors import ConfigError
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000  # all are built before weights are read
 
 
 class _Kind(NamedTuple):
@@ -37,9 +40,14 @@ def _per_layer(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: accepts(value) or many(value)
 
 
-_SIZE = _Kind("an integer of at least 1", lambda value: _is_integer(value) and value >= 1)
-_SIZES = _Kind("an integer of at least 1", _per_layer(lambda value: _is_integer(value) and value >= 1))
-_COUNT = _Kind("an integer of at least 0", _per_layer(lambda value: _is_integer(value) and value >= 0))
+def _is_from(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: _is_integer(value) and low <= value <= high
+
+
+_SIZE = _Kind("an integer from 1 to 2^31 - 1", _is_from(1, MAX_SIZE))
+_SIZES = _Kind("an integer from 1 to 2^31 - 1", _per_layer(_is_from(1, MAX_SIZE)))
+_COUNT = _Kind("an integer from 0 to 2^31 - 1", _per_layer(_is_from(0, MAX_SIZE)))
+_LAYERS = _Kind(f"an integer from 1 to {MAX_LAYERS}", _is_from(1, MAX_LAYERS))
 _POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 _FRACTION = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 _NUMBER = _Kind("a number", _is_number)
@@ -48,11 +56,14 @@ _TEXTS = _Kind("a list of strings", _is_list(lambda value: isinstance(value, str
 _DTYPE = _Kind("the name of a dtype", lambda value: isinstance(value, (str, dict)))  # an object: one per part
 _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
-_TOKENS = _Kind("a token id or a list of token ids", _per_layer(lambda value: _is_integer(value) and value >= -1))
+_TOKENS = _Kind(
+    "a token id or a list of token ids", _per_layer(lambda value: _is_integer(value) and -1 <= value <= MAX_SIZE)
+)
 
 # A null is accepted everywhere, like a missing key.
 _KINDS: dict[_Kind, str] = {
-    _SIZE: "vocab_size hidden_size num_hidden_layers max_position_embeddings",
+    _LAYERS: "num_hidden_layers",
+    _SIZE: "vocab_size hidden_size max_position_embeddings",
     _SIZES: "num_attention_heads num_key_value_heads head_dim original_max_position_embeddings",
     _COUNT: (
         "intermediate_size sliding_window num_experts num_local_experts "
@@ -94,11 +105,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
+        require_file(path)
         if not path.is_file():
             return {}
         content = parse_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; check its permissions") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}; download it again or check its permissions"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}; download or write it again") from error
     if not isinstance(content, dict):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.core.file_kind import irregular_kind
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.errors import CheckpointError
@@ -55,6 +56,8 @@ class Shard:
 def read_header(path: Path) -> Shard:
     """Read the header of a safetensors file. Raises CheckpointError if it is damaged or something else."""
     try:
+        if (kind := irregular_kind(path)) is not None:
+            raise CheckpointError(f"{path.name} is {kind}, not a file")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)

@@ -11,6 +11,7 @@ import xxhash
 
 from furlong.config.checks.task_specs import PACKAGE, is_task, num_episodes
 from furlong.config.checks.value_checks import split_slice
+from furlong.core.file_kind import irregular_kind
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.data.source_file import SourceFile
@@ -59,6 +60,8 @@ class PromptDataPath:
             if (path / STATE).is_file():
                 return "arrow"
             raise DataError(_folder_problem(path))
+        if (kind := irregular_kind(path)) is not None:
+            raise DataError(f"{path} is {kind}, not a file; write its rows to a file, and check --prompt-data")
         if not path.is_file():
             raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
         if path.suffix in (".jsonl", ".ndjson"):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
@@ -14,6 +15,7 @@ from furlong.errors import CheckpointError, ConfigError
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+READ_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # by loaders of folders
 ADDED_FAMILIES = ("kimi_k2", "mimo")  # model types that transformers lacks; see `added_families`
 ADAPTER = "adapter_config.json"  # of a PEFT folder, which has only the difference to a base model
 SNAPSHOTS = "snapshots"  # of a folder in the cache of huggingface_hub, with a model folder for each commit
@@ -27,7 +29,8 @@ QUANTIZED_NAMES = (
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:
     """Return `folder` if it is a Hugging Face model folder.
 
-    Raises ConfigError with the missing files, similar names that exist, and how to get the files.
+    Raises ConfigError with the missing files, similar names that exist, and how to get the files; also for folders,
+    named pipes and broken links under the names of files.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -38,6 +41,9 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
             f"no such model folder: {folder}{hint}. Give a local folder, not a hub name; "
             f"`hf download {folder} --local-dir DIR` downloads one"
         )
+    for path in sorted(path for pattern in READ_FILES for path in folder.glob(pattern)):
+        if (kind := irregular_kind(path)) is not None:
+            raise ConfigError(f"{path} is {kind}, not a file. Remove or replace it, or download the model again")
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []
     needed += [TOKENIZER_FILES] if tokenizer else []

@@ -76,7 +76,7 @@ NOISE_FIELDS = (
     "input_jitter_noise",
     "router_jitter_noise",
 )
-BUILD_ERRORS = (ValueError, LookupError, TypeError, RuntimeError, ArithmeticError, AttributeError)
+BUILD_ERRORS = (ValueError, LookupError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
 _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor name -> name in the checkpoint
 
 
@@ -171,7 +171,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below with their names
             ),
         )
-    except KeyError as error:
+    except (KeyError, AssertionError) as error:
         raise _unbuildable(path, config, error) from error
     except (*unreadable_errors(), RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error

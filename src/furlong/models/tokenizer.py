@@ -146,7 +146,7 @@ class JsonTokenizer:
                 raise ConfigError(
                     f"{path} is a Git LFS pointer: the repository was cloned without Git LFS; run `git lfs pull` there"
                 ) from error
-            raise ConfigError(_tiktoken_problem(folder) or f"cannot load the tokenizer of {folder}: {error}") from error
+            raise ConfigError(_tiktoken_problem(folder) or f"cannot load the tokenizer {path}: {error}") from error
         self._core.no_padding()
         self._core.no_truncation()
         settings = read_json(folder / "tokenizer_config.json")

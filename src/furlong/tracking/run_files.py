@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from furlong.config.sections import by_field
+from furlong.core.file_kind import require_file
 from furlong.core.files import atomic_file
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
@@ -141,9 +142,10 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     Raises ConfigError if the folder has no readable config.json of a run.
     """
     path, shown = folder / CONFIG, name or str(folder)
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ConfigError(f"{shown}: no {CONFIG} in that folder ({_listing(folder)}); use the run's --output-dir")
     try:
+        require_file(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{shown}: {path} cannot be read ({error.strerror}); use the run's --output-dir") from error
@@ -178,7 +180,7 @@ def read_intact_rows(path: Path, *keys: str) -> tuple[list[JsonRow], list[int]]:
 
     Raises DataError if it cannot be read.
     """
-    parsed = list(_parsed(path, keys)) if path.is_file() else []
+    parsed = list(_parsed(path, keys)) if os.path.lexists(path) else []
     return [row for _, _, row in parsed if row is not None], [number for number, _, row in parsed if row is None]
 
 
@@ -210,6 +212,7 @@ def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, Jso
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and content of each line. Raises DataError if the file cannot be read."""
     try:
+        require_file(path)
         with path.open("rb") as file:
             yield from enumerate(file, 1)
     except OSError as error:

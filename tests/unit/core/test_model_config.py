@@ -67,6 +67,10 @@ def test_a_good_config_is_returned_unchanged(tmp_path: Path) -> None:
         ("text_config", [1]),
         ("hidden_act", 3),
         ("model_type", ["qwen3"]),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 10**6),
+        ("max_position_embeddings", 10**30),
+        ("pad_token_id", 10**30),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_with_its_key_and_file(tmp_path: Path, key: str, value: Any) -> None:
@@ -91,7 +95,8 @@ def test_the_stop_tokens_of_generation_config_are_checked(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"5", b"\xff{}", b"[" * 3000, b'{"a":' * 150 + b"1" + b"}" * 150]
+    "content",
+    [b"", b"{", b"[]", b"5", b"\xff{}", '{"a": 1}'.encode("utf-16"), b"[" * 3000, b'{"a":' * 150 + b"1" + b"}" * 150],
 )
 def test_other_content_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
