@@ -1,7 +1,8 @@
-"""Record what the compressed-tensors library makes of some weights: python scripts/make_quantization_golden.py.
+"""Record what compressed-tensors and SGLang make of some weights: python scripts/make_quantization_golden.py.
 
-Writes tests/golden/quantized.safetensors, with the library's version. Run it in an environment with SGLang
-(`make sglang-cpu`), which includes the library: PYTHONPATH=.sglang-cpu.
+Writes tests/golden/quantized.safetensors (FP8 and INT4 of compressed-tensors) and calibrated.safetensors (AWQ and GPTQ
+as SGLang's own tests of kernels make and read them), with the version of the library. Run it in an environment with
+SGLang (`make sglang-cpu`), which includes both: PYTHONPATH=tests/real_sglang/standins:.sglang-cpu.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ from compressed_tensors.quantization import QuantizationArgs  # pyright: ignore[
 from compressed_tensors.quantization.lifecycle.forward import quantize  # pyright: ignore[reportMissingImports]
 from compressed_tensors.quantization.utils import calculate_qparams  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file
+from sglang.kernels.ops.quantization.awq_triton import (  # pyright: ignore[reportMissingImports]
+    awq_dequantize_decomposition,
+)
+from sglang.srt.layers.quantization.utils import (  # pyright: ignore[reportMissingImports]
+    pack_cols,
+    pack_rows,
+    permute_rows,
+)
+from sglang.version import __version__ as sglang_version  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-TARGET = Path(__file__).resolve().parent.parent / "tests" / "golden" / "quantized.safetensors"
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 SHAPES = {"plain": (16, 256), "odd": (5, 384), "row": (1, 128)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,8 +47,50 @@ def weights() -> dict[str, Tensor]:
     return cases
 
 
-def main() -> None:
-    """Write the weights and the library's results."""
+def awq() -> dict[str, Tensor]:
+    """Return parts with random bits, and the weight [rows, columns] that SGLang reads from them."""
+    generator = torch.Generator().manual_seed(1)
+    words = [
+        torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).int()
+        for shape in ((64, 6), (2, 6))
+    ]
+    scales = (torch.rand(2, 48, generator=generator) * 0.1).half()
+    whole = awq_dequantize_decomposition(words[0], scales, words[1])
+    return {"qweight": words[0], "qzeros": words[1], "scales": scales, "weight": whole.t()}
+
+
+def gptq(bits: int, group_size: int = 32, *, act_order: bool = False) -> dict[str, Tensor]:
+    """Return random integers, packed by SGLang, with scales, and the weight [rows, columns] that they stand for."""
+    generator = torch.Generator().manual_seed(2)
+    columns, rows, zero = 64, 48, 2 ** (bits - 1)
+    size = columns if group_size == -1 else group_size
+    integers = torch.randint(0, 2**bits, (columns, rows), generator=generator, dtype=torch.int32)
+    scales = (torch.rand(columns // size, rows, generator=generator) * 0.1).half()
+    whole = (integers - zero).half() * scales.repeat_interleave(size, 0)
+    group_of = torch.arange(columns, dtype=torch.int32) // size
+    if act_order:
+        order = torch.randperm(columns, generator=generator)
+        whole, integers, group_of, _ = permute_rows(integers, whole, size, order)
+    zeros = torch.full((len(scales), rows), zero - 1, dtype=torch.int32)  # version 1 subtracts one
+    return {
+        "qweight": pack_rows(integers, bits, columns, rows), "qzeros": pack_cols(zeros, bits, len(scales), rows),
+        "scales": scales, "g_idx": group_of, "weight": whole.t(),
+    }  # fmt: skip
+
+
+def record_calibrated() -> None:
+    """Write AWQ and GPTQ."""
+    cases = {"awq": awq(), "gptq-4": gptq(4), "gptq-8": gptq(8), "gptq-4-act-order": gptq(4, act_order=True)}
+    cases["gptq-4-one-group"] = gptq(4, -1)
+    save_file(
+        {f"{case}/{part}": value.contiguous() for case, parts in cases.items() for part, value in parts.items()},
+        GOLDEN / "calibrated.safetensors",
+        metadata={"sglang": sglang_version},
+    )
+
+
+def record_rounded() -> None:
+    """Write FP8 and INT4: the weights and the library's results."""
     recorded: dict[str, Tensor] = {}
     for case, values in weights().items():
         for dtype in DTYPES:
@@ -62,10 +114,11 @@ def main() -> None:
                 recorded[f"{name}/fp8-{strategy}/weight_scale"] = scale
     save_file(
         {name: tensor.contiguous() for name, tensor in recorded.items()},
-        TARGET,
+        GOLDEN / "quantized.safetensors",
         metadata={"compressed-tensors": compressed_tensors.__version__},
     )
 
 
 if __name__ == "__main__":
-    main()
+    record_rounded()
+    record_calibrated()

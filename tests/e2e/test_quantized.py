@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from calibrated_folders import write_calibrated
+from furlong.cli import main
 from furlong.cluster.ray_session import open_session
 from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.int4 import Int4Groups
@@ -15,6 +19,7 @@ from furlong.errors import ConfigError
 from furlong.models.hf_model import load_model
 from furlong.models.quantized_folder import is_quantized
 from furlong.tools.quantize_folder import quantize_folder
+from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, rows, train, write_model, write_prompts
 
 FORMS: dict[str, WeightFormat] = {"fp8": Fp8Blocks((16, 16)), "int4": Int4Groups(16)}
@@ -121,3 +126,27 @@ def test_ranks_that_share_the_weights_round_them_alike(int4, tmp_path):
             assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-6 for row in rows(tmp_path / name))
     finally:
         session.close()
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_awq_and_gptq_folders_are_read_by_engines_and_converted_for_training(tmp_path, method):
+    model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
+    whole = write_calibrated(model, tmp_path / method, method)
+    assert main(["convert", "dequantize", str(tmp_path / method), str(tmp_path / "whole")]) == 0
+    [path] = (tmp_path / "whole").glob("*.safetensors")
+    written = load_file(path)
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in written.items())
+    responses = {}
+    for name in (method, "whole"):
+        out = tmp_path / f"run-{name}"
+        dump = tmp_path / f"{name}-{{rollout_id}}"
+        assert train(flags(tmp_path / name, data, out, debug_rollout_only=True, save_debug_rollout_data=dump)) == 2
+        samples = [sample for group in load_samples(tmp_path / f"{name}-1").groups for sample in group]
+        responses[name] = [(sample.tokens, sample.rollout_log_probs) for sample in samples]
+    assert responses[method] == responses["whole"]
+    trained = flags(tmp_path / method, data, tmp_path / "refused", ref_load=model)
+    with pytest.raises(ConfigError, match=rf"(?s){method.upper()} with 4 bits.*calibration.*hf-to-int4"):
+        train(trained)
+    assert train(flags(model, data, tmp_path / "trained", load=tmp_path / method, dequantize=True)) == 2
+    assert rows(tmp_path / "trained")[0]["train/train_rollout_logprob_abs_diff"] < 1e-5

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
+from calibrated_folders import write_calibrated
 from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
@@ -113,12 +114,25 @@ def test_formats_that_are_not_supported_are_refused_with_their_settings(world, o
     assert names(found[0].finding + found[0].remedy, seen)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
-def test_other_methods_are_refused_by_name(world, own, method):
+def test_other_methods_are_refused_by_name(world, own):
     folder = quantized_copy(world, own)
-    edit(folder, quantization_config={"quant_method": method})
+    edit(folder, quantization_config={"quant_method": "bitsandbytes"})
     found = [each for each in world.look(hf_checkpoint=folder, dequantize=True) if each.id == "QNT03"]
-    assert names(found[0].finding, method.upper() if method != "bitsandbytes" else method)
+    assert names(found[0].finding, "bitsandbytes")
+
+
+@fault("QNT03")
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_engines_of_a_trained_policy_cannot_have_awq_or_gptq(world, own, method):
+    folder = world.folder / "quantized"
+    write_calibrated(own, folder, method, group_size=8)
+    for changes in ({"ref_load": own}, {"dequantize": True}):
+        [found] = [each for each in world.look(hf_checkpoint=folder, **changes) if each.severity == "error"]
+        assert found.id == "QNT03"
+        assert names(found.finding, f"--hf-checkpoint {folder}", f"{method.upper()} with 4 bits, groups of 8")
+        assert "hf-to-int4" in found.finding + found.remedy
+    assert world.look(hf_checkpoint=folder, debug_rollout_only=True) == []
+    assert {each.severity for each in world.look(hf_checkpoint=own, load=folder, dequantize=True)} == {"info"}
 
 
 @fault("QNT01")

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
+from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
@@ -435,7 +436,10 @@ class StoredTensors:
         """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
         scheme = self._scheme
         if scheme is not None and name in scheme.names:
-            return scheme.dequantize(name, {part: self._read(part) for part in scheme.part_names(name)})
+            try:
+                return scheme.dequantize(name, {part: self._read(part) for part in scheme.part_names(name)})
+            except QuantizationError as error:
+                raise CheckpointError(f"{self._folder}: {error}") from error
         return self._read(name)
 
     def _read(self, name: str) -> Tensor:

@@ -86,6 +86,18 @@ def training_problem(flag: str, folder: Path, config: Mapping[str, Any], dtypes:
     return None if seen is None else f"{flag} {folder}: its weights are quantized ({seen}); {TWO_WAYS}"
 
 
+def update_problem(folder: Path, scheme: QuantizationScheme) -> str | None:
+    """Return why engines with this folder as --hf-checkpoint cannot get weight updates; None if they can."""
+    if not scheme.is_fixed:
+        return None
+    return (
+        f"--hf-checkpoint {folder}: its weights are in {scheme.form.description}, whose values come from calibration "
+        "data that weight updates do not have, so it is only for engines without updates (`furlong serve`, `furlong "
+        "eval`, --debug-rollout-only); to train, write whole weights with `furlong convert dequantize`, and give "
+        "engines that folder, or one of `furlong convert hf-to-int4`"
+    )
+
+
 def stored_dtypes(folder: Path) -> dict[str, str]:
     """Return the dtype of each stored tensor. Raises CheckpointError that names a damaged or missing file."""
     dtypes: dict[str, str] = {}

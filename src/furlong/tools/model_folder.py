@@ -336,6 +336,10 @@ def _without_companions(model: StoredModel, settings: Mapping[str, Any]) -> Iter
         if name.endswith(".weight_packed"):
             base = name.removesuffix("weight_packed")
             lacking += [base + part for part in needed if base + part not in tensors]
+        elif name.endswith(".qweight"):
+            base = name.removesuffix("qweight")
+            others = ("qzeros", "scales", "g_idx") if settings.get("quant_method") == "gptq" else ("qzeros", "scales")
+            lacking += [base + part for part in others if base + part not in tensors]
         elif name.endswith(".weight") and tensor.dtype in _EIGHT_BITS:
             scales = [f"{name}_scale", f"{name}_scale_inv"]
             lacking += [] if any(scale in tensors for scale in scales) else scales[:1]

@@ -37,6 +37,7 @@ from furlong.models.quantized_folder import (
     trained_scheme,
     trainer_folders,
     training_problem,
+    update_problem,
 )
 from furlong.tracking.run_files import StepFile
 from furlong.training.checkpoint.dist_files import is_dist_folder
@@ -146,7 +147,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
         total_steps=num_rollout * (config.train.num_steps_per_rollout or 1) or None,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
-        engine_quantization=scheme,
+        engine_quantization=None if scheme is None or scheme.is_fixed else scheme,
         int4_qat=source is not None,
         train=config.train,
         optim=config.optim,
@@ -223,8 +224,14 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
 
 
 def engine_scheme(context: RunContext) -> QuantizationScheme | None:
-    """Return how the engines store the weights that are trained; None if they are not quantized."""
-    return trained_scheme(context.model_dir, hf.load_config(context.model_dir))
+    """Return how the engines store the weights that are trained; None if they are not quantized.
+
+    Raises ConfigError for a format that weight updates cannot be sent in.
+    """
+    scheme = trained_scheme(context.model_dir, hf.load_config(context.model_dir))
+    if scheme is not None and (problem := update_problem(context.model_dir, scheme)) is not None:
+        raise ConfigError(problem)
+    return scheme
 
 
 def build_sizes(config: Config, num_ranks: int) -> Ranks:

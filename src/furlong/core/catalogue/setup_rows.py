@@ -134,7 +134,7 @@ ROWS = (
         "error",
         symptom="Loading a model ends with an ImportError of a quantization library.",
         cause="The folder has weights in FP8 or INT4, and the trainer would start from them; or its format is one that "
-        "furlong does not read.",
+        "furlong does not read, or that weight updates cannot be sent in (AWQ, GPTQ).",
         checked="quantization_config in the config.json of --hf-checkpoint, --load and --ref-load, and the names and "
         "dtypes of their tensors.",
         remedy="Give the trainer's weights in bfloat16 with --ref-load or --load, or train from the quantized values "

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from furlong.core.quantization.calibrated import AWQ_BITS, CALIBRATED, AwqGroups, GptqGroups
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import module_of
 from furlong.core.quantization.int4 import Int4Groups
@@ -19,10 +20,14 @@ from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import ConfigError, SyncError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32, "I64": torch.int64}
-PARTS = ("weight_packed", "weight_scale_inv", "weight_scale", "weight_shape")  # besides `weight`
+PARTS = (  # besides `weight`
+    *("weight_packed", "weight_scale_inv", "weight_scale", "weight_shape"),
+    *("qweight", "qzeros", "scales", "g_idx"),  # of AWQ and GPTQ
+)
+PACKED = (".weight_packed", ".qweight")  # ends of the names of parts with a weight's integers
 SUPPORTED = (
-    "furlong reads FP8 (E4M3, `quant_method` fp8 or compressed-tensors' float-quantized) and INT4 "
-    "(compressed-tensors' pack-quantized, symmetric, in groups)"
+    "furlong reads FP8 (E4M3, `quant_method` fp8 or compressed-tensors' float-quantized), INT4 (compressed-tensors' "
+    "pack-quantized, symmetric, in groups), and, for engines without weight updates, AWQ and GPTQ"
 )
 
 
@@ -37,6 +42,11 @@ class QuantizationScheme:
     form: WeightFormat
     names: frozenset[str]
     dtype: torch.dtype
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether weights are only read from the format, so that engines with it cannot be updated."""
+        return isinstance(self.form, CALIBRATED)
 
     def part_names(self, name: str) -> list[str]:
         """Return the names of the stored tensors of a quantized weight."""
@@ -61,10 +71,16 @@ class QuantizationScheme:
         return [(f"{module_of(name)}.{part}", tensor) for part, tensor in parts.items()]
 
     def dequantize(self, name: str, stored: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """Return a weight from its stored tensors, by their whole names, in `dtype` or the folder's."""
+        """Return a weight from its stored tensors, by their whole names, in `dtype` or the folder's.
+
+        Raises QuantizationError, naming the weight, for tensors that contradict each other.
+        """
         start = len(module_of(name)) + 1
         parts = {part[start:]: stored[part] for part in self.part_names(name)}
-        return self.form.dequantize(parts, dtype or self.dtype)
+        try:
+            return self.form.dequantize(parts, dtype or self.dtype)
+        except QuantizationError as error:
+            raise QuantizationError(f"{name}, stored as {self.form.description}: {error}") from error
 
     def quantized(self, source: WeightSource) -> WeightSource:
         """Return a source of the engine's tensors from one of the trainer's.
@@ -150,7 +166,7 @@ def read_scheme(config: Mapping[str, Any], stored: Mapping[str, str]) -> Quantiz
     Raises ConfigError for a format that is not supported, with its settings, and for weights without their scales.
     """
     names = {name for name, kind in stored.items() if name.endswith(f".{WEIGHT}") and kind == "F8_E4M3"}
-    names |= {weight_of(name) or "" for name in stored if name.endswith(".weight_packed")}
+    names |= {weight_of(name) or "" for name in stored if name.endswith(PACKED)}
     if not names:
         raise ConfigError(
             "no weight is stored quantized; remove quantization_config from config.json if they are in bfloat16"
@@ -158,7 +174,7 @@ def read_scheme(config: Mapping[str, Any], stored: Mapping[str, str]) -> Quantiz
     scales = {
         stored[scale]
         for name in names
-        for scale in (f"{module_of(name)}.weight_scale", f"{module_of(name)}.weight_scale_inv")
+        for scale in (f"{module_of(name)}.{part}" for part in ("weight_scale", "weight_scale_inv", "scales"))
         if scale in stored
     }
     shapes = {kind for name, kind in stored.items() if name.endswith(".weight_shape")}
@@ -200,11 +216,40 @@ def format_of(
         return _fp8(settings, scale or torch.float32)
     if method == "compressed-tensors":
         return _compressed(settings, scale or torch.bfloat16, shape or torch.int64)
-    why = {
-        "awq": "AWQ folders cannot be updated: a policy would need calibration after every step",
-        "gptq": "GPTQ folders cannot be updated: a policy would need calibration after every step",
-    }
-    raise ConfigError(f"{why.get(str(method), f'`quant_method` is {method!r}')}; {SUPPORTED}")
+    if method == "awq":
+        return _awq(settings, scale or torch.float16)
+    if method == "gptq":
+        return _gptq(settings, scale or torch.float16)
+    raise ConfigError(f"`quant_method` is {method!r}; {SUPPORTED}")
+
+
+def _awq(settings: Mapping[str, Any], scale: torch.dtype) -> WeightFormat:
+    bits = settings.get("bits", settings.get("w_bit"))
+    size = settings.get("group_size", settings.get("q_group_size"))
+    version, zero_point = str(settings.get("version", "gemm")).lower(), settings.get("zero_point", True)
+    if bits != AWQ_BITS or version != "gemm" or zero_point is not True:
+        raise ConfigError(
+            f"`bits` is {bits!r}, `version` {version!r} and `zero_point` {zero_point!r}; of AWQ, 4 bits in the layout "
+            "gemm with zero points are read"
+        )
+    return AwqGroups(_calibrated_size(size), scale)
+
+
+def _gptq(settings: Mapping[str, Any], scale: torch.dtype) -> WeightFormat:
+    bits, layout = settings.get("bits"), settings.get("checkpoint_format") or "gptq"
+    if bits not in (4, 8) or layout not in ("gptq", "gptq_v2") or settings.get("dynamic"):
+        raise ConfigError(
+            f"`bits` is {bits!r}, `checkpoint_format` {layout!r} and `dynamic` {settings.get('dynamic')!r}; of GPTQ, 4 "
+            "or 8 bits, the same for all layers, in the layouts gptq and gptq_v2 are read"
+        )
+    return GptqGroups(bits, _calibrated_size(settings.get("group_size")), layout == "gptq_v2", scale)
+
+
+def _calibrated_size(size: Any) -> int:
+    """Return the group size of an AWQ or GPTQ folder."""
+    if type(size) is not int or (size < 1 and size != -1):
+        raise ConfigError(f"`group_size` is {size!r}, must be a positive integer, or -1 for one group per row")
+    return size
 
 
 def _fp8(settings: Mapping[str, Any], scale: torch.dtype) -> WeightFormat:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from furlong.config.evaluation import used_eval_specs
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
 from furlong.core.garbage import import_without_gc
@@ -124,7 +125,13 @@ def _quantized(
         scheme = quantized.scheme_of(each.folder, each.model.config, dtypes)
         assert scheme is not None
         config, whole = context.config, scheme.whole_shapes(shapes)
-        if config.debug.debug_rollout_only or config.checkpoint.dequantize:
+        if config.debug.debug_rollout_only:
+            return whole, ""
+        has_engine = not config.debug.debug_train_only and (context.generates or bool(used_eval_specs(config)))
+        problem = quantized.update_problem(each.folder, scheme) if each.flag == "--hf-checkpoint" else None
+        if problem is not None and has_engine:
+            return whole, problem
+        if config.checkpoint.dequantize:
             return whole, ""
         assert context.model_dir is not None or each.flag != "--hf-checkpoint"
         trained = quantized.trainer_folders(

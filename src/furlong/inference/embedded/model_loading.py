@@ -126,12 +126,12 @@ def load_weights(
     table: WeightTable, config: Any, weights: Path | Mapping[str, Tensor], scheme: QuantizationScheme | None
 ) -> None:
     """Load a folder or a state dict; with a scheme, the weights are stored quantized from then on."""
-    if scheme is not None:
-        try:
+    try:
+        if scheme is not None:
             table.quantize(scheme, sorted(scheme.names))
-        except QuantizationError as error:
-            raise EngineError(str(error)) from error
-    table.load(source_from_folder(weights, config) if isinstance(weights, Path) else WeightSource(weights.items))
+        table.load(source_from_folder(weights, config) if isinstance(weights, Path) else WeightSource(weights.items))
+    except QuantizationError as error:
+        raise EngineError(str(error)) from error
 
 
 def chosen_context_len(config: Any, requested: int | None) -> int:
