@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from furlong.inference.embedded.transformers_model import cache_parameter
+
 QUESTIONS = (
     "What is 3 + 5?", "What is 47 + 38? Answer with a number.", "Name the capital of France.",
     "Explain why the sky is blue.", "Write a function in Python that reverses a list.", "What is 12 * 11?",
@@ -176,12 +178,13 @@ def measure(folder: Path, setting: Setting) -> tuple[float, float, float]:
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     torch.manual_seed(0)
+    name = cache_parameter(model)
     cache, last, sums = None, ids, torch.zeros(len(prompts))
     counts, is_open = torch.zeros(len(prompts)), torch.ones(len(prompts), dtype=torch.bool)
     for _ in range(setting.max_new_tokens):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -last.shape[1] :]
-        answer = model(last, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache = answer.past_key_values
+        answer = model(last, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache})
+        cache = answer[name]
         log_probs = (answer.logits[:, -1].float() / setting.temperature).log_softmax(-1)
         last = torch.multinomial(log_probs.exp(), 1)
         sums += torch.where(is_open, log_probs.gather(1, last)[:, 0], 0.0)

@@ -113,7 +113,7 @@ COMMANDS = (
 FILES = (
     doctor("a file with no rows", "DATA01 DATA02", None, _file("p.jsonl", b"")),
     doctor("a comma-separated file named .jsonl", "DATA01", None, _file("p.jsonl", b"input,label\n1+1=,2\n" * 8)),
-    doctor("a compressed file named .jsonl", "DATA01", None, _file("p.jsonl", gzip.compress(_jsonl()))),
+    doctor("a compressed file named .jsonl", "DATA01", None, _file("p.jsonl", gzip.compress(_jsonl(), mtime=0))),
     doctor("UTF-16", "DATA01", None, _file("p.jsonl", _jsonl().decode().encode("utf-16"))),
     doctor("a cut Parquet file", "DATA01 CFG05", None, _parquet),
     doctor("labels that are all null", "DATA01 DATA02", None, _file("p.jsonl", _jsonl(label=None))),

@@ -41,6 +41,7 @@ from furlong.models.hf_folder import (
     check_folder,
     read_weight_map,
 )
+from furlong.models.model_facts import check_attention
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.tokenizer import unreadable_errors
@@ -186,6 +187,7 @@ def load_model(
         )
     if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_carried(name, config)):
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
+    check_attention(model)
     torch.nn.Module.to(model, device=device)
     return model
 

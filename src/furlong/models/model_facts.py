@@ -33,6 +33,7 @@ DELTA_LAYERS = "linear_attention"  # the kind of gated delta nets, and of other 
 # Families with a sliding window only in their masks, which packed attention does not get.
 WINDOW_IN_MASKS = frozenset({"phimoe"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
+OWN_ATTENTION = "has its own attention, which cannot be replaced by packed attention"
 REMEDY = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
 
 # Memory of training steps.
@@ -58,6 +59,12 @@ def check_family(model: PreTrainedModel) -> None:
             f"{type(model).__name__} ({model.config.model_type}) {reason}; this model family cannot be trained: "
             f"{REMEDY}"
         )
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a family with its own attention, where packed attention would silently not be used."""
+    if _has_own_attention(model):
+        raise ConfigError(f"{type(model).__name__} ({model.config.model_type}) {OWN_ATTENTION}: {REMEDY}")
 
 
 def single_sequence_reason(model: PreTrainedModel) -> str:
@@ -123,10 +130,14 @@ def length_limit(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _untrainable(model: PreTrainedModel) -> str:
+def _has_own_attention(model: PreTrainedModel) -> bool:
     dispatches: Any = getattr(type(model), "_can_set_attn_implementation", None)  # not a public name
-    if dispatches is not None and not dispatches():
-        return "has its own attention, which cannot be replaced by packed attention"
+    return dispatches is not None and not dispatches()
+
+
+def _untrainable(model: PreTrainedModel) -> str:
+    if _has_own_attention(model):
+        return OWN_ATTENTION
     if not hasattr(model.config, "num_attention_heads"):
         return "is not a text decoder with attention (its config.json has no num_attention_heads)"
     if kinds := sorted(layer_kinds(model.config) - ATTENTION_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS):

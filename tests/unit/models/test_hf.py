@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf_model as hf
@@ -99,9 +99,9 @@ def test_incomplete_weights_are_an_error(tiny):
 
 
 def test_a_family_with_its_own_attention_is_refused(tmp_path):
-    config = GPTJConfig(vocab_size=40, n_positions=32, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
-    GPTJForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"gptj .*packed attention"):
+    config = BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"bloom .*packed attention"):
         hf.load_model(tmp_path)
 
 

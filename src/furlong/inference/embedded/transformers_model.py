@@ -10,6 +10,7 @@ those of `FusedDenseModel` do not.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ _current = threading.local()
 
 
 class _CacheAdapter:
-    """The `past_key_values` that transformers' layers call. attention_layers: their numbers in the model."""
+    """The cache that transformers' layers call. attention_layers: their numbers in the model."""
 
     is_compileable = False
     is_sliding: Sequence[bool] = ()
@@ -85,7 +86,9 @@ class _CacheAdapter:
     def __init__(self, attention_layers: Sequence[int]) -> None:
         self._places = {layer: place for place, layer in enumerate(attention_layers)}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         call: _Call = _current.call
         keys, values = call.cache.layer(self._places[layer_idx], key_states, value_states)
         if call.positions_N is None:
@@ -229,7 +232,7 @@ class TransformersModel:
         self._masks: dict[int | None, PromptMask] = {}
         self.description = f"transformers path for {config.model_type}"
         self.table = weight_table(model)
-        self._adapter = _CacheAdapter(self._attention_layers)
+        self._cache_argument = {cache_parameter(model): _CacheAdapter(self._attention_layers)}
         self._router_hooks = RouterHooks(model)
         self.routing = RoutingShape.of(config.to_dict()) if self._router_hooks else None
         self.records_routes = False
@@ -312,9 +315,9 @@ class TransformersModel:
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=self._adapter,
                 use_cache=True,
                 logits_to_keep=keep,
+                **self._cache_argument,
             )
         finally:
             del _current.call
@@ -335,6 +338,11 @@ class TransformersModel:
         routes = np.zeros((experts_lTK.shape[1], self.routing.num_layers, self.routing.top_k), np.int16)
         routes[:, self._router_hooks.layers] = experts_lTK.swapaxes(0, 1)
         return routes
+
+
+def cache_parameter(model: PreTrainedModel) -> str:
+    """Return the name of the cache among the arguments of `model`: transformers 5.24 renamed it to `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def weight_table(model: PreTrainedModel) -> WeightTable:
