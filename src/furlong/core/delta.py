@@ -29,6 +29,7 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.core.file_kind import require_file
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.core.weights import NamedTensor, WeightSource, dtype_of
@@ -72,6 +73,7 @@ class Delta:
         """Read the manifest. Raises SyncError if it is missing, invalid, or does not match its own checksum."""
         path = folder / MANIFEST
         try:
+            require_file(path)
             data = parse_json(path.read_bytes())
             if not isinstance(data, dict):
                 raise ValueError(f"it contains {shortened(data)}, expected an object")
@@ -95,6 +97,7 @@ class Delta:
         """Return the bytes of one tensor; fewer than it has if the file is cut off. Raises SyncError."""
         path = self.folder / DATA
         try:
+            require_file(path)
             with path.open("rb") as data:
                 data.seek(entry.offset)
                 return data.read(min(entry.size, max(0, path.stat().st_size - entry.offset)))

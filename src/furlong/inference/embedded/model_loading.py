@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from furlong.core.file_kind import require_file
+from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.core.quantization.scheme import QuantizationScheme
@@ -43,6 +45,7 @@ def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
+            require_file(folder / name)  # safetensors would wait for a named pipe, and keep the interpreter lock
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118  a safetensors handle does not iterate
                     if config is None or not is_carried(key, config):
@@ -59,6 +62,7 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
     load = WeightLoad(table)
     for name in _weight_files(folder):
         try:
+            require_file(folder / name)
             with safe_open(folder / name, framework="pt") as file:
                 shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  as above
         except (SafetensorError, OSError) as error:
@@ -73,12 +77,13 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
 def _weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files of a folder. Raises EngineError if there are none."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.lexists(index):
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            require_file(index)
+            files = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
             if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
                 raise ValueError("a file outside the folder")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{index} is not an index of weights: {error!r}; write the folder again") from error
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from furlong.core.delta import Delta, bytes_of
+from furlong.core.file_kind import require_file
 from furlong.core.files import write_atomically
 from furlong.core.json_values import parse_json
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
@@ -138,6 +139,7 @@ class LocalCheckpoint:
 
     def _json(self, path: Path) -> dict[str, Any]:
         try:
+            require_file(path)
             value = parse_json(path.read_bytes())
         except OSError as error:
             raise self._damaged(path, f"it cannot be read: {error.strerror or error}") from error
