@@ -22,9 +22,9 @@ closed.mkdir()
 (closed / "file").write_text("x")
 closed.chmod(0)
 if os.fork() == 0:  # keeps descriptors that are not closed on a fork
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())  # a whole line at once
     time.sleep(60)
-print("made", flush=True)
+os.write(1, b"made\n")
 time.sleep(60)
 """
 
