@@ -22,9 +22,9 @@ closed.mkdir()
 (closed / "file").write_text("x")
 closed.chmod(0)
 if os.fork() == 0:  # keeps descriptors that are not closed on a fork
-    os.write(1, b"%d\n" % os.getpid())  # a whole line at once
+    os.write(1, b"%d\\n" % os.getpid())  # a whole line at once
     time.sleep(60)
-os.write(1, b"made\n")
+os.write(1, b"made\\n")
 time.sleep(60)
 """
 
