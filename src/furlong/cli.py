@@ -29,6 +29,9 @@ class Command:
 GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "quickstart": Command("teach a tiny model arithmetic in a minute or two", "furlong.quickstart.quickstart:main"),
+        "reproduce": Command(
+            "run a row of the results page and compare with it", "furlong.commands.reproduce:reproduce"
+        ),
         "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train:train"),
     },
     "check before a run": {

@@ -108,6 +108,11 @@ def pass_interval(values: Sequence[float]) -> Estimate:
     variance = _error(values, mean) ** 2
     trials = mean * (1 - mean) / variance if variance > 0 else float(len(values))
     trials = max(trials, float(len(values)))
+    return wilson(mean, trials)
+
+
+def wilson(mean: float, trials: float) -> Estimate:
+    """Return the Wilson interval of a share in [0, 1] that was measured in this many trials."""
     middle = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
     width = Z95 / (1 + Z95**2 / trials) * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2))
     return Estimate(mean, max(0.0, middle - width), min(1.0, middle + width))
