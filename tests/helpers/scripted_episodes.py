@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +34,13 @@ def play(
     label: Any = 0.0,
     metadata: dict[str, Any] | None = None,
     args: dict[str, Any] | None = None,
+    client: Callable[[], Coroutine[Any, Any, None]] | None = None,
     **settings: Any,
 ) -> list[Sample]:
-    """Play one group; `answer` gets the rendered conversation and returns the text of the reply."""
+    """Play one group; `answer` gets the rendered conversation and returns the text of the reply.
+
+    The server `session_server` answers meanwhile, and `client` runs, whose errors are raised.
+    """
     tokenizer = chat_format().tokenizer
 
     def script(ids: list[int], params: SamplingParams) -> list[int]:
@@ -61,7 +65,16 @@ def play(
             for i in range(num_samples)
         ]
         group = Group(0, samples)
-        await run_group(group, generation, rollout_id=0, continues=lambda: True, wait=RewardWait())
+        if generation.session_server is not None:
+            await generation.session_server.start()
+        beside = asyncio.create_task(client()) if client is not None else None
+        try:
+            await run_group(group, generation, rollout_id=0, continues=lambda: True, wait=RewardWait())
+            if beside is not None:
+                await beside
+        finally:
+            if generation.session_server is not None:
+                await generation.session_server.close()
         return group.samples
 
     return asyncio.run(main())

@@ -19,6 +19,7 @@ from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
 AGENT_PATH = "furlong.rollout.agent_function:generate"  # runs the agents of --agent-function-path, --agent-command
+ONLINE_PATH = "furlong.rollout.online_episode:generate"
 ENVIRONMENT_PATH = "furlong.rollout.environment_episode:generate"
 DEFAULT_MAX_TOKENS = 4096  # per micro-batch, if no flag sets the packing
 
@@ -67,6 +68,8 @@ def derive(config: Config, explicit: frozenset[str]) -> Derived:
     _algorithm(config, put)
     if config.session.agent_function_path or config.session.agent_command:
         put("custom_generate_function_path", AGENT_PATH, "--agent-function-path or --agent-command")
+    if config.session.online_sessions:
+        put("custom_generate_function_path", ONLINE_PATH, "--online-sessions")
     if config.session.environment:
         put("custom_generate_function_path", ENVIRONMENT_PATH, "--environment")
         with contextlib.suppress(ConfigError):  # which `validate` reports

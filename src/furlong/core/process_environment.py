@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 
+SESSIONS_KEY_VARIABLE = "FURLONG_SESSIONS_KEY"  # that applications send to take sessions
 API_KEY_VARIABLE = "FURLONG_API_KEY"  # passed in the environment: other users can read command lines with `ps`
 
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)

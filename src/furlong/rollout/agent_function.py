@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from furlong.config.hooks import accepted_keywords, load_function
 from furlong.core.sample import Sample
@@ -22,6 +22,9 @@ from furlong.rollout.agent import policy
 from furlong.rollout.agent_hooks import call_hook, hook_beside
 from furlong.rollout.episode_limits import LIMIT, SILENT
 from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
+
+if TYPE_CHECKING:  # imports a web server, which most runs do not need
+    from furlong.sessions.session_server import OpenSession
 
 RESULT = "agent_result"  # sample metadata: what the agent returned
 SHOWN_ERRORS = 2000  # characters of stderr in a message
@@ -38,6 +41,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         _record_error(args, sample, error)
         return sample
     record_result(sample, result)
+    record_posted_result(sample, policy().open_session())
     if not policy().session_tree.tree.nodes:
         sample.metadata[SILENT] = True
         raise RolloutError(
@@ -115,6 +119,15 @@ def record_result(sample: Sample, result: Any) -> None:
         sample.reward = float(result)
     else:
         sample.metadata[RESULT] = result if isinstance(result, str) else repr(result)[:1000]
+
+
+def record_posted_result(sample: Sample, opened: OpenSession) -> None:
+    """Store what a client posted at the end of the session. Raises RolloutError for an error that it reported."""
+    if opened.result is None:
+        return
+    if opened.result["error"] is not None:
+        raise RolloutError(f"a client ended the session of sample {sample.index}: {opened.result['error']}")
+    record_result(sample, {**opened.result["metadata"], "reward": opened.result["reward"]})
 
 
 async def run_command(command: str, task: str, variables: Mapping[str, str], limits: ProcessLimits) -> Any:

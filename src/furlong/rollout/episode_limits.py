@@ -20,6 +20,9 @@ REISSUED = "episode_reissued"  # metadata of a sample: why its episode was start
 SILENT = "ended_without_an_answer"  # metadata of a sample: its agent never asked the policy
 
 
+PAUSE_CHECK_S = 1.0  # between two looks at the time of an episode that may be paused
+
+
 class EpisodeLimitError(Exception):
     """The time of an episode, or of something other than the engine that it waits for, is over."""
 
@@ -93,6 +96,19 @@ class EpisodeWatch:
         self.num_turns += 1
         self.num_tokens += num_tokens
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call of the policy; 0 during one."""
+        return 0.0 if self._calls else monotonic() - self._since
+
+    def pause(self) -> None:
+        """Let no time pass until `restart`."""
+        self._started = self._since = float("inf")
+
+    def restart(self) -> None:
+        """Begin to count the time of the episode."""
+        self._started = self._since = monotonic()
+
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the function of the episode. Raises EpisodeLimitError when its time is over, after it has ended."""
         if self.limits.episode_s is None and self.limits.tool_s is None:
@@ -101,7 +117,7 @@ class EpisodeWatch:
         task = asyncio.create_task(work)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=self._check())
+                await asyncio.wait({task}, timeout=min(self._check(), PAUSE_CHECK_S))
                 if not task.done() and self._check() <= 0:
                     raise EpisodeLimitError(self.reached)
             return task.result()

@@ -145,7 +145,8 @@ class Policy:
     async def end_session(self) -> None:
         """End the sample's conversations: later requests are refused, running ones are aborted."""
         if self.conversation is not None:
-            self.conversation.end()
+            limit = self.watch.reached
+            self.conversation.end(f"its episode reached the limit of {limit}" if limit else "its episode is over")
         if self.server is not None:
             for opened in self.opened:
                 await self.server.end(opened)

@@ -127,7 +127,7 @@ class Session:
         self.settings = settings or SessionSettings()
         self.tree = SessionTree(self.settings.key)
         self.counts: Counter[str] = Counter()  # of ill-formed calls, overridden parameters and kept prefixes
-        self.is_ended = False
+        self.end_reason = ""  # why it has ended; "" while it is open
         self.frozen_roles: set[str] = set()  # whose answers are not trained on
         self._complete = complete
         self._started: Counter[int] = Counter()  # calls by the number of the node that they attach to
@@ -204,13 +204,13 @@ class Session:
     def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> ChatRequest:
         return self.tree.request(messages, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
 
-    def end(self) -> None:
-        """Refuse further requests."""
-        self.is_ended = True
+    def end(self, reason: str = "its episode is over") -> None:
+        """Refuse further requests. The first reason counts."""
+        self.end_reason = self.end_reason or reason
 
     def _check_open(self) -> None:
-        if self.is_ended:
-            raise EndedError(f"session {self.name} has ended; open another one for a new episode")
+        if self.end_reason:
+            raise EndedError(f"session {self.name} has ended: {self.end_reason}; open another one for a new episode")
 
     # -- prompts -----------------------------------------------------------------------------------------------
 

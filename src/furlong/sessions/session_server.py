@@ -33,6 +33,7 @@ from furlong.sessions.endpoints.handlers import (
     not_found,
 )
 from furlong.sessions.session import EndedError, Session
+from furlong.sessions.session_offers import SessionOffers, read_result
 
 MAX_ENDED = 65536  # ids of ended sessions that are known to have ended
 
@@ -41,7 +42,7 @@ class SessionServer(SessionEndpoints):
     """Serves sessions. The port is open from the start, and `start` answers.
 
     model_name: the name that clients may give as `model`. client_sampling: clients set temperature, top_p, top_k and
-    min_p; otherwise those of the run apply.
+    min_p; otherwise those of the run apply. offers: sessions that applications take with POST /sessions.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class SessionServer(SessionEndpoints):
         model_name: str = "default",
         client_sampling: bool = False,
         limits: ServerLimits | None = None,
+        offers: SessionOffers | None = None,
     ) -> None:
         super().__init__(model_name=model_name, client_sampling=client_sampling)
+        self.offers = offers
         self._counts = Counts(limits or ServerLimits())
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, str] = OrderedDict()  # with the reason
         self._server = LoopServer(self._app(), host, port, self._counts)
         self.address = self._server.address
 
@@ -87,11 +90,11 @@ class SessionServer(SessionEndpoints):
         if self._by_id.pop(opened.id, None) is None:
             return
         del self._by_key[opened.key]
+        opened.session.end()
         for name in (opened.id, opened.key):
-            self._ended[name] = None
+            self._ended[name] = opened.session.end_reason
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        opened.session.end()
         running = [each.task for each in opened.requests.values() if not each.task.done()]
         if running:
             await opened.abort()
@@ -105,6 +108,8 @@ class SessionServer(SessionEndpoints):
     def _app(self) -> Starlette:
         posts: dict[str, Handler] = {**self.posts, "/end": self._end}
         routes = [Route("/health", _health)]
+        if self.offers is not None:
+            routes.append(Route("/sessions", self.offers.answer, methods=["POST"]))
         for path, handler in posts.items():
             endpoint = functools.partial(self.guarded, handler)
             for each in {path, path.removeprefix("/v1")}:
@@ -127,15 +132,19 @@ class SessionServer(SessionEndpoints):
         name = id or key_of_client(http)[0]
         opened = (self._by_id if id else self._by_key).get(name)
         if opened is None and name in self._ended:
-            raise EndedError("the session has ended: its episode is over")
+            raise EndedError(f"the session has ended: {self._ended[name]}")
         if opened is None and id:
             raise RefusedError(f"there is no session {id[:64]!r}; use the URL that furlong.agent.session returned", 404)
         if opened is None:
             raise RefusedError("the key of a session is required: Authorization: Bearer KEY, or x-api-key: KEY", 401)
         return opened
 
-    async def _end(self, _http: HttpRequest, opened: OpenSession, _body: dict[str, Any]) -> Response:
+    async def _end(self, _http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+        offer = None if self.offers is None else self.offers.of(opened)
+        opened.result = read_result(body, needs_reward=offer is not None and offer.needs_reward)
         await self.end(opened)
+        if offer is not None:
+            offer.is_ended.set()
         return json_response({"status": "ended"})
 
 

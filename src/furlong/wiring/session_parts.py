@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,8 @@ from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import Hooks, load_function
 from furlong.config.sections import SessionFlags
+from furlong.core.addresses import host_and_port
+from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.user_modules import import_module_of
 from furlong.rollout.agent_hooks import AgentHooks
 from furlong.sessions.samples import Leaves
@@ -58,7 +61,8 @@ def build_session_server(
     functions = [context.hooks.custom_generate_function, *(spec.custom_generate_function_path for spec in specs)]
     if context.tokenizer is None or all(function is None for function in functions):
         return None
-    from furlong.sessions.session_server import SessionServer  # imports a web server, which most runs do not need
+    from furlong.sessions.session_offers import SessionOffers  # import a web server, which most runs do not need
+    from furlong.sessions.session_server import SessionServer
 
     flags = context.config.session
     server = SessionServer(
@@ -66,7 +70,10 @@ def build_session_server(
         port=flags.session_server_port,
         model_name=str(context.model_dir),
         client_sampling=flags.session_client_sampling,
+        offers=SessionOffers(os.environ.get(SESSIONS_KEY_VARIABLE)) if flags.online_sessions else None,
     )
     opened.callback(lambda: asyncio.run(server.close()))
+    if flags.online_sessions:
+        logger.info("applications take sessions with POST http://%s/sessions", host_and_port(*server.address))
     logger.info("sessions of agents: http://%s:%d", *server.address)
     return server

@@ -315,3 +315,27 @@ def test_every_problem_is_returned_not_only_the_first(run: list[str]) -> None:
 def test_a_truncated_distribution_is_only_refused_where_it_is_trained_on(flags: str, run: list[str]) -> None:
     words = [*run, "--rollout-top-p", "0.9", *flags.split()]
     assert not [problem for problem in problems(words) if "part of the vocabulary" in problem]
+
+
+def refusals(argv: list[str]) -> list[str]:
+    try:
+        load(argv, device_type="cpu")
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("agent", ["--agent-function-path a.py:f", "--agent-command ./a", "--environment a.py:G"])
+def test_a_prompt_is_not_rendered_before_its_session_renders_it(run: list[str], agent: str) -> None:
+    (problem,) = refusals([*run, *agent.split(), "--apply-chat-template"])
+    assert f"--apply-chat-template and {agent}" in problem
+    assert refusals([*run, *agent.split(), "--apply-chat-template-kwargs", '{"enable_thinking": false}']) == []
+
+
+def test_sessions_that_other_machines_can_take_need_a_key(run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*run, "--online-sessions", "--session-server-host", "0.0.0.0"]
+    monkeypatch.delenv("FURLONG_SESSIONS_KEY", raising=False)
+    (problem,) = refusals(words)
+    assert "FURLONG_SESSIONS_KEY" in problem
+    monkeypatch.setenv("FURLONG_SESSIONS_KEY", "sesame")
+    assert refusals(words) == []

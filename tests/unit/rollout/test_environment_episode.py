@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from furlong.core.sample import Group, Sample, Status
 from furlong.environments import Observation, Rubric, Step, Task
 from furlong.errors import InfraError
+from furlong.rollout.agent import BlockingTimer
 from furlong.rollout.environment_episode import generate
 from furlong.rollout.episode_limits import EpisodeLimits
 from furlong.rollout.sample_metrics import rollout_metrics
@@ -205,3 +207,18 @@ def test_a_sample_of_a_mixture_names_its_environment():
     (sample,) = play(generate, say, args=of("Counting", "Asynchronous"))
     assert sample.outcome is not None
     assert "Counting, Asynchronous" in sample.outcome.reason
+
+
+class Sleeping(Counting):
+    def step(self, message: Any) -> Step:
+        time.sleep(0.05)
+        return super().step(message)
+
+
+def test_blocking_steps_of_32_episodes_overlap_and_do_not_hold_the_event_loop():
+    blocking, started = BlockingTimer(), time.monotonic()
+    settings = of("Sleeping?rounds=4", environment_workers=32)
+    samples = play(generate, say, num_samples=32, args=settings, blocking=blocking)
+    assert [sample.reward for sample in samples] == [10.0] * 32
+    assert time.monotonic() - started < 32 * 4 * 0.05, "steps ran one after the other"
+    assert blocking.take() == 0.0

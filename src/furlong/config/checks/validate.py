@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from furlong.config.checks.agent_checks import agent_problems
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.device_checks import device_problems
 from furlong.config.checks.engine_checks import SERVERS, engine_problems
-from furlong.config.checks.environment_specs import environment_problems
 from furlong.config.checks.model_rules import model_problems
 from furlong.config.checks.notices import strict_problems
 from furlong.config.checks.pool_checks import pool_problems
@@ -24,7 +24,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
-from furlong.config.resolve import AGENT_PATH, COPIES, ENVIRONMENT_PATH, derive
+from furlong.config.resolve import COPIES, derive
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Problem
@@ -297,20 +297,7 @@ def _rewards(config: Config) -> Problems:
                     f"{flag} {value} has no effect with --loss-type sft_loss, which computes no rewards, without "
                     "evaluation sets; remove it, or add --eval-prompt-data NAME FILE"
                 )
-    generates = config.rollout.custom_generate_function_path
-    agent = config.session.agent_function_path or config.session.agent_command
-    if agent is not None and generates not in (AGENT_PATH, ENVIRONMENT_PATH):
-        yield (
-            f"--custom-generate-function-path {generates} and the agent {agent} are both given, but one of them "
-            "generates a sample; remove one"
-        )
-    if config.session.environment:
-        if generates not in (AGENT_PATH, ENVIRONMENT_PATH):
-            yield (
-                f"--custom-generate-function-path {generates} and --environment {config.session.environment[0]} are "
-                "both given, but one of them generates a sample; remove one"
-            )
-        yield from environment_problems(config)
+    yield from agent_problems(config)
     is_custom = config.rollout.rollout_function_path or config.rollout.custom_generate_function_path
     replay = debug.load_debug_rollout_data
     scored = reward.rm_type or reward.custom_rm_path or is_custom or replay

@@ -160,7 +160,9 @@ class DataFlags:
     tool_key: str = flag("tools", "Column of the tool definitions for the chat template.")
     apply_chat_template: bool = flag(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
-        {}, "Keyword arguments for the chat template, as a JSON object.", needs="apply_chat_template"
+        {},
+        "Keyword arguments for the chat template, as a JSON object.",
+        needs="apply_chat_template or custom_generate_function_path",
     )
     chat_template_path: str | None = flag(
         None,

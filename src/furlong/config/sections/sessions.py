@@ -44,6 +44,18 @@ class SessionFlags:
         within="[1, inf)",
         needs="environment",
     )
+    online_sessions: bool = flag(
+        False,
+        "Applications outside of the run play the episodes: POST /sessions of the session server returns the session "
+        "of one sample, and POST .../end sets its reward.",
+        excludes="agent_function_path agent_command environment",
+    )
+    session_idle_timeout: float = flag(
+        600.0,
+        "Seconds without a call of the policy after which a session that an application took expires.",
+        within="(0, inf)",
+        needs="online_sessions",
+    )
     session_server_host: str = flag("127.0.0.1", "Address that the session server listens on.")
     session_server_port: int = flag(0, "Port of the session server; 0 chooses a free one.", within="[0, 65535]")
     session_match: str = flag(

@@ -48,7 +48,10 @@ class _Answered:
 
 @dataclass
 class OpenSession:
-    """A session that clients can reach. `url` is the base URL without /v1; `key` an API key of this session only."""
+    """A session that clients can reach. `url` is the base URL without /v1; `key` an API key of this session only.
+
+    `result` is what a client posted at its end: `reward`, `metadata` and `error`, None for what it left out.
+    """
 
     id: str
     url: str
@@ -56,6 +59,7 @@ class OpenSession:
     session: Session = field(repr=False)
     abort: Abort = field(repr=False)
     requests: OrderedDict[str, _Answered] = field(default_factory=OrderedDict[str, _Answered], repr=False)
+    result: dict[str, Any] | None = None
 
     def role(self, name: str, *, trainable: bool = True) -> RoleAddress:
         """Return the address of one of several agents of the episode, whose rewards are compared with its own.
