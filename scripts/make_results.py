@@ -140,7 +140,8 @@ def rivals(rows: Sequence[Row], group: RowGroup, published: Mapping[str, Result]
         lines += [
             f"Against `{row.name}`, furlong's `{group.baseline}` has {points:+.1f} points of accuracy "
             f"(the intervals {'overlap' if missed == 0 else 'do not overlap'}) after {tokens[0] / tokens[1]:.2f} times "
-            f"the tokens. Its training steps take {seconds[0]:.0f} s in all, those of `{row.name}` {seconds[1]:.0f} s.",
+            f"the tokens. Its training steps take {seconds[0]:.0f} s in all, those of `{row.name}` {seconds[1]:.0f} s, "
+            f"at loads of {ours['machine']['load']:g} and {other['machine']['load']:g} when the rows started.",
             "",
         ]
     return lines

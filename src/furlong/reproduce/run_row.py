@@ -71,6 +71,8 @@ def summarize_seeds(seeds: Sequence[Mapping[str, Any]]) -> Json:
     is_flat = after.low <= before.high and before.low <= after.high
     return {
         "status": "flat" if is_flat else "lower" if after.value < before.value else "higher",
+        "date": seeds[-1]["date"],
+        "machine": seeds[0]["machine"],
         "num_problems": len(seeds[0]["after"]),
         "seeds": [seed["seed"] for seed in seeds],
         "before": asdict(before),
@@ -119,11 +121,14 @@ def _head(row: Row, settings: Settings) -> Json:
     commands = [*prepare_commands(row, settings), *seed_commands(row, settings, seed).values()]
     return {
         "row": row.name,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine_record(),
+        **_conditions(),
         "steps": num_steps(row, settings),
         "commands": [shown_command(words) for words in commands],
     }
+
+
+def _conditions() -> Json:
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine_record()}
 
 
 def _prepare(row: Row, settings: Settings, announce: Announce) -> None:
@@ -149,15 +154,18 @@ def _run_seed(row: Row, settings: Settings, seed: int, announce: Announce) -> Js
     if folder.exists():
         raise ConfigError(f"{folder} contains a run that did not end; delete it, or choose another --out")
     write_data(row, settings, seed)
+    conditions = _conditions()
     wall_s: dict[str, float] = {}
     for name, words in commands.items():
         announce(shown_command(words))
         wall_s[name] = _run(words, folder / f"{name}.log")
     figures = _figures(row, folder, tuple(commands), seed, round(wall_s["run"], 1))
-    write_atomically(folder / FIGURES, json.dumps({"commands": list(commands.values()), **figures}) + "\n")
+    write_atomically(
+        folder / FIGURES, json.dumps({"commands": list(commands.values()), **conditions, **figures}) + "\n"
+    )
     before, after = (sum(figures[name]) / len(figures[name]) for name in ("before", "after"))
     announce(f"seed {seed}: accuracy {before:.1%} before, {after:.1%} after, in {wall_s['run']:.0f} s")
-    return figures
+    return conditions | figures
 
 
 def _is_done(done: Path, commands: list[list[str]], settings: Settings) -> bool:

@@ -82,10 +82,17 @@ def test_a_row_without_what_it_needs_says_so(tmp_path: Path):
 
 
 def figures(seed: int, before: list[int], after: list[int]) -> dict[str, object]:
-    curves = {"eval/held_out": [[0, 0.2], [4, 0.5]]}
     return {
-        "seed": seed, "before": before, "after": after, "wall_s": 9.5, "step_s": 7.0, "tokens": 100, "curves": curves
-    }  # fmt: skip
+        "seed": seed,
+        "date": f"2026-01-0{seed}",
+        "machine": {"cpu": "x"},
+        "before": before,
+        "after": after,
+        "wall_s": 9.5,
+        "step_s": 7.0,
+        "tokens": 100,
+        "curves": {"eval/held_out": [[0, 0.2], [4, 0.5]]},
+    }
 
 
 @pytest.mark.parametrize(("right", "status"), [(90, "higher"), (22, "flat"), (2, "lower")])
@@ -93,6 +100,7 @@ def test_status_follows_from_the_intervals(right: int, status: str):
     before, after = [1] * 20 + [0] * 80, [1] * right + [0] * (100 - right)
     summary = summarize_seeds([figures(1, before, after), figures(2, before, after)])
     assert summary["status"] == status
+    assert summary["date"] == "2026-01-02"
     assert summary["after_by_seed"] == [right / 100, right / 100]
     assert set(summary["curves"]["eval/held_out"]) == {"1", "2"}
 
