@@ -631,6 +631,38 @@ def test_a_gap_beyond_numerics_has_its_possible_causes() -> None:
     assert "--rollout-min-new-tokens" not in own.cause
 
 
+GROUPS = """
+sglang:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 2, overrides: {kv_cache_dtype: fp8_e5m2}}
+"""
+
+
+def test_a_gap_of_engines_with_an_fp8_kv_cache_is_not_called_numerics(tmp_path: Path) -> None:
+    numerics = {GAP: 0.2, "selftest/share/numerics": 1.0}
+    flags: dict[str, Any] = {"engine": "sglang", "rollout_num_gpus": 2}
+    fp8 = flags | {"sglang_options": {"kv_cache_dtype": "fp8_e4m3"}}
+    for row in (numerics, {GAP: 0.2}):  # with a self-test, and in a later step
+        [found] = diagnose(row, **fp8)
+        assert "keys and values to fp8_e4m3" in found.cause
+        assert "--sglang-kv-cache-dtype auto" in found.remedy
+        assert "--embedded-dtype" not in found.remedy
+    (tmp_path / "engines.yaml").write_text(GROUPS)
+    [grouped] = diagnose(numerics, engine="sglang", sglang_config=str(tmp_path / "engines.yaml"))
+    assert "fp8_e5m2" in grouped.cause
+    [single] = diagnose({GAP: 3.0, "selftest/share/unexplained": 1.0}, **fp8)
+    assert "--sglang-kv-cache-dtype fp8_e4m3" in single.cause
+    assert "--check-weight-update-equal" in single.remedy
+    [stale] = diagnose({GAP: 0.2, "selftest/share/stale_version": 1.0}, **fp8)
+    assert "kv-cache" not in stale.cause + stale.remedy
+    for dtype in ("auto", "bfloat16"):
+        [whole] = diagnose(numerics, **flags, sglang_options={"kv_cache_dtype": dtype})
+        assert "kv-cache" not in whole.cause + whole.remedy
+    [gone] = diagnose(numerics, **fp8 | {"sglang_config": str(tmp_path / "gone.yaml")})
+    assert "fp8_e4m3" in gone.cause
+
+
 @pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
 def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> None:
     """Rollouts that were generated ahead of a resume with a smaller batch have several steps, later ones have one."""

@@ -15,6 +15,7 @@ from fakes_engine import Halt
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MoeFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
+from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource, checksum
@@ -27,8 +28,10 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
+from furlong.models.quantized_folder import folder_scheme
 from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
+from furlong.tools.quantize_folder import quantize_folder
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.packing import Packing
 from furlong.training.worker import RoundWorker
@@ -340,6 +343,36 @@ def test_an_engine_without_recorded_routes_is_an_error(folders, tmp_path):
     hf.save_model(hf.build_model(family_config("qwen3"), seed=0), tmp_path)
     with pytest.raises(EngineError, match="has no experts"):
         EmbeddedEngine(tmp_path, dtype=torch.float32, return_routed_experts=True)
+
+
+# -- quantized folders
+
+
+def test_an_int4_engine_records_routes_of_its_unquantized_router_and_they_are_replayed(folders, tmp_path):
+    """The trainer has the weights before quantization, as with --ref-load: its own choices are others."""
+    whole, quantized = folders["qwen3_moe"], tmp_path
+    quantize_folder(whole, quantized, Int4Groups(8))
+    scheme = folder_scheme(quantized)
+    assert scheme is not None
+    assert any(".experts." in name for name in scheme.names)
+    with hf.open_tensors(quantized) as stored, hf.open_tensors(whole) as original:
+        routers = [name for name in original.names if name.endswith("mlp.gate.weight")]
+        assert len(routers) == 2
+        assert all(torch.equal(stored.read(name), original.read(name)) for name in routers)
+        assert not scheme.names.intersection(routers)
+    batch = batch_of(quantized, generate(quantized, PROMPTS))
+    known = (batch.routed_experts >= 0).all((1, 2))
+    assert np.flatnonzero(~known).tolist() == (batch.starts[1:] - 1).tolist()
+    micro = pack_micro_batch(batch, all_rows(batch))
+    engine_R = batch.columns["rollout_log_probs"]
+    rounded = backend(quantized, "rollout").log_probs(micro)
+    assert float(rounded.rerouted_R.max()) == 0.0
+    np.testing.assert_allclose(rounded.log_probs_R, engine_R, atol=2e-6)
+    replayed, chosen = (backend(whole, replay).log_probs(micro) for replay in ("rollout", "none"))
+    rerouted = replayed.rerouted_R.numpy() > 0
+    assert rerouted.any(), "rounded experts change what the next router chooses"
+    gaps = [np.abs(stats.log_probs_R.numpy() - engine_R)[rerouted].mean() for stats in (replayed, chosen)]
+    assert gaps[0] < 0.95 * gaps[1]
 
 
 # -- samples

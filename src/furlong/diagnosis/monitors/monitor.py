@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from furlong.config.checks.pool_checks import max_staleness
 from furlong.config.checks.value_checks import BOXED
+from furlong.config.engine_groups import quantized_kv_cache, trained_model
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
@@ -78,6 +79,15 @@ class RunFacts:
         flags = self.config.checkpoint
         is_same_step = self.initial_weights == self.model or flags.ckpt_step == flags.ref_ckpt_step
         return is_same_step and self.reference == self.initial_weights
+
+    @property
+    def quantized_kv_cache(self) -> str:
+        """The engines' data type of keys and values if it has fewer than 16 bits, such as fp8_e4m3, or ""."""
+        try:
+            groups = trained_model(self.config).groups
+        except ConfigError:  # the --sglang-config of a finished run is gone: its flags are known
+            groups = ()
+        return quantized_kv_cache(self.config, groups)
 
     @property
     def first_step(self) -> int:

@@ -104,7 +104,8 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     }
     largest = now.row.get("selftest/logp_max_diff")
     by_size = sorted(shares.items(), key=lambda item: -item[1])
-    causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
+    labels = {"numerics": f"{kv_cache} KV cache and numerics"} if (kv_cache := now.facts.quantized_kv_cache) else {}
+    causes = ", ".join(f"{labels.get(name, name.replace('_', ' '))} {share:.0%}" for name, share in by_size)
     cause, remedy = _mismatch_cause(now, [name for name, _ in by_size])
     return now.alert(
         "NUM02",
@@ -196,6 +197,8 @@ MISMATCH_REMEDIES = {
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
     "and SYNC04 in docs/troubleshooting.md)",
     "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
+    "kv_cache": "use --sglang-kv-cache-dtype auto (in --sglang-config: kv_cache_dtype of the group), or correct the "
+    "difference with --use-tis",
     "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
     "numerics": "use the same precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
     "unexplained": "compare the weights with --check-weight-update-equal; if they are equal, look at what sets "
@@ -219,6 +222,12 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
         )
     if first == "quantization":
         return "The engine computes with quantized weights, the trainer does not.", MISMATCH_REMEDIES[first]
+    kv_cache = now.facts.quantized_kv_cache
+    if kv_cache and first in ("numerics", ""):
+        return (
+            f"The engine rounds keys and values to {kv_cache} (--sglang-kv-cache-dtype); the trainer does not.",
+            MISMATCH_REMEDIES["kv_cache"],
+        )
     if first == "unexplained":
         cause = (
             "Gaps above 1 per token are not numerics: the engine has other weights, or the log-probs, the tokens or "
@@ -227,6 +236,8 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
         least = rollout.rollout_min_new_tokens
         if least and now.facts.config.cluster.engine != "embedded":
             cause += f" Or --rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs."
+        if kv_cache:
+            cause += f" Or --sglang-kv-cache-dtype {kv_cache}: try auto, which does not round keys and values."
         return cause, MISMATCH_REMEDIES[first]
     if first:
         return None, MISMATCH_REMEDIES[first]
