@@ -286,8 +286,11 @@ def test_special_tokens_may_be_shown_or_not(text, skip):
     assert completion(answer, skip_special_tokens=skip).text == text
 
 
-def test_servers_show_ids_that_the_tokenizer_does_not_have_as_another_token():
-    assert completion({**reply([1, 32]), "text": "a!"}).text == "a!"
+@pytest.mark.parametrize("text", ["ab", "a b"])  # nothing, and the first id
+def test_servers_show_ids_that_the_tokenizer_does_not_have_as_the_first_one(text):
+    assert completion({**reply([1, 32, 2]), "text": text}).text == text
+    with pytest.raises(EngineError, match="text that its 3 tokens do not have"):
+        completion({**reply([1, 32, 2]), "text": "a!b"})
 
 
 def test_the_letters_beside_special_tokens_are_compared():

@@ -113,9 +113,8 @@ class AnswerReader:
 
         Raises EngineError for text that its tokens do not have. Servers decode tokens one after the other, with the
         prompt before them, so white space and characters of incomplete UTF-8 may differ; they show special tokens or
-        not as the first request of a batch asked for; they cut text at a stop string or a stop token, and that of an
-        aborted request anywhere. Text of ids beyond the tokenizer's, which servers show as another token, is not
-        compared.
+        not as the first request of a batch asked for, and ids beyond the tokenizer's as nothing or, like SGLang, as
+        the first id; they cut text at a stop string or a stop token, and that of an aborted request anywhere.
         """
         if self.tokenizer is None:
             return text
@@ -123,23 +122,25 @@ class AnswerReader:
         decoded = self.tokenizer.decode(tokens, skip_special_tokens=skips)
         if not text or text == decoded:
             return text or decoded
-        texts = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in set(tokens)}
-        if not all(texts.values()):
-            return text
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in {0, *tokens}}
         special = [texts[token] for token in texts if not self.tokenizer.decode([token], skip_special_tokens=True)]
         special.sort(key=len, reverse=True)
         shown = _squeezed(text, without=special)
-        expected = _squeezed(self.tokenizer.decode(tokens, skip_special_tokens=False), without=special)
-        rest = expected[len(shown) :]
-        if expected.startswith(shown):
-            stops = [_squeezed(stop) for stop in request.params.stop]
+        stops = [_squeezed(stop, without=special) for stop in request.params.stop]
+
+        def squeezed(ids: list[int]) -> str:
+            assert self.tokenizer is not None
+            return _squeezed(self.tokenizer.decode(ids, skip_special_tokens=False), without=special)
+
+        def may_end(rest: str, last: list[int]) -> bool:
             if not rest or reason == "abort":
+                return True
+            return reason == "stop" and (any(rest.startswith(stop) for stop in stops) or rest == squeezed(last))
+
+        for ids in (tokens, [token if texts[token] else 0 for token in tokens]):
+            if (expected := squeezed(ids)).startswith(shown) and may_end(expected[len(shown) :], ids[-1:]):
                 return text
-            if reason == "stop" and (
-                any(rest.startswith(stop) for stop in stops)
-                or rest == _squeezed(self.tokenizer.decode(tokens[-1:], skip_special_tokens=False), without=special)
-            ):
-                return text
+        expected = squeezed(tokens)
         at = next((i for i, pair in enumerate(zip(shown, expected, strict=False)) if pair[0] != pair[1]), None)
         at = min(len(shown), len(expected)) if at is None else at
         raise unexpected(
