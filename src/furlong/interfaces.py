@@ -23,6 +23,7 @@ from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
 from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
+from furlong.core.token_stream import TokenStream
 from furlong.core.weights import SyncReport, WeightSource
 from furlong.errors import FurlongError, TrainerError
 
@@ -80,20 +81,20 @@ class Completion:
     routed_experts: Routes | None = field(default=None, compare=False)
 
 
-class TextTokenizer(Protocol):
-    """A tokenizer that can decode."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of `token_ids`."""
-        ...
-
-
 class Engine(ABC):
     """Generates completions, in this process (`inference.embedded`) or on servers (`inference.sglang`)."""
 
     @abstractmethod
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt` (token ids). Raises EngineError if the prompt does not fit into the context."""
+
+    async def stream(
+        self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
+    ) -> Completion:
+        """`generate`, and put the tokens into `tokens` as they are sampled; by default, at the end."""
+        completion = await self.generate(prompt, params, session=session)
+        tokens.put(0, completion.tokens, completion.log_probs)
+        return completion
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:

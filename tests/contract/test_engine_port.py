@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fakes_engine import FakeEngine, run, source_of, tiny_engine, tiny_model
+from furlong.core.token_stream import TokenStream
 from furlong.core.weights import checksum
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded import EmbeddedEngine
@@ -120,6 +121,42 @@ def test_aborting_a_session_ends_only_its_requests_with_their_tokens(build):
     mine, other = run(engine, body)
     assert all(c.finish_reason == "abort" and len(c.tokens) == len(c.log_probs) < 150 for c in mine)
     assert [c.finish_reason for c in other] == ["length"]
+
+
+def test_a_stream_has_the_tokens_of_the_completion_before_it_ends(build):
+    engine = build()
+
+    async def body():
+        seen: list[int] = []
+        stream = TokenStream(lambda: seen.append(len(stream.tokens)))
+        task = asyncio.create_task(engine.stream([5, 6, 7], LONG, stream))
+        alone = await engine.generate([5, 6, 7], LONG)
+        return seen, stream, await task, alone
+
+    seen, stream, done, alone = run(engine, body)
+    assert done.tokens == alone.tokens == stream.tokens
+    assert done.log_probs == stream.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
+    assert seen == sorted(set(seen))
+    if not isinstance(engine, FakeEngine):
+        assert seen[0] <= 75
+
+
+def test_a_stopped_stream_returns_the_tokens_it_has(build):
+    engine = build()
+
+    async def body():
+        stream = TokenStream(lambda: stream.stop())
+        late = TokenStream()
+        late.stop()
+        done = await asyncio.gather(engine.stream([5, 6, 7], LONG, stream), engine.stream([5, 6, 7], LONG, late))
+        return stream, *done, await engine.generate([5, 6, 7], LONG)
+
+    stream, done, none, whole = run(engine, body)
+    assert done.tokens == stream.tokens == whole.tokens[: len(done.tokens)]
+    assert len(whole.tokens) == 150
+    if not isinstance(engine, FakeEngine):
+        assert (done.finish_reason, none.finish_reason) == ("abort", "abort")
+        assert len(none.tokens) <= len(done.tokens) < 150
 
 
 def test_pause_abort_ends_running_requests(build):

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from furlong.core.token_stream import TokenStream
 from furlong.interfaces import Completion, SamplingParams
 
 SPECIALS = (
@@ -179,9 +181,11 @@ class Script:
         self.tokenizer, self.answers, self.asked = tokenizer, list(answers), list[list[int]]()
         self.parts: list[int | None] = []
         self.end = tokenizer.eos_token if end is None else end
-        self.version = 0
+        self.version, self.token_s = 0, 0.0
 
-    async def __call__(self, ids: list[int], params: SamplingParams, part: int | None = None) -> Completion:
+    async def __call__(
+        self, ids: list[int], params: SamplingParams, part: int | None = None, stream: TokenStream | None = None
+    ) -> Completion:
         answer = self.answers[len(self.asked)]
         self.asked.append(list(ids))
         self.parts.append(part)
@@ -192,4 +196,10 @@ class Script:
         n = len(answer)
         text = self.tokenizer.decode(answer)
         log_probs = [-0.5 - 0.001 * i for i in range(n)]
+        for i in range(n if stream is not None else 0):
+            assert stream is not None
+            if stream.is_stopped:
+                return Completion(answer[:i], log_probs[:i], [self.version] * i, "abort")
+            stream.put(i, answer[i : i + 1], log_probs[i : i + 1])
+            await asyncio.sleep(self.token_s)
         return Completion(list(answer), log_probs, [self.version] * n, reason, text)  # pyright: ignore[reportArgumentType]

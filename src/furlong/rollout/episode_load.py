@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from time import perf_counter
 
 from furlong.core.metric import Metrics, maximum, mean
+from furlong.core.token_stream import TokenStream
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.group_order import GroupOrder
 
@@ -48,11 +49,18 @@ class EpisodeLoad:
         *,
         session: str | None,
         sample: int | None,
+        stream: TokenStream | None = None,
     ) -> Completion:
-        """Send a request of an episode to the engine. `sample`: index of the training sample, None in evaluations."""
+        """Send a request of an episode to the engine. `sample`: index of the training sample, None in evaluations.
+
+        stream: receives the tokens as they are sampled.
+        """
         await self.order.request(sample)
         with self._request():
-            completion = await engine.generate(ids, params, session=session)
+            if stream is None:
+                completion = await engine.generate(ids, params, session=session)
+            else:
+                completion = await engine.stream(ids, params, stream, session=session)
         self.order.answered(sample, completion.versions)
         return completion
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.routing import Routes, extend_routes
+from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
@@ -173,8 +174,10 @@ class Policy:
             )
         return await self.complete(ids, params_from_dict(sampling_params))
 
-    async def complete(self, ids: list[int], params: SamplingParams, part: int | None = None) -> Completion:
-        """Complete token ids, with the seed of this call, or that of `part`."""
+    async def complete(
+        self, ids: list[int], params: SamplingParams, part: int | None = None, stream: TokenStream | None = None
+    ) -> Completion:
+        """Complete token ids, with the seed of this call, or that of `part`. `stream` gets the tokens meanwhile."""
         params = dataclasses.replace(params, prefix_key=self.session)
         if self.return_routed_experts:
             params = dataclasses.replace(params, return_routed_experts=True)
@@ -193,7 +196,7 @@ class Policy:
         try:
             with self.watch.turn():
                 async with asyncio.timeout(self.watch.limits.turn_s):
-                    completion = await self._complete(ids, params)
+                    completion = await self._complete(ids, params, stream)
         except TimeoutError:
             self.watch.reached = "turn_time"
             return await self._full_context(ids)
@@ -217,11 +220,13 @@ class Policy:
         await asyncio.sleep(0)  # a function that loops over calls must not stop the others
         return Completion([], [], [], "length")
 
-    async def _complete(self, ids: list[int], params: SamplingParams) -> Completion:
+    async def _complete(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
         """Complete a prompt; what an abort left of it is continued with the tokens that it has."""
-        whole = await self._request(ids, params)
-        while whole.finish_reason == "abort" and self.continues():
+        whole = await self._request(ids, params, stream)
+        while whole.finish_reason == "abort" and self.continues() and not (stream and stream.is_stopped):
             done = len(whole.tokens)
+            if stream is not None:
+                stream.begin_request(done)
             rest_params = shortened(
                 dataclasses.replace(params, min_new_tokens=max(params.min_new_tokens - done, 0)),
                 params.max_new_tokens - done,
@@ -231,12 +236,14 @@ class Policy:
             if params.sampling_seed is not None:
                 seed = seed_of_part(params.sampling_seed, SEED_OF_REST + done)
                 rest_params = dataclasses.replace(rest_params, sampling_seed=seed)
-            rest = await self._request([*ids, *whole.tokens], rest_params)
+            rest = await self._request([*ids, *whole.tokens], rest_params, stream)
             whole = _joined(whole, rest)
         return whole
 
-    async def _request(self, ids: list[int], params: SamplingParams) -> Completion:
-        done = await self.load.complete(self.engine, ids, params, session=self.session, sample=self.sample)
+    async def _request(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
+        done = await self.load.complete(
+            self.engine, ids, params, session=self.session, sample=self.sample, stream=stream
+        )
         if self.engine.caches_prefixes:
             self.load.prefixes(*self.prefix_use.add(ids, done))
         return done

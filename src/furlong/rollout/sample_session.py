@@ -27,7 +27,7 @@ def policy_of_sample(
     if generation.chat_format is not None:
         conversation = Session(
             generation.chat_format,
-            lambda ids, params, part: policy.complete(ids, params, part),
+            lambda ids, params, part, stream=None: policy.complete(ids, params, part, stream),
             name=session,
             params=params,
             settings=generation.session_settings,

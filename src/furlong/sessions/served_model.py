@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from furlong.chat.messages import MessageError
 from furlong.chat.template_boundary import ChatFormat
+from furlong.core.token_stream import TokenStream
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.interfaces import Completion, SamplingParams
@@ -56,8 +57,12 @@ class ServedEndpoints(SessionEndpoints):
         except (MessageError, FullContextError) as error:
             raise RequestError(str(error)) from error
 
-    async def _complete(self, ids: list[int], params: SamplingParams, _part: int | None) -> Completion:
-        return await self._engine.generate(ids, params)
+    async def _complete(
+        self, ids: list[int], params: SamplingParams, _part: int | None, stream: TokenStream | None = None
+    ) -> Completion:
+        if stream is None:
+            return await self._engine.generate(ids, params)
+        return await self._engine.stream(ids, params, stream)
 
 
 async def _nothing() -> None:

@@ -8,9 +8,9 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import xxhash
 
@@ -18,12 +18,26 @@ from furlong.chat.messages import KeyFunction, Message, checked_messages, key_of
 from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
 from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
 from furlong.chat.template_boundary import ChatFormat
+from furlong.chat.text_deltas import TextDeltas
+from furlong.core.token_stream import TokenStream
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, FinishReason, SamplingParams
+from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
 
-Complete = Callable[[list[int], SamplingParams, int | None], Awaitable[Completion]]
-"""Completes ids; the last argument selects the random numbers, None for those of the next call of the sample."""
+
+class Complete(Protocol):
+    """Completes ids. `part` selects the random numbers, None for those of the next call of the sample.
+
+    `stream` gets the tokens as they are sampled; requests without one have three arguments.
+    """
+
+    def __call__(
+        self, ids: list[int], params: SamplingParams, part: int | None, stream: TokenStream = ..., /
+    ) -> Awaitable[Completion]:
+        """Return the completion."""
+        ...
+
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
 ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -96,6 +110,11 @@ class _Prompt:
     text: str  # its end, which shows whether a thought is open
     is_rewritten: bool = False  # the messages are known, and the template renders them otherwise than before
 
+    @property
+    def is_opened(self) -> bool:
+        """Whether it ends with an open thought."""
+        return self.text.rstrip().endswith("<think>")
+
 
 def check_role(name: str) -> None:
     """Raise RolloutError for a name that cannot be part of a URL and of metrics."""
@@ -132,6 +151,7 @@ class Session:
         self._complete = complete
         self._started: Counter[int] = Counter()  # calls by the number of the node that they attach to
         self._asked: Counter[int] = Counter()  # calls by the hash of their prompt
+        self._num_asked = 0
         suggested = parser_of_template(chat.source)
         self.parser = self.settings.parser or (None if suggested is None else PARSERS[suggested])
 
@@ -145,8 +165,9 @@ class Session:
         role: str = "",
         reads_calls: bool = True,
         max_calls: int | None = None,
+        stream: ReplyStream | None = None,
     ) -> Reply:
-        """Answer chat messages.
+        """Answer chat messages. `stream` gets the answer as it is sampled.
 
         Raises MessageError for messages that cannot be rendered, FullContextError if they leave no room for an answer,
         and EndedError after `end`.
@@ -159,12 +180,15 @@ class Session:
         prompt = self._prompt(request, tools, kwargs)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
-        node = await self._sample(prompt, params, request=request, role=role)
-        parsed = self._parse(node, prompt.text, tools if reads_calls else None)
+        tools = tools if reads_calls else None
+        node = await self._sample(prompt, params, request=request, role=role, stream=stream, has_tools=bool(tools))
+        parsed = self._parse(node, prompt, tools)
         calls = parsed.calls[:max_calls]
         message = self._message(parsed, calls, node.response_id)
         node.reply = checked_messages([message])[0]
         self.tree.commit(node, request)
+        if stream is not None:
+            stream.finish(parsed, node.completion)
         return _reply(node, message)
 
     async def complete(self, ids: Sequence[int], *, params: SamplingParams | None = None, role: str = "") -> Reply:
@@ -264,7 +288,14 @@ class Session:
     # -- answers -----------------------------------------------------------------------------------------------
 
     async def _sample(
-        self, prompt: _Prompt, params: SamplingParams | None, *, request: ChatRequest | None, role: str
+        self,
+        prompt: _Prompt,
+        params: SamplingParams | None,
+        *,
+        request: ChatRequest | None,
+        role: str,
+        stream: ReplyStream | None = None,
+        has_tools: bool = False,
     ) -> TreeNode:
         """Call the engine. The node is not yet part of the tree. Raises FullContextError and EndedError."""
         params = params or self.params
@@ -280,7 +311,13 @@ class Session:
             params = replace(params, max_new_tokens=limits[0], min_new_tokens=limits[1])
         part = self._part(prompt)
         started = time.monotonic()
-        completion = await self._complete(prompt.ids, params, part)
+        response_id, self._num_asked = f"{self.name}-{self._num_asked}", self._num_asked + 1
+        if stream is None:
+            completion = await self._complete(prompt.ids, params, part)
+        else:
+            stream.begin(response_id, len(prompt.ids), deltas=self._deltas(params), parser=self.parser,
+                         has_tools=has_tools, is_opened=prompt.is_opened)  # fmt: skip
+            completion = await self._complete(prompt.ids, params, part, stream.tokens)
         self._check_open()
         start = 0 if prompt.parent is None else prompt.parent.num_ids
         num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
@@ -294,7 +331,8 @@ class Session:
             params=params,
             role=role,
             seconds=time.monotonic() - started,
-            response_id=f"{self.name}-{number}",
+            response_id=response_id,
+            is_cut=stream is not None and stream.tokens.is_stopped and completion.finish_reason == "abort",
             num_messages=0 if request is None else len(request.messages) + 1,
             is_branch=part is not None,
             prompt_hash=hash_of(prompt.ids),
@@ -313,12 +351,21 @@ class Session:
         self._asked[digest] += 1
         return None if is_first else MAX_CALLS + digest + same
 
-    def _parse(self, node: TreeNode, prompt_text: str, tools: list[dict[str, Any]] | None) -> ParsedReply:
+    def _deltas(self, params: SamplingParams) -> TextDeltas:
+        """Return the decoder of a streamed answer, with the text that `_parse` reads."""
+        return TextDeltas(
+            self.chat_format.tokenizer,
+            skip_special_tokens=False,
+            end_ids=self.chat_format.end_ids,
+            stops=params.stop,
+            held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
+        )
+
+    def _parse(self, node: TreeNode, prompt: _Prompt, tools: list[dict[str, Any]] | None) -> ParsedReply:
         text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
         ends = [at for stop in node.params.stop if (at := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
-        opened = prompt_text.rstrip().endswith("<think>")
-        parsed = parse_reply(text, tools or (), self.parser, opened=opened)
+        parsed = parse_reply(text, tools or (), self.parser, opened=prompt.is_opened)
         self.counts["ill_formed_calls"] += parsed.num_ill_formed
         return parsed
 

@@ -35,6 +35,8 @@ from furlong.sessions.endpoints.handlers import (
 from furlong.sessions.session import EndedError, Session
 from furlong.sessions.session_offers import SessionOffers, read_result
 
+# All agents of a run have one address, and any of them may stream.
+LIMITS = ServerLimits(max_requests_per_client=4096, max_concurrent_streams=4096, max_streams_per_client=4096)
 MAX_ENDED = 65536  # ids of ended sessions that are known to have ended
 
 
@@ -57,7 +59,7 @@ class SessionServer(SessionEndpoints):
     ) -> None:
         super().__init__(model_name=model_name, client_sampling=client_sampling)
         self.offers = offers
-        self._counts = Counts(limits or ServerLimits())
+        self._counts = Counts(limits or LIMITS)
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # with the reason

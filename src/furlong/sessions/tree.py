@@ -33,7 +33,8 @@ class TreeNode:
     added: ids between the parent's last one and the first sampled one. messages: those since the parent's answer;
     empty for requests of token ids. reply: the answer as the client got it. num_messages: messages up to and including
     the answer. num_ids: ids up to and including the last sampled one. number: order of completion in the session.
-    is_delivered: False if the client was gone when the answer was ready. is_branch: not on the first conversation.
+    is_delivered: False if the client was gone when the answer was ready. is_cut: the client left during the stream,
+    which ended the answer. is_branch: not on the first conversation.
     prompt_hash: of the ids that the engine read.
     """
 
@@ -49,6 +50,7 @@ class TreeNode:
     response_id: str = ""
     num_messages: int = 0
     is_delivered: bool = True
+    is_cut: bool = False
     is_branch: bool = False
     prompt_hash: str = ""
     num_children: int = 0

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from chat_zoo import TEMPLATES, TOOLS
+from furlong.chat.parsers.growing_reply import final_parts
 from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
 
 ARGUMENTS = {"a": 1, "b": 2}
@@ -114,3 +115,39 @@ def test_the_template_tells_the_family():
     found = {name: parser_of_template(source) for name, source in TEMPLATES.items()}
     expected = {"qwen": "hermes", "glm": "glm45", "llama": "llama3_json", "mistral": "mistral", "gpt_oss": "gpt-oss"}
     assert found == {**expected, "plain": None}
+
+
+TEXTS = ["", "hi", "  hi there\n", "a < b <tool", "{ not a call", "<think>", "x <think> y </think> z"]
+THOUGHTS = ["<think>\nhm\n\nok\n</think>\n\n", "\n<think>open", ""]
+
+
+def texts_of(name: str) -> list[str]:
+    replies = [*TEXTS, WELL_FORMED[name], OTHER_FORMS.get(name, ""), ILL_FORMED.get(name, "")]
+    replies += [f"  first {reply} last " for reply in replies]
+    return [thought + reply for thought in THOUGHTS for reply in replies]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("name", [*PARSERS, None])
+def test_every_beginning_yields_a_beginning_of_the_parsed_reply(name, opened):
+    parser = None if name is None else PARSERS[name]
+    for text in texts_of(name or "hermes"):
+        for tools in (TOOLS, []):
+            whole = parse_reply(text, tools, parser, opened=opened)
+            before = ("", "")
+            for end in range(len(text) + 1):
+                parts = final_parts(text[:end], parser, has_tools=bool(tools), opened=opened)
+                assert (whole.reasoning or "").startswith(parts[0]), (text, text[:end], parts)
+                assert whole.content.startswith(parts[1]), (text, text[:end], parts)
+                assert parts[0].startswith(before[0])
+                assert parts[1].startswith(before[1])
+                before = parts
+
+
+def test_text_and_thoughts_are_sent_before_the_end():
+    hermes = PARSERS["hermes"]
+    assert final_parts("<think>a thought</th", hermes, has_tools=True) == ("a thought", "")
+    assert final_parts("some text <tool", hermes, has_tools=True) == ("", "some text")
+    gpt_oss = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes, a < b"
+    assert final_parts(gpt_oss, PARSERS["gpt-oss"], has_tools=True) == ("hm", "yes, a < b")
+    assert final_parts("text", lambda text, tools: parse_reply(text, (), None), has_tools=True) == ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -49,6 +50,11 @@ def test_a_served_model_has_the_endpoints_of_agents():
                 two = {**requests[path], "n": 2, "return_token_ids": True, "temperature": 1.0}
                 choices = (await client.post(path, json=two)).json()["choices"]
                 assert choices[0]["token_ids"] != choices[1]["token_ids"]
+                streamed = await client.post(path, json={**two, "n": 1, "max_tokens": 40, "stream": True})
+                events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+                pieces = [event["choices"][0].get("token_ids", []) for event in events]
+                assert sum(map(bool, pieces)) > 2
+                assert [id for piece in pieces for id in piece][:5] == choices[0]["token_ids"]
                 wrong = await client.post(path, json={**requests[path], "tool_choice": "required"})
                 assert wrong.status_code == 400
                 assert "tool_choice" in wrong.json()["error"]["message"]

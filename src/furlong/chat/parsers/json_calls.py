@@ -76,7 +76,7 @@ def parse_mistral(text: str, tools: Tools) -> ParsedReply:
         calls = _named_calls(rest)
     if not calls:
         return ParsedReply(text, num_ill_formed=1)
-    return ParsedReply(content.strip(), None, calls)
+    return ParsedReply(content.rstrip(), None, calls)
 
 
 def _named_calls(text: str) -> list[ToolCall] | None:
@@ -112,9 +112,9 @@ def parse_deepseek(text: str, tools: Tools) -> ParsedReply:
         calls.append(call)
     if not calls:
         return ParsedReply(text, num_ill_formed=1)
-    return ParsedReply(text[: block.start()].strip(), None, calls)
+    return ParsedReply(text[: block.start()].rstrip(), None, calls)
 
 
 def _trimmed(content: str, calls: list[ToolCall]) -> str:
-    """Remove the whitespace that separates text from calls."""
-    return content.strip() if calls else content
+    """Remove the whitespace between text and calls."""
+    return content.rstrip() if calls else content

@@ -13,12 +13,12 @@ _FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)\s*\Z", re
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _GLM_NAME = re.compile(r"\A([\w.-]+)\s*(?=<arg_key>|\Z)")
 _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_CHANNEL = re.compile(
+CHANNEL = re.compile(
     r"(?:<\|start\|>)?(?P<head>[^<]*)<\|channel\|>(?P<channel>[^<]*?)(?:<\|constrain\|>(?P<kind>[^<]*))?<\|message\|>"
     r"(?P<text>.*?)(?P<end><\|end\|>|<\|return\|>|<\|call\|>|\Z)",
     re.DOTALL,
 )
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 def parse_qwen3_coder(text: str, tools: Tools) -> ParsedReply:
@@ -44,7 +44,7 @@ def _parse_blocks(text: str, read: Callable[[str], ToolCall | None]) -> ParsedRe
             kept += match[0]
             num_ill_formed += 1
     kept += text[end:]
-    return ParsedReply(kept.strip() if calls else kept, None, calls, num_ill_formed)
+    return ParsedReply(kept.rstrip() if calls else kept, None, calls, num_ill_formed)
 
 
 def _qwen_call(body: str, tools: Tools) -> ToolCall | None:
@@ -77,11 +77,11 @@ def parse_gpt_oss(text: str, tools: Tools) -> ParsedReply:
     content: list[str] = []
     calls: list[ToolCall] = []
     end = num_ill_formed = 0
-    for match in _CHANNEL.finditer(text):
+    for match in CHANNEL.finditer(text):
         content.append(text[end : match.start()])
         end = match.end()
         head = f"{match['head']} {match['channel']}"
-        if recipient := _RECIPIENT.search(head):
+        if recipient := RECIPIENT.search(head):
             call = call_from_json(
                 f'{{"name": {json.dumps(recipient[1])}, "arguments": {match["text"].strip() or "{}"}}}'
             )

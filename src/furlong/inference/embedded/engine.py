@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.text import abbreviate
+from furlong.core.token_stream import TextTokenizer, TokenStream
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded.decode_model import bucketed_length
@@ -25,7 +26,7 @@ from furlong.inference.embedded.model_loading import build_model, chosen_context
 from furlong.inference.embedded.request import Finished, Progress, Request, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.inference.embedded.weight_table import WeightLoad
-from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.hf_model import load_config
 
 T = TypeVar("T")
@@ -113,6 +114,27 @@ class EmbeddedEngine(Engine):
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt`. Raises EngineError for an invalid prompt or invalid parameters."""
         return (await self.submit(prompt, params, session=session)).completion
+
+    async def stream(
+        self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
+    ) -> Completion:
+        """`generate`, and put the tokens into `tokens` after each decode step."""
+        rid, num_tokens = f"stream-{id(tokens)}", 0
+
+        def report(progress: Progress) -> None:
+            nonlocal num_tokens
+            tokens.put(num_tokens, progress.tokens, progress.log_probs)
+            num_tokens += len(progress.tokens)
+
+        def abort() -> None:
+            self._thread.hand_over_all()
+            self._thread.post(lambda: self._batch.abort(lambda other: other.rid == rid))
+
+        tokens.set_abort(abort)
+        try:
+            return (await self.submit(prompt, params, rid=rid, session=session, report=report)).completion
+        finally:
+            tokens.set_abort(None)
 
     async def submit(
         self,

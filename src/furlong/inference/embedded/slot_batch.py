@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.routing import Routes
+from furlong.core.token_stream import TextTokenizer
 from furlong.errors import EngineError
 from furlong.inference.embedded.cuda_steps import step_rows
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
@@ -26,7 +27,6 @@ from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
 from furlong.inference.embedded.sampler import Sampler, SamplingRows, StepPlan, nonfinite_logits
-from furlong.interfaces import TextTokenizer
 
 KvPolicy = Literal["recompute", "keep"]
 StoredPrefix = tuple[SlotContent, Tensor, Routes | None]  # with the logits after it

@@ -24,7 +24,7 @@ from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import boolean, check_name, integer, quote
 from furlong.inference.server.limits import RefusedError, RequestGuard, ServerLimits, flag_of
-from furlong.inference.server.streaming import DONE, GenerateRequest, TextDeltas, event_stream, progress, sse
+from furlong.inference.server.streaming import DONE, GenerateRequest, event_stream, progress, sse, text_deltas
 from furlong.interfaces import SamplingParams
 
 # Fields that the engine does not support; each must be absent or have this value.
@@ -330,7 +330,7 @@ async def _stream(
 
     Events have an `index` if there are several completions.
     """
-    texts = [TextDeltas(engine, r.params if is_incremental else None) for r in requests]
+    texts = [text_deltas(engine, r.params if is_incremental else None) for r in requests]
     triples: list[list[list[Any]]] = [[] for _ in requests]
     async for index, so_far, finished in progress(engine, requests, guard):
         request, text = requests[index], texts[index]

@@ -32,11 +32,11 @@ from furlong.inference.server.limits import RequestGuard
 from furlong.inference.server.streaming import (
     DONE,
     GenerateRequest,
-    TextDeltas,
     decoded,
     event_stream,
     progress,
     sse,
+    text_deltas,
 )
 from furlong.interfaces import SamplingParams
 
@@ -206,7 +206,7 @@ async def _stream(
     engine: EmbeddedEngine, requests: list[GenerateRequest], chunks: _Chunks, guard: RequestGuard
 ) -> AsyncIterator[bytes]:
     """Text deltas. An incomplete character, or a possible start of a stop string, is held back."""
-    texts = [TextDeltas(engine, request.params) for request in requests]
+    texts = [text_deltas(engine, request.params) for request in requests]
     generated = 0
     if chunks.is_chat:
         for index in range(len(requests)):

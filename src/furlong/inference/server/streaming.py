@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from starlette.responses import StreamingResponse
 
+from furlong.chat.text_deltas import TextDeltas
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished, Progress
@@ -20,7 +21,6 @@ from furlong.interfaces import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 BACKLOG = 16  # reports of a stream that wait; more of them are merged into one event for each completion
-MAX_WINDOW = 256  # tokens that are decoded again for the next piece of text
 
 
 @dataclass(frozen=True)
@@ -110,53 +110,18 @@ def _merged(reports: Sequence[tuple[int, Progress | Finished | EngineError]], so
     return [(index, so_far[index], result) for index, result in steps.items()]
 
 
-class TextDeltas:
-    """The text of a growing completion, decoded piece by piece.
-
-    With `params`, only text that cannot change is returned: not an incomplete character, a token that may be trimmed,
-    or a possible start of a stop string.
-    """
-
-    def __init__(self, engine: EmbeddedEngine, params: SamplingParams | None = None) -> None:
-        self._tokenizer = engine.tokenizer
-        self._skips = True if params is None else params.skip_special_tokens
-        trims = params is not None and not params.no_stop_trim
-        self._trimmed = {*params.stop_token_ids, *engine.eos_ids} if params is not None and trims else set[int]()
-        self._stops = params.stop if params is not None and trims else ()
-        self._held_chars = max((len(stop) - 1 for stop in params.stop), default=0) if params is not None else 0
-        self._fixed = ""  # the text of the tokens before `_read`
-        self._prefix = self._read = self._sent_chars = 0
-
-    def whole(self, tokens: list[int]) -> str:
-        """Return the text of all tokens; "" without a tokenizer. `tokens` grows from call to call."""
-        if self._tokenizer is None:
-            return ""
-        before = self._decode(tokens[self._prefix : self._read])
-        after = self._decode(tokens[self._prefix :])
-        new = after[len(before) :]
-        if (new and not new.endswith("\ufffd")) or len(tokens) - self._prefix > MAX_WINDOW:
-            self._fixed += new
-            self._prefix, self._read = self._read, len(tokens)
-            return self._fixed
-        return self._fixed + new
-
-    def delta(self, tokens: list[int]) -> str:
-        """Return the text since the last call, as far as it is final."""
-        shown = tokens[:-1] if tokens and tokens[-1] in self._trimmed else tokens
-        text = self.whole(shown)
-        matches = [at for stop in self._stops if (at := text.find(stop, self._sent_chars)) >= 0]
-        text = text[: max(0, min([len(text) - self._held_chars, *matches]))].rstrip("\ufffd")
-        new = text[self._sent_chars :]
-        self._sent_chars += len(new)
-        return new
-
-    def rest(self, text: str) -> str:
-        """Return the end of the complete text that no `delta` contained."""
-        return text[self._sent_chars :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips) if tokens else ""
+def text_deltas(engine: EmbeddedEngine, params: SamplingParams | None = None) -> TextDeltas:
+    """Return the decoder of one completion; `params` are needed for `delta`."""
+    if params is None:
+        return TextDeltas(engine.tokenizer)
+    trims = not params.no_stop_trim
+    return TextDeltas(
+        engine.tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        end_ids={*params.stop_token_ids, *engine.eos_ids} if trims else (),
+        stops=params.stop if trims else (),
+        held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
+    )
 
 
 def decoded(engine: EmbeddedEngine, tokens: list[int], *, skip_special_tokens: bool = True) -> str:

@@ -10,10 +10,11 @@ from typing import Any, cast
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
 from furlong.core.sample import UNKNOWN_VERSION
 from furlong.core.text import shortened
+from furlong.core.token_stream import TextTokenizer
 from furlong.errors import DataError, EngineError
-from furlong.inference.sglang.engine_answers import EXPECTED, readable, unexpected
+from furlong.inference.sglang.engine_answers import EXPECTED, as_object, readable, unexpected
 from furlong.inference.sglang.generate_requests import InFlightRequest
-from furlong.interfaces import Completion, TextTokenizer
+from furlong.interfaces import Completion
 
 MAX_LOG_PROB = 1e-3  # of rounding
 MAX_VERSION = (1 << 63) - 1
@@ -88,6 +89,19 @@ class AnswerReader:
             if request.params.return_routed_experts
             else None,
         )
+
+    def put_progress(self, request: InFlightRequest, event: dict[str, Any]) -> None:
+        """Pass the tokens of an event to the request's stream. Raises EngineError for values that are not SGLang's."""
+        assert request.stream is not None
+        rows: Any = as_object(event.get("meta_info") or {}, request.where).get("output_token_logprobs") or []
+        position = request.stream.position
+        try:
+            rows = rows[position:]
+            tokens, log_probs = [row[1] for row in rows], [row[0] for row in rows]
+        except (TypeError, IndexError) as error:
+            raise unexpected(request.where, "output_token_logprobs", rows, "a list of [log-prob, id, text]") from error
+        self._check_values(request, tokens=tokens, log_probs=log_probs, text="", label="")
+        request.stream.put(position, tokens, log_probs)
 
     def _check_values(
         self, request: InFlightRequest, *, tokens: list[Any], log_probs: list[Any], text: Any, label: Any

@@ -18,6 +18,7 @@ import orjson
 from furlong.core.text import redact_credentials, shortened
 from furlong.errors import ConfigError, EngineError, EngineTimeoutError, UnreachableError
 from furlong.inference.sglang.engine_answers import EXPECTED, as_object, parse_answer, readable, reason_in
+from furlong.inference.sglang.event_reader import EventReader
 from furlong.inference.sglang.http_client import (
     MAX_ANSWER_BYTES,
     BrokenConnectionError,
@@ -104,10 +105,12 @@ class SglangClient:
         method: str = "",
         limit_bytes: int = MAX_ANSWER_BYTES,
         on_sent: Callable[[], None] | None = None,
+        events: EventReader | None = None,
     ) -> Any:
         """Send a request and return the parsed reply: POST `body`, or GET without one, unless `method` is set.
 
-        `on_sent` is called once the request is written. Raises UnreachableError if no answer came, EngineTimeoutError
+        `on_sent` is called once the request is written. With `events` the reply is a stream, and the result its last
+        event. Raises UnreachableError if no answer came, EngineTimeoutError
         if none came within `timeout_s` (None: no limit), and EngineError for an error status, invalid JSON, a redirect,
         a compressed body, or one of more than `limit_bytes`.
         """
@@ -119,7 +122,13 @@ class SglangClient:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._connections.request(
-                    method, path, content_out, headers, limit_bytes=limit_bytes, on_sent=on_sent
+                    method,
+                    path,
+                    content_out,
+                    headers,
+                    limit_bytes=limit_bytes,
+                    on_sent=on_sent,
+                    on_data=None if events is None else events.feed,
                 )
             if not path.startswith(HEALTH):  # SGLang answers 503 to those while it hangs
                 self.answered_s = time.monotonic()
@@ -141,7 +150,7 @@ class SglangClient:
         if status not in (200, ACCEPTED):
             hint = "; pass the key it was started with as --sglang-api-key" if status == 401 else ""
             raise EngineError(f"{where} answered {status}: {reason_in(answer.content)}{hint}")
-        return parse_answer(answer.content, where)
+        return parse_answer(answer.content, where) if events is None else events.last()
 
     async def ask_object(self, path: str, *, timeout_s: float | None = CONTROL_S) -> dict[str, Any]:
         """GET a JSON object, as `ask`. Raises EngineError for another value."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from furlong.core.token_stream import TokenStream
 from furlong.errors import EngineError
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import ServerPool
@@ -31,6 +32,7 @@ class InFlightRequest:
     is_abandoned: It was aborted and its server did not answer in time.
     version: Weight version of the server when the request was sent.
     cached_tokens: Prompt tokens that were cached before its own prompt was computed ahead; None if it was not.
+    stream: Receives tokens as they are sampled.
     """
 
     rid: str
@@ -44,6 +46,7 @@ class InFlightRequest:
     is_sent: bool = False
     is_aborted: bool = False
     is_abandoned: bool = False
+    stream: TokenStream | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @cached_property
@@ -74,9 +77,11 @@ class InFlightRequests:
         return f"furlong-{self._run}-{next(self._counter)}"
 
     @contextmanager
-    def track(self, session: str | None, prompt: list[int], params: SamplingParams) -> Generator[InFlightRequest]:
+    def track(
+        self, session: str | None, prompt: list[int], params: SamplingParams, stream: TokenStream | None
+    ) -> Generator[InFlightRequest]:
         """Create a request that is in flight until the context exits; a call that still runs then is cancelled."""
-        request = InFlightRequest(self.new_rid(), session, prompt, params)
+        request = InFlightRequest(self.new_rid(), session, prompt, params, stream=stream)
         self._open.add(request)
         try:
             yield request
@@ -164,7 +169,7 @@ def request_body(request: InFlightRequest) -> dict[str, Any]:
         "input_ids": request.prompt,
         "sampling_params": sampling_json(request.params),
         "return_logprob": True,
-        "stream": False,
+        "stream": request.stream is not None,
     }
     if request.params.return_routed_experts:
         body["return_routed_experts"] = True

@@ -73,8 +73,11 @@ class _Connection:
         self._writer.write(head + end)
         await self._writer.drain()
 
-    async def receive(self, limit_bytes: int) -> HttpAnswer:
-        """Read the complete answer. Raises ForbiddenAnswerError if its body has more than `limit_bytes`."""
+    async def receive(self, limit_bytes: int, on_data: Callable[[bytes], None] | None = None) -> HttpAnswer:
+        """Read the complete answer. Raises ForbiddenAnswerError if its body has more than `limit_bytes`.
+
+        `on_data` gets the body of an answer with status 200 as it arrives; it is then empty here.
+        """
         protocol = self._protocol
         status, num_bytes, num_interim, parts = 0, 0, 0, list[bytes]()
         while True:
@@ -92,6 +95,8 @@ class _Connection:
             elif isinstance(event, h11.Response):
                 status = event.status_code
                 _check_head(event)
+            elif isinstance(event, h11.Data) and status == 200 and on_data is not None:
+                on_data(bytes(event.data))
             elif isinstance(event, h11.Data):
                 parts.append(bytes(event.data))
                 num_bytes += len(event.data)
@@ -163,10 +168,12 @@ class Connections:
         *,
         limit_bytes: int = MAX_ANSWER_BYTES,
         on_sent: Callable[[], None] | None = None,
+        on_data: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
         """Return the answer. Raises BrokenConnectionError if none came, and ForbiddenAnswerError.
 
-        `on_sent` is called once the request is written.
+        `on_sent` is called once the request is written. `on_data` gets the body of an answer with status 200 as it
+        arrives, without a limit; the answer is then empty.
         """
         fields = {**self._headers, "Content-Length": str(len(content)), **(headers or {})}
         request = h11.Request(method=method, target=path, headers=list(fields.items()))
@@ -176,7 +183,7 @@ class Connections:
             await connection.send(request, content)
             if on_sent is not None:
                 on_sent()
-            answer = await connection.receive(limit_bytes)
+            answer = await connection.receive(limit_bytes, on_data)
             is_done = connection.renew()
             return answer
         except (OSError, h11.RemoteProtocolError) as error:

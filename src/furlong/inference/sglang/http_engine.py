@@ -19,6 +19,7 @@ from typing import Any
 
 from furlong.core.metric import Metrics
 from furlong.core.routing import RoutingShape
+from furlong.core.token_stream import TextTokenizer, TokenStream
 from furlong.core.weights import WeightSource
 from furlong.errors import (
     ENGINE_HANGS,
@@ -31,6 +32,7 @@ from furlong.errors import (
     UnreachableError,
 )
 from furlong.inference.sglang.answer_reader import AnswerReader, abort_reason, cached_tokens
+from furlong.inference.sglang.event_reader import EventReader
 from furlong.inference.sglang.generate_requests import (
     GENERATE,
     InFlightRequest,
@@ -41,7 +43,7 @@ from furlong.inference.sglang.generate_requests import (
 )
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_pool import ServerPool
-from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TextTokenizer
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +121,25 @@ class HttpEngine(Engine):
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt`. Raises EngineError with the server's reason, or naming all servers if none is left."""
+        return await self._tracked(prompt, params, session, None)
+
+    async def stream(
+        self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
+    ) -> Completion:
+        """`generate`, and put the tokens into `tokens` as they arrive."""
+        return await self._tracked(prompt, params, session, tokens)
+
+    async def _tracked(
+        self, prompt: list[int], params: SamplingParams, session: str | None, stream: TokenStream | None
+    ) -> Completion:
         self.pool.check_open()
         started = time.perf_counter()
-        with self._in_flight.track(session, prompt, params) as request:
+        with self._in_flight.track(session, prompt, params, stream) as request, self._stoppable(request):
             try:
-                return await self._answer(request, started)
+                completion = await self._answer(request, started)
+                if stream is not None:
+                    stream.put(0, completion.tokens, completion.log_probs)
+                return completion
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -131,6 +147,19 @@ class HttpEngine(Engine):
                 self.pool.check_open()
                 assert request.is_abandoned
                 return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
+
+    @contextlib.contextmanager
+    def _stoppable(self, request: InFlightRequest) -> Generator[None]:
+        """Abort the request when its stream is stopped."""
+        if request.stream is None:
+            yield
+            return
+        aborts: list[asyncio.Task[None]] = []
+        request.stream.set_abort(lambda: aborts.append(asyncio.create_task(self._in_flight.abort([request]))))
+        try:
+            yield
+        finally:
+            request.stream.set_abort(None)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. New requests wait for `resume`; `mode` decides about those that were sent.
@@ -355,11 +384,27 @@ class HttpEngine(Engine):
                 request.is_sent, request.version = True, pool.oldest_version(server)
                 try:
                     with pool.count_request(server):
-                        return await ask(body)
+                        return await ask(body, events=self._event_reader(request, body))
                 finally:
                     request.is_sent = False
         finally:
             server.placed -= 1
+
+    def _event_reader(self, request: InFlightRequest, body: dict[str, Any]) -> EventReader | None:
+        """Return the reader of a streamed answer; None if it is not streamed. `furlong serve` sends new tokens only."""
+        server = request.server
+        if request.stream is None or server is None:
+            return None
+        infos = [each.info for each in self.pool.behind(server)]
+        if are_furlong := all(info.is_furlong for info in infos):
+            body["incremental_streaming_output"] = True
+        return EventReader(
+            request.where,
+            partial(self._reader.put_progress, request),
+            url=server.url,
+            limit_bytes=self._reader.limit_bytes(request),
+            is_incremental=are_furlong or any(info.streams_increments for info in infos),
+        )
 
     def _cache_key(self, server: SglangServer) -> dict[str, str]:
         """Separate prefix caches by weight version: a server that has requests in hold keeps its cache in an update."""

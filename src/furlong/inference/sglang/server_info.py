@@ -21,6 +21,7 @@ class ServerInfo:
         `sglang_layout.shard_checksums`; "" if there are none.
     returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
     speculation: Algorithm of speculative decoding; "" for none.
+    streams_increments: Events of a stream have the new tokens only, and not all so far.
     """
 
     is_furlong: bool
@@ -41,6 +42,7 @@ class ServerInfo:
     returns_routes: bool = True
     speculation: str = ""
     ep_size: int = 1
+    streams_increments: bool = False
 
     @staticmethod
     def read(answer: Mapping[str, Any], where: str = "GET /server_info") -> ServerInfo:
@@ -69,6 +71,7 @@ class ServerInfo:
             returns_routes=bool(answer.get("enable_return_routed_experts", True)),
             ep_size=size("ep_size"),
             speculation=optional_text(answer, "speculative_algorithm", where),
+            streams_increments=bool(answer.get("incremental_streaming_output")),
         )
 
     @property

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import boolean, quote
+from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply
 
 HONORED = {
@@ -177,32 +179,66 @@ def write(reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-def stream(reply: Reply, model: str) -> Iterator[bytes]:
-    """Yield the events of a finished reply."""
-    whole = write(reply, model)
-    start = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
-    yield _event("message_start", message=start)
-    for index, block in enumerate(whole["content"]):
-        empty, delta = _parts(block)
-        yield _event("content_block_start", index=index, content_block=empty)
-        yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    yield _event("message_delta", delta=ended, usage=whole["usage"])
+async def stream(model: str, parts: AsyncIterator[StreamPart], streams: Sequence[ReplyStream]) -> AsyncGenerator[bytes]:
+    """Yield the events of a reply while it is sampled."""
+    (source,) = streams
+    used = {"input_tokens": source.prompt_tokens, "output_tokens": 0}
+    start = {"id": f"msg_{source.response_id}", "type": "message", "role": "assistant", "model": model, "content": []}
+    yield _event("message_start", message={**start, "stop_reason": None, "stop_sequence": None, "usage": used})
+    blocks = _OpenBlocks()
+    async for _, part in parts:
+        if isinstance(part, Reply):
+            for event in (*blocks.end(part), *_end(part)):
+                yield event
+        else:
+            for event in (*blocks.grow("thinking", part.reasoning), *blocks.grow("text", part.content)):
+                yield event
+
+
+class _OpenBlocks:
+    """The blocks of a stream, of which the last may be open."""
+
+    def __init__(self) -> None:
+        self._index, self._kind = -1, ""
+
+    def grow(self, kind: Literal["thinking", "text"], text: str) -> Iterator[bytes]:
+        """Yield the events of more text."""
+        if not text:
+            return
+        if kind != self._kind:
+            yield from self._close()
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield from self._open(kind, {"type": kind, kind: "", **signature})
+        yield _event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta", kind: text})
+
+    def end(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the events of the calls, which come last, and of an empty answer."""
+        calls = [block for block in _blocks(reply) if block["type"] == "tool_use"]
+        if not calls and self._kind != "text":
+            yield from self._close()
+            yield from self._open("text", {"type": "text", "text": ""})
+        for block in calls:
+            yield from self._close()
+            yield from self._open("tool_use", {**block, "input": {}})
+            partial = json.dumps(block["input"], ensure_ascii=False)
+            delta = {"type": "input_json_delta", "partial_json": partial}
+            yield _event("content_block_delta", index=self._index, delta=delta)
+        yield from self._close()
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        self._index, self._kind = self._index + 1, kind
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._kind:
+            yield _event("content_block_stop", index=self._index)
+        self._kind = ""
+
+
+def _end(reply: Reply) -> Iterator[bytes]:
+    ended = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+    yield _event("message_delta", delta=ended, usage=_usage(reply))
     yield _event("message_stop")
-
-
-def _parts(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the empty block that begins a stream of this one, and the only delta."""
-    match block["type"]:
-        case "text":
-            return {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
-        case "thinking":
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-            return {"type": "thinking", "thinking": "", "signature": ""}, delta
-        case _:
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-            return {**block, "input": {}}, delta
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from furlong.chat.messages import checked_messages
@@ -11,7 +11,9 @@ from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import boolean, quote
 from furlong.inference.server.generate_api import num_samples
 from furlong.inference.server.streaming import DONE, sse
+from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply, Session
 
 HONORED = {
@@ -130,7 +132,7 @@ def usage(replies: Sequence[Reply]) -> dict[str, Any]:
 def write(call: ClientCall, replies: Sequence[Reply], session: Session, model: str) -> dict[str, Any]:
     """Return the body of the reply."""
     body = {
-        **_head(replies, model, "chat.completion"),
+        **_head(replies[0].id, model, "chat.completion"),
         "choices": [_choice(call, i, reply, session) for i, reply in enumerate(replies)],
         "usage": usage(replies),
     }
@@ -139,8 +141,8 @@ def write(call: ClientCall, replies: Sequence[Reply], session: Session, model: s
     return body
 
 
-def _head(replies: Sequence[Reply], model: str, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{replies[0].id}", "object": kind, "created": int(time.time()), "model": model}
+def _head(response_id: str, model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{response_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def _prompt_ids(reply: Reply) -> list[int]:
@@ -148,47 +150,67 @@ def _prompt_ids(reply: Reply) -> list[int]:
 
 
 def _choice(call: ClientCall, index: int, reply: Reply, session: Session) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+    return {
         "index": index,
         "message": reply.message,
         "finish_reason": finish_reason(reply),
-        "logprobs": log_probs(reply, session) if call.body.get("logprobs") else None,
+        "logprobs": None,
+        **_tokens_of(call, reply.tokens, reply.log_probs, session),
     }
-    if call.body.get("return_token_ids"):
-        choice["token_ids"] = reply.tokens
-    return choice
 
 
-def log_probs(reply: Reply, session: Session) -> dict[str, Any]:
-    """Return the log-probs of the sampled tokens."""
-    texts = [session.chat_format.decode([token]) for token in reply.tokens]
+def log_probs(tokens: Sequence[int], values: Sequence[float], session: Session) -> dict[str, Any]:
+    """Return the log-probs of sampled tokens."""
+    texts = [session.chat_format.decode([token]) for token in tokens]
     return {
         "content": [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, reply.log_probs, strict=True)
+            for text, value in zip(texts, values, strict=True)
         ]
     }
 
 
-def stream(call: ClientCall, replies: Sequence[Reply], session: Session, model: str) -> Iterator[bytes]:
-    """Yield the events of finished replies."""
-    head = _head(replies, model, "chat.completion.chunk")
+async def stream(
+    call: ClientCall,
+    session: Session,
+    model: str,
+    parts: AsyncIterator[StreamPart],
+    streams: Sequence[ReplyStream],
+) -> AsyncGenerator[bytes]:
+    """Yield the events of replies while they are sampled."""
+    head = _head(streams[0].response_id, model, "chat.completion.chunk")
+    begun = [False] * len(streams)
+    replies: list[Reply] = []
 
     def event(index: int, delta: Mapping[str, Any], reason: str | None = None, **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None, **fields}
         return sse({**head, "choices": [choice]})
 
-    for index, reply in enumerate(replies):
-        yield event(index, {"role": "assistant", "content": ""})
-        if reply.reasoning:
-            yield event(index, {"reasoning_content": reply.reasoning})
-        if reply.content:
-            yield event(index, {"content": reply.content})
-        for i, made in enumerate(reply.tool_calls):
-            yield event(index, {"tool_calls": [{"index": i, **made}]})
-        choice = _choice(call, index, reply, session)
-        extra = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
-        yield event(index, {}, finish_reason(reply), **extra)
+    async for index, part in parts:
+        if not begun[index]:
+            begun[index] = True
+            yield event(index, {"role": "assistant", "content": ""})
+        if isinstance(part, Reply):
+            replies.append(part)
+            for i, made in enumerate(part.tool_calls):
+                yield event(index, {"tool_calls": [{"index": i, **made}]})
+            yield event(index, {}, finish_reason(part))
+            continue
+        extra = _tokens_of(call, part.tokens, part.log_probs, session) if part.tokens else {}
+        if part.reasoning:
+            yield event(index, {"reasoning_content": part.reasoning}, **({} if part.content else extra))
+        if part.content or (extra and not part.reasoning):
+            yield event(index, {"content": part.content} if part.content else {}, **extra)
     if (call.body.get("stream_options") or {}).get("include_usage"):
         yield sse({**head, "choices": [], "usage": usage(replies)})
     yield DONE
+
+
+def _tokens_of(call: ClientCall, tokens: list[int], values: list[float], session: Session) -> dict[str, Any]:
+    """Return the fields of a choice that the client asked for: token ids and log-probs."""
+    fields: dict[str, Any] = {}
+    if call.body.get("logprobs"):
+        fields["logprobs"] = log_probs(tokens, values, session)
+    if call.body.get("return_token_ids"):
+        fields["token_ids"] = tokens
+    return fields

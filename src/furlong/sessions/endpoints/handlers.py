@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +24,11 @@ from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.app import CLIENT_GONE
 from furlong.inference.server.bodies import json_response, printable, read_object
 from furlong.inference.server.limits import RefusedError, RequestGuard
-from furlong.inference.server.streaming import event_stream
+from furlong.inference.server.streaming import event_stream, sse
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
+from furlong.sessions.endpoints.answered_call import AnsweredCall, StreamPart
 from furlong.sessions.endpoints.client_call import ClientCall, check_model
+from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import EndedError, FullContextError, Reply, Session, check_role
 
 MAX_ANSWERED = 64  # replies of a session that are kept for retries
@@ -39,14 +43,6 @@ Handler = Callable[[HttpRequest, "OpenSession", dict[str, Any]], Awaitable[Respo
 
 
 @dataclass
-class _Answered:
-    """A request, in flight or answered. is_delivered: a client got the reply."""
-
-    task: asyncio.Task[list[Reply]]
-    is_delivered: bool = False
-
-
-@dataclass
 class OpenSession:
     """A session that clients can reach. `url` is the base URL without /v1; `key` an API key of this session only.
 
@@ -58,7 +54,7 @@ class OpenSession:
     key: str
     session: Session = field(repr=False)
     abort: Abort = field(repr=False)
-    requests: OrderedDict[str, _Answered] = field(default_factory=OrderedDict[str, _Answered], repr=False)
+    requests: OrderedDict[str, AnsweredCall] = field(default_factory=OrderedDict[str, AnsweredCall], repr=False)
     result: dict[str, Any] | None = None
 
     def role(self, name: str, *, trainable: bool = True) -> RoleAddress:
@@ -159,37 +155,49 @@ class SessionEndpoints(ABC):
             logger.exception("%s %s", http.method, http.url.path[:200])
             return error_reply(http, f"{type(error).__name__}: {error}; the log has the traceback", 500)
 
-    async def _answered(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> list[Reply]:
-        """Return the replies of a call; a client's retry gets those of the first attempt.
-
-        The engine's call belongs to the session, and continues if the client disconnects.
-        """
+    def _call(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> AnsweredCall:
+        """Start a call, or return the one that a client's retry repeats."""
         role = _role_of(http)
         body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
         key = role + xxhash.xxh3_128_hexdigest(http.url.path.encode() + body)
         known = opened.requests.get(key)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        if known is None or (known.task.done() and (not is_retry and known.is_delivered)) or _failed(known.task):
-            known = _Answered(asyncio.create_task(self._replies(opened.session, call, role)))
+        if known is None or (known.task.done() and known.is_delivered and not is_retry) or known.is_over:
+            known = AnsweredCall(lambda streams: self._replies(opened.session, call, role, streams), call)
             opened.requests[key] = known
             while len(opened.requests) > MAX_ANSWERED and next(iter(opened.requests.values())).task.done():
                 opened.requests.popitem(last=False)
         else:
             opened.session.counts["retries"] += 1
-        try:
-            replies = await asyncio.shield(known.task)
-        except asyncio.CancelledError:
-            if known.task.cancelled():
-                raise EndedError("the session ended while the request was running") from None
-            known.task.add_done_callback(_mark_lost)
-            raise
-        known.is_delivered = not await http.is_disconnected()
-        for reply in replies:
-            if reply.node is not None:
-                reply.node.is_delivered = known.is_delivered
-        return replies
+        return known
 
-    async def _replies(self, session: Session, call: ClientCall, role: str) -> list[Reply]:
+    async def _answered(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> list[Reply]:
+        """Return the replies of a call; a client's retry gets those of the first attempt.
+
+        The engine's call belongs to the session, and continues if the client disconnects.
+        """
+        return await self._call(http, opened, call).replies(http.is_disconnected)
+
+    async def _streamed(
+        self,
+        http: HttpRequest,
+        opened: OpenSession,
+        call: ClientCall,
+        write: Callable[[AsyncIterator[StreamPart], Sequence[ReplyStream]], AsyncGenerator[bytes]],
+    ) -> Response:
+        """Reply with the events that `write` makes of a call's parts; errors before the first one raise."""
+        guard: RequestGuard = http.state.guard
+        known = self._call(http, opened, call)
+        await known.begun()
+        if await http.is_disconnected():
+            known.leave()
+            raise ClientDisconnect
+        parts = known.parts(guard.deadline_s)
+        return event_stream(guard, _with_errors(http, write(parts, known.streams), parts))
+
+    async def _replies(
+        self, session: Session, call: ClientCall, role: str, streams: Sequence[ReplyStream | None]
+    ) -> list[Reply]:
         params = call.params(session, client_sampling=self._client_sampling)
         seeds: list[int | None] = [params.sampling_seed] * call.n
         if session.params.sampling_seed is None and params.sampling_seed is not None:
@@ -207,8 +215,9 @@ class SessionEndpoints(ABC):
                     role=role,
                     reads_calls=call.reads_calls,
                     max_calls=call.max_calls,
+                    stream=stream,
                 )
-                for own in each
+                for own, stream in zip(each, streams, strict=True)
             ]
         return list(await asyncio.gather(*works))
 
@@ -216,17 +225,19 @@ class SessionEndpoints(ABC):
         """Answer POST /v1/chat/completions."""
         call = chat_completions.read(body)
         self.check_model(body.get("model"))
-        replies = await self._answered(http, opened, call)
         if call.is_stream:
-            return _stream(http, chat_completions.stream(call, replies, opened.session, self.model_name))
+            write = functools.partial(chat_completions.stream, call, opened.session, self.model_name)
+            return await self._streamed(http, opened, call, write)
+        replies = await self._answered(http, opened, call)
         return json_response(chat_completions.write(call, replies, opened.session, self.model_name))
 
     async def _messages(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = anthropic_messages.read(body)
         self.check_model(body.get("model"))
-        (reply,) = await self._answered(http, opened, call)
         if call.is_stream:
-            return _stream(http, anthropic_messages.stream(reply, self.model_name))
+            write = functools.partial(anthropic_messages.stream, self.model_name)
+            return await self._streamed(http, opened, call, write)
+        (reply,) = await self._answered(http, opened, call)
         return json_response(anthropic_messages.write(reply, self.model_name))
 
     async def _count_tokens(self, _http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
@@ -238,9 +249,10 @@ class SessionEndpoints(ABC):
     async def _responses(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         call = responses.read(body, opened.session)
         self.check_model(body.get("model"))
-        (reply,) = await self._answered(http, opened, call)
         if call.is_stream:
-            return _stream(http, responses.stream(call, reply, self.model_name))
+            write = functools.partial(responses.stream, call, self.model_name)
+            return await self._streamed(http, opened, call, write)
+        (reply,) = await self._answered(http, opened, call)
         return json_response(responses.write(call, reply, self.model_name))
 
     async def _generate(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
@@ -260,23 +272,20 @@ class SessionEndpoints(ABC):
         return json_response({"object": "list", "data": [model]})
 
 
-def _mark_lost(task: asyncio.Task[list[Reply]]) -> None:
-    """Note that no client waits for these replies."""
-    for reply in [] if _failed(task) else task.result():
-        if reply.node is not None:
-            reply.node.is_delivered = False
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _stream(http: HttpRequest, events: Iterable[bytes]) -> Response:
-    async def each() -> AsyncIterator[bytes]:
-        for event in events:
-            yield event
-
-    return event_stream(http.state.guard, each())
+async def _with_errors(
+    http: HttpRequest, events: AsyncGenerator[bytes], parts: AsyncGenerator[StreamPart]
+) -> AsyncGenerator[bytes]:
+    """Forward events; an error after the first one is an event too. The parts end with their reader."""
+    async with contextlib.aclosing(parts), contextlib.aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except (EngineError, RolloutError, TimeoutError) as error:
+            text = str(error) or "not answered in time"
+            code = "session_ended" if isinstance(error, EndedError) else None
+            status = 410 if isinstance(error, EndedError) else 500
+            kind = b"" if http.url.path.endswith("/chat/completions") else b"event: error\n"
+            yield kind + sse(error_body(http, text, status, code))
 
 
 async def not_found(http: HttpRequest, error: Exception) -> Response:
@@ -287,9 +296,13 @@ async def not_found(http: HttpRequest, error: Exception) -> Response:
 
 def error_reply(http: HttpRequest | None, message: str, status: int, code: str | None = None) -> Response:
     """Return an error in the form of Anthropic for its path, and of OpenAI otherwise."""
+    return json_response(error_body(http, message, status, code), status)
+
+
+def error_body(http: HttpRequest | None, message: str, status: int, code: str | None) -> dict[str, Any]:
+    """Return the body of an error."""
     text = printable(message)
     if http is not None and "/messages" in http.url.path:
-        return json_response(anthropic_messages.error(text, status), status)
+        return anthropic_messages.error(text, status)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    fields: Mapping[str, Any] = {"message": text, "type": kind, "param": None, "code": code}
-    return json_response({"error": fields}, status)
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import boolean, quote
+from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply, Session
 
 HONORED = {
@@ -123,15 +125,28 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
             raise MessageError(f"{name}.type is {quote(kind)}, which is not supported")
 
 
+_PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
+
+
+def _item_id(kind: str, response_id: str) -> str:
+    return f"{'rs' if kind == 'reasoning' else 'msg'}_{response_id}"
+
+
+def _text_item(kind: str, response_id: str, text: str) -> dict[str, Any]:
+    """Return an item of the kind reasoning or message."""
+    item = {"type": kind, "id": _item_id(kind, response_id)}
+    if kind == "reasoning":
+        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {**item, "role": "assistant", "content": content, "status": "completed"}
+
+
 def _items(reply: Reply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.reasoning:
-        content = [{"type": "reasoning_text", "text": reply.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": content})
+        items.append(_text_item("reasoning", reply.id, reply.reasoning))
     if reply.content or not reply.tool_calls:
-        text = {"type": "output_text", "text": reply.content, "annotations": []}
-        message = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "content": [text]}
-        items.append(message | {"status": "completed"})
+        items.append(_text_item("message", reply.id, reply.content))
     for call in reply.tool_calls:
         fields = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
         items.append(fields | call["function"])
@@ -140,25 +155,13 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
 
 def write(call: ClientCall, reply: Reply, model: str) -> dict[str, Any]:
     """Return the body of the reply."""
-    body, is_cut = call.body, reply.finish_reason != "stop"
+    is_cut = reply.finish_reason != "stop"
     sampled = len(reply.tokens)
     return {
-        "id": f"resp_{reply.id}",
-        "object": "response",
-        "created_at": int(time.time()),
+        **_shell(call, f"resp_{reply.id}", model),
         "status": "incomplete" if is_cut else "completed",
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": body.get("instructions"),
-        "model": model,
         "output": _items(reply),
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "metadata": body.get("metadata") or {},
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": reply.cached_tokens},
@@ -169,37 +172,105 @@ def write(call: ClientCall, reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-def stream(call: ClientCall, reply: Reply, model: str) -> Iterator[bytes]:
-    """Yield the events of a finished reply."""
-    whole = write(call, reply, model)
-    pending = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[tuple[str, dict[str, Any]]] = [
-        ("created", {"response": pending}),
-        ("in_progress", {"response": pending}),
-    ]
-    for index, item in enumerate(whole["output"]):
-        events += _item_events(index, item)
-    events.append((whole["status"], {"response": whole}))
-    for number, (kind, fields) in enumerate(events):
+def _shell(call: ClientCall, response_id: str, model: str) -> dict[str, Any]:
+    """Return the fields that are known before the answer."""
+    body = call.body
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "previous_response_id": body.get("previous_response_id"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "metadata": body.get("metadata") or {},
+        "usage": None,
+    }
+
+
+async def stream(
+    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[ReplyStream]
+) -> AsyncGenerator[bytes]:
+    """Yield the events of a reply while it is sampled."""
+    (source,) = streams
+    pending = {**_shell(call, f"resp_{source.response_id}", model), "status": "in_progress"}
+    events = _StreamEvents(source.response_id)
+    yield events.event("created", response=pending)
+    yield events.event("in_progress", response=pending)
+    async for _, part in parts:
+        if isinstance(part, Reply):
+            whole = write(call, part, model)
+            for event in events.end(whole["output"]):
+                yield event
+            yield events.event(whole["status"], response=whole)
+        else:
+            for event in (*events.grow("reasoning", part.reasoning), *events.grow("message", part.content)):
+                yield event
+
+
+class _StreamEvents:
+    """Numbered events of a stream: one item of text may be open, with one part."""
+
+    def __init__(self, response_id: str) -> None:
+        self._id = response_id
+        self._number, self._index = 0, -1
+        self._kind, self._text = "", ""
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """Return the next event."""
         name = f"response.{kind}"
-        event = {"type": name, "sequence_number": number, **fields}
-        yield b"event: " + name.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+        data = orjson.dumps({"type": name, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
+    def grow(self, kind: Literal["reasoning", "message"], text: str) -> Iterator[bytes]:
+        """Yield the events of more text."""
+        if not text:
+            return
+        if kind != self._kind:
+            yield from self._close()
+            yield from self._open(kind)
+        self._text += text
+        yield self.event(f"{_PARTS[kind]}.delta", **self._at, delta=text)
 
-def _item_events(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    at = {"output_index": index, "item_id": item["id"]}
-    opened = {**item, "status": "in_progress"} | ({"content": []} if "content" in item else {"arguments": ""})
-    events: list[tuple[str, dict[str, Any]]] = [("output_item.added", {"output_index": index, "item": opened})]
-    if item["type"] == "function_call":
-        events.append(("function_call_arguments.delta", {**at, "delta": item["arguments"]}))
-        events.append(("function_call_arguments.done", {**at, "arguments": item["arguments"]}))
-    else:
-        part = item["content"][0]
-        kind = part["type"].removesuffix("_text") + "_text"
-        at |= {"content_index": 0}
-        events.append(("content_part.added", {**at, "part": {**part, "text": ""}}))
-        events.append((f"{kind}.delta", {**at, "delta": part["text"]}))
-        events.append((f"{kind}.done", {**at, "text": part["text"]}))
-        events.append(("content_part.done", {**at, "part": part}))
-    events.append(("output_item.done", {"output_index": index, "item": item}))
-    return events
+    def end(self, items: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+        """Yield the events of the calls, which come last, and of an empty message."""
+        if self._kind != "message" and any(item["type"] == "message" for item in items):
+            yield from self._close()
+            yield from self._open("message")
+        yield from self._close()
+        for item in items:
+            if item["type"] == "function_call":
+                self._index += 1
+                at = {"output_index": self._index, "item_id": item["id"]}
+                opened = {**item, "status": "in_progress", "arguments": ""}
+                yield self.event("output_item.added", output_index=self._index, item=opened)
+                yield self.event("function_call_arguments.delta", **at, delta=item["arguments"])
+                yield self.event("function_call_arguments.done", **at, arguments=item["arguments"])
+                yield self.event("output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"output_index": self._index, "item_id": _item_id(self._kind, self._id), "content_index": 0}
+
+    def _open(self, kind: Literal["reasoning", "message"]) -> Iterator[bytes]:
+        self._index, self._kind, self._text = self._index + 1, kind, ""
+        item = {**_text_item(kind, self._id, ""), "content": []}
+        yield self.event("output_item.added", output_index=self._index, item={**item, "status": "in_progress"})
+        yield self.event("content_part.added", **self._at, part=_text_item(kind, self._id, "")["content"][0])
+
+    def _close(self) -> Iterator[bytes]:
+        if not self._kind:
+            return
+        item = _text_item(self._kind, self._id, self._text)
+        yield self.event(f"{_PARTS[self._kind]}.done", **self._at, text=self._text)
+        yield self.event("content_part.done", **self._at, part=item["content"][0])
+        yield self.event("output_item.done", output_index=self._index, item=item)
+        self._kind = ""
