@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from chat_zoo import bpe_tokenizer
 from fakes_engine import reference_log_probs, source_of, tiny_engine, tiny_model
@@ -19,6 +20,7 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Hooks
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
+from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
 from furlong.rollout import agent_function
 from furlong.rollout.episode_load import RewardWait
@@ -92,11 +94,12 @@ def episodes(
     num_groups: int = 2,
     family: str = "qwen",
     during: Callable[[Any, Any], Any] | None = None,
+    context_len: int = 1024,
     **args: Any,
 ) -> tuple[list[Sample], Any, Rewards]:
     """Run groups of two samples with a tiny engine; returns the samples, the model and the rewards."""
     tokenizer = bpe_tokenizer(family)
-    config, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=1024)
+    config, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=context_len)
     config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     async def main() -> tuple[list[Sample], Any, Rewards]:
@@ -111,7 +114,7 @@ def episodes(
             params=SamplingParams(max_new_tokens=8, skip_special_tokens=False),
             hooks=Hooks(custom_generate_function=function),
             vocab_size=416,
-            max_tokens=1024,
+            max_tokens=context_len,
             args=SimpleNamespace(agent_function_path=None, agent_command=None, agent_memory_limit=None, **args),
             chat_format=ChatFormat(tokenizer),
             session_server=server,
@@ -138,14 +141,33 @@ def episodes(
 
 
 def columns(samples: list[Sample]) -> list[Any]:
-    names = ("index", "tokens", "response_length", "loss_mask", "rollout_log_probs", "token_versions", "status")
+    names = (
+        "index",
+        "tokens",
+        "response_length",
+        "loss_mask",
+        "rollout_log_probs",
+        "token_versions",
+        "status",
+        "reward",
+    )
     return [[getattr(sample, name) for name in names] for sample in samples]
 
 
 @pytest.mark.slow
-def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_probs():
+def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_probs(monkeypatch):
+    answers: dict[tuple[int, ...], list[list[int]]] = {}
+    generate = EmbeddedEngine.generate
+
+    async def recorded(engine: Any, prompt: list[int], params: Any, **options: Any) -> Any:
+        done = await generate(engine, prompt, params, **options)
+        answers.setdefault(tuple(prompt), []).append(done.tokens)
+        return done
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", recorded)
     samples, model, _ = _http(num_groups=32)
     assert len(samples) == 64
+    assert sum(map(len, answers.values())) == 64 * TURNS
     tokenizer, changed = bpe_tokenizer("qwen"), 0
     for sample in samples:
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
@@ -154,13 +176,21 @@ def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_pr
         assert "retokenised_from" not in sample.metadata
         changed += tokenizer.encode(tokenizer.decode(sample.tokens), add_special_tokens=False) != sample.tokens
     assert changed > 32
-    for sample in samples[::8]:
-        n = sample.prompt_length
+    num_trained = 0
+    for sample in samples:
+        n, mask = sample.prompt_length, sample.loss_mask or ()
+        starts = [i for i, is_trained in enumerate(mask) if is_trained and (not i or not mask[i - 1])]
+        assert len(starts) == TURNS
+        for i in starts:
+            end = next((j for j in range(i, len(mask)) if not mask[j]), len(mask))
+            assert sample.tokens[n + i : n + end] in answers[tuple(sample.tokens[: n + i])]
+            num_trained += end - i
         known = reference_log_probs(model, sample.tokens[:n], sample.tokens[n:])
         for value, expected, is_trained in zip(
             sample.rollout_log_probs or (), known, sample.loss_mask or (), strict=True
         ):
             assert not is_trained or abs(value - float(expected)) < 1e-4
+    assert num_trained == sum(len(tokens) for each in answers.values() for tokens in each)
 
 
 def _http(**options: Any) -> tuple[list[Sample], Any, Rewards]:
@@ -211,6 +241,55 @@ def test_clients_do_not_notice_weight_updates(mode):
         assert sample.metadata["session"]["turns"] == TURNS
         assert "sampled_in_another_context" not in sample.metadata
     assert max(max(sample.token_versions) for sample in samples) > 0
+
+
+async def fifty_turns(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    messages: list[Any] = list(sample.prompt)
+    async with httpx.AsyncClient(timeout=60) as client:
+        for _ in range(50):
+            reply = await client.post(f"{session(sample).url}/v1/chat/completions", json={"messages": messages})
+            messages += [reply.raise_for_status().json()["choices"][0]["message"], {"role": "user", "content": "+"}]
+    return sample
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
+def test_every_token_of_50_turns_has_the_log_prob_of_its_versions_weights(mode):
+    _, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=2048)
+    draw = torch.Generator().manual_seed(0)
+    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
+    for _ in range(5):
+        states.append({k: t + 0.1 * t.std() * torch.randn(t.shape, generator=draw) for k, t in states[-1].items()})
+    waited: list[int] = []
+
+    async def update(engine: Any, running: Any) -> None:
+        for version in range(1, 6):
+            generated = engine.stats().tokens_generated
+            while engine.stats().tokens_generated < generated + 200 and not running.done():
+                await asyncio.sleep(0.001)
+            assert not running.done()
+            before = engine.stats().tokens_generated
+            await engine.pause(mode)
+            waited.append(engine.stats().tokens_generated - before)
+            await engine.load_weights(source_of(states[version]), version)
+            await engine.resume()
+
+    samples, _, rewards = episodes(fifty_turns, during=update, context_len=2048)
+    assert (len(samples), rewards.scored, len(waited)) == (4, 4, 5)
+    assert max(waited) <= 4 * 8  # at most one request of each episode
+    seen: set[int] = set()
+    for sample in samples:
+        assert sample.metadata["session"]["turns"] == 50
+        n, mask, versions = sample.prompt_length, sample.loss_mask or (), sample.token_versions or ()
+        trained = [version for version, is_trained in zip(versions, mask, strict=True) if is_trained]
+        assert trained == sorted(trained)
+        seen |= set(trained)
+        for version in set(trained):
+            model.load_state_dict(states[version])
+            known = reference_log_probs(model, sample.tokens[:n], sample.tokens[n:])
+            for i, value in enumerate(sample.rollout_log_probs or ()):
+                assert not mask[i] or versions[i] != version or abs(value - float(known[i])) < 1e-4
+    assert seen == set(range(6))
 
 
 def test_leaves_share_the_reward_of_the_last_one():
