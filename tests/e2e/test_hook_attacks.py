@@ -16,6 +16,12 @@ pytestmark = pytest.mark.slow
         ("source", "builtins", "it replaced builtins.len"),
         ("sample_hook", "C _exit", "C's _exit(0) would end"),
         ("post_process", "C exit itself", None),
+        ("buffer_filter", "descriptors", "it closed descriptor"),
+        ("sample_filter", "os._exit", "os._exit(0)"),
+        ("all_samples", "sys.exit", "sys.exit(0)"),
+        ("data_postprocess", "KeyboardInterrupt", "KeyboardInterrupt: mine"),
+        ("convert", "chdir", "it changed the working directory"),
+        ("log", "SIGTERM ignored", "it changed the handler of SIGTERM"),
     ],
 )
 def test_an_attack_is_an_error_that_names_the_function(hook, attack, words, model, data, tmp_path):
@@ -28,3 +34,4 @@ def test_an_attack_is_an_error_that_names_the_function(hook, attack, words, mode
     log = (tmp_path / "log.txt").read_text()
     assert words is None or (words in log and "attack.py:" in log)
     assert "Traceback" not in log
+    assert "FILE01" not in log  # a closed descriptor is not a failure of the disk

@@ -68,7 +68,7 @@ class Trackers:
                 action,
                 type(error).__name__,
                 error,
-                exc_info=error,
+                exc_info=None if isinstance(error, OSError) else error,  # the file system's errors need no place
             )
 
 

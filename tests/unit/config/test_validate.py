@@ -151,6 +151,8 @@ RULES = [
     ("--rm-type boxed_maths", "--rm-type boxed_maths | boxed_math?"),
     ("--rm-type remote_rm", "--rm-type remote_rm | --rm-url"),
     ("--rm-url http://x", "--rm-url http://x | --rm-type | remote_rm"),
+    ("--rm-type remote_rm --rm-url me:secret@x/score", "--rm-url ***@x/score is not a URL"),
+    ("--rm-type remote_rm --rm-url http://me:s#c@x", "--rm-url ***@x is not a URL"),
     ("--custom-rm-path m.f", "--rm-type math | --custom-rm-path m.f"),
     ("--group-rm", "--group-rm | --custom-rm-path"),
     ("--load nowhere", "--load nowhere"),

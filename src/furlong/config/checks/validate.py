@@ -21,6 +21,7 @@ from furlong.config.checks.value_checks import (
     model_problem,
     prompt_file_problem,
     set_name_problem,
+    url_problem,
     verifier_problem,
 )
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
@@ -289,6 +290,8 @@ def _rewards(config: Config) -> Problems:
     is_remote = (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
     if is_remote and not reward.rm_url:
         yield "--rm-type remote_rm has no server; add --rm-url"
+    if reward.rm_url and (problem := url_problem("--rm-url", reward.rm_url)):
+        yield problem
     evaluation = config.eval.is_used or config.eval.eval_function_path
     if config.algo.loss_type == "sft_loss" and not (evaluation or config.rollout.rollout_function_path):
         for flag, value in (("--rm-type", reward.rm_type), ("--custom-rm-path", reward.custom_rm_path)):

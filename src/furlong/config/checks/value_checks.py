@@ -8,11 +8,12 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from furlong.config.checks.task_specs import is_task, tasks_problem
 from furlong.config.compat import VALUES
 from furlong.core.model_config import read_json
-from furlong.core.text import abbreviate, did_you_mean
+from furlong.core.text import abbreviate, did_you_mean, redact_credentials
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
@@ -158,3 +159,20 @@ def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:
     """Return the path and the content of the model's config.json; {} if it does not exist. Raises ConfigError."""
     path = Path(str(folder)) / "config.json"
     return path, read_json(path)
+
+
+def url_problem(flag: str, url: str) -> str | None:
+    """Return why `url` is not an address of an HTTP server; None if it is. What precedes an @ is not shown.
+
+    >>> url_problem("--rm-url", "me:secret@host/score")
+    '--rm-url ***@host/score is not a URL; use http://HOST:PORT/PATH, with special characters percent-encoded'
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", url):
+            return None
+    except ValueError:  # the port is not a number
+        pass
+    _, at, address = url.rpartition("@")
+    shown = f"***@{redact_credentials(address)}" if at else redact_credentials(url)
+    return f"{flag} {shown} is not a URL; use http://HOST:PORT/PATH, with special characters percent-encoded"

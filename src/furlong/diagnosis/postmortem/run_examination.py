@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.files import is_locked
+from furlong.core.process_guard import ProcessChangedError
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.signatures import (
@@ -229,7 +230,7 @@ def _match_all(
     for text in ordered:
         skipped = excluded if text.failure is not None else ()
         diagnoses += match_specific(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
-    if diagnoses or is_explained or failure.get("error") == HookError.__name__:
+    if diagnoses or is_explained or failure.get("error") in HOOK_ERRORS:
         return diagnoses
     return next(filter(None, (match_general(text, known=known) for text in ordered)), [])
 
@@ -259,6 +260,7 @@ def _killed(run: RecordedRun) -> Diagnosis:
     )
 
 
+HOOK_ERRORS = (HookError.__name__, ProcessChangedError.__name__)  # which name the function themselves
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
 
@@ -280,7 +282,8 @@ def explain(
         [text, *_log_texts(folder, flags, facts)], failure, known=known, is_explained=stated is not None
     )
     if isinstance(error, HookError) and not diagnoses:
-        cause = "The custom function raised it, or something that it calls."
+        what = "made this change" if isinstance(error, ProcessChangedError) else "raised it"
+        cause = f"The custom function {what}, or something that it calls."
         diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))
     log = _relevant_log(folder, diagnoses, failure)
     return diagnoses, last_words(log) if log.name != RUN_LOG else []
