@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from furlong.core.token_stream import TokenStream
 from furlong.errors import ConfigError, EngineError, EngineTimeoutError, UnreachableError
 from furlong.inference.sglang.answer_reader import AnswerReader
 from furlong.inference.sglang.client import SglangClient, probe
@@ -312,3 +313,15 @@ def test_ids_beyond_the_models_are_an_error():
     assert completion(reply([26]), vocab_size=27).tokens == [26]
     with pytest.raises(EngineError, match="0 to 26"):
         completion(reply([27]), vocab_size=27)
+
+
+@pytest.mark.parametrize("rows", [[[-0.5, 1, None]] * 10, [[0.5, 1, None]], [[-0.5, -1, None]], [[-0.5]], [3]])
+def test_a_stream_is_checked_while_it_arrives(rows):
+    request = InFlightRequest("r1", None, [1], SamplingParams(max_new_tokens=9), stream=TokenStream())
+    request.server = SimpleNamespace(url="http://e")
+    reader = AnswerReader(Letters(), None, None)
+    reader.put_progress(request, {"meta_info": {"output_token_logprobs": [[-0.5, 2, None]]}})
+    with pytest.raises(EngineError, match="POST http://e/generate"):
+        reader.put_progress(request, {"meta_info": {"output_token_logprobs": [[-0.5, 2, None], *rows]}})
+    assert request.stream is not None
+    assert request.stream.tokens == [2]

@@ -101,6 +101,11 @@ class AnswerReader:
         except (TypeError, IndexError) as error:
             raise unexpected(request.where, "output_token_logprobs", rows, "a list of [log-prob, id, text]") from error
         self._check_values(request, tokens=tokens, log_probs=log_probs, text="", label="")
+        if (num_tokens := position + len(tokens)) > request.params.max_new_tokens:
+            raise EngineError(
+                f"{request.where} streamed {num_tokens} tokens, but max_new_tokens was "
+                f"{request.params.max_new_tokens}; {EXPECTED}"
+            )
         request.stream.put(position, tokens, log_probs)
 
     def _check_values(
