@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
         ("sample_hook", "C _exit", "C's _exit(0) would end"),
         ("post_process", "C exit itself", None),
         ("buffer_filter", "descriptors", "it closed descriptor"),
+        ("loss", "descriptors", "it closed descriptor"),
+        ("advantages", "descriptors", "it closed descriptor"),
         ("sample_filter", "os._exit", "os._exit(0)"),
         ("all_samples", "sys.exit", "sys.exit(0)"),
         ("data_postprocess", "KeyboardInterrupt", "KeyboardInterrupt: mine"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
 from furlong.core.process_state import ProcessState
 from furlong.errors import FurlongError, HookError
+
+WAKE_UP = signal.SIGURG  # ignored without a handler
 
 _exit = os._exit  # pyright: ignore[reportPrivateUsage]  `exits_raise` replaces it
 _set_recursion_limit, _recursion_limit = sys.setrecursionlimit, sys.getrecursionlimit
@@ -34,16 +38,17 @@ class ProcessGuard:
         self._state: ProcessState | None = None
         self._limit = 0
         self._finding = ""
-        self._pid = 0
+        self._pid = self._thread = 0
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """Compare in the body. A change that made furlong itself fail replaces that failure."""
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
-        self._last = None
+        self._last, self._thread = None, threading.get_ident()
         try:
-            yield
+            with _interruptible():
+                yield
         except Exception as error:
             if self._state is not None:
                 self._state.restore_builtins()
@@ -85,6 +90,10 @@ class ProcessGuard:
         if changes := self._state.changes(libraries=not is_step):
             self._state.restore()
             self._finding = self._text(function, name, changes)
+            if threading.get_ident() != self._thread:
+                signal.pthread_kill(
+                    self._thread, WAKE_UP
+                )  # the descriptors by which it would learn of it may be closed
             raise ProcessChangedError(self._finding)
 
     def _replaced(self) -> str:
@@ -99,6 +108,19 @@ class ProcessGuard:
             f"{name} ({location_of(function)}) changed the process of the run: {' and '.join(changes)}; do that in a "
             "child process, or undo it before the function returns or awaits"
         )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Generator[None]:
+    """Let `WAKE_UP` interrupt what the main thread waits for: the wait on a closed descriptor then fails."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; without one the signal is ignored
+        return
+    before = signal.signal(WAKE_UP, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(WAKE_UP, before)
 
 
 process_guard = ProcessGuard()
