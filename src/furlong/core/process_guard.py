@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import os
 import signal
@@ -112,15 +113,18 @@ class ProcessGuard:
 
 @contextlib.contextmanager
 def _interruptible() -> Generator[None]:
-    """Let `WAKE_UP` interrupt what the main thread waits for: the wait on a closed descriptor then fails."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; without one the signal is ignored
-        return
-    before = signal.signal(WAKE_UP, lambda *_: None)
+    """Let `WAKE_UP` interrupt what a thread waits for; a wait on a closed descriptor then fails.
+
+    The handler is a C function without effect: asyncio reports handlers of Python through a descriptor that may be
+    closed.
+    """
+    set_handler = ctypes.pythonapi.PyOS_setsig
+    set_handler.restype, set_handler.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    before = set_handler(WAKE_UP, ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p))
     try:
         yield
     finally:
-        signal.signal(WAKE_UP, before)
+        set_handler(WAKE_UP, before)
 
 
 process_guard = ProcessGuard()
