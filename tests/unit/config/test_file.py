@@ -140,6 +140,7 @@ def test_a_file_that_unfolds_to_a_huge_value_is_refused_in_a_few_words(tmp_path:
     assert max(map(len, found)) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "[" * 150 + "]" * 150, "a: &x [*x]", "{" * 3000])
 def test_deep_nesting_is_a_problem_of_the_file(tmp_path: Path, text: str) -> None:
     (problem,) = problems(tmp_path, text)

@@ -104,6 +104,7 @@ def test_other_content_is_an_error_that_names_the_file(tmp_path: Path, content: 
         read_json(tmp_path / "config.json")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from([*GOOD, "text_config"]), st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

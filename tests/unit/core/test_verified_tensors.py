@@ -90,6 +90,7 @@ def test_any_rows_are_read_as_they_were_saved(saved, data):
     assert read(saved, name, slice(first, last)) == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_is_refused_or_outside_of_what_is_read(tmp_path_factory, data):

@@ -111,6 +111,7 @@ def test_a_function_that_waits_for_the_engine_is_named_with_its_line(tmp_path: P
     assert "policy().generate" in (tmp_path / "hang_0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
     event = report_of(tmp_path, (waits_for_a_tool, NeverAnswers()))
     assert "1 x waits_for_a_tool (" in event["doing"]

@@ -119,6 +119,7 @@ def test_startup_objects_of_sglang_are_excluded_from_garbage_collection(tmp_path
     assert "freeze_gc" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_freeze_gc_is_used_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 404), tmp_path)

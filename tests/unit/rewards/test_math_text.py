@@ -30,6 +30,7 @@ CELL = st.one_of(
 ROWS = st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(CELL, min_size=n, max_size=n), min_size=1, max_size=3))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, name=st.sampled_from(["pmatrix", "bmatrix", "Bmatrix", "smallmatrix"]))
 def test_a_matrix_equals_itself_however_it_is_spaced(rows, name):
@@ -41,6 +42,7 @@ def test_a_matrix_equals_itself_however_it_is_spaced(rows, name):
     assert score(array, dense) == 1.0
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, data=st.data())
 def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):

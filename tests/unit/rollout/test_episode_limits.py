@@ -146,6 +146,7 @@ def test_an_infrastructure_failure_starts_the_sample_once_more(failures):
     assert all(sample.status is Status.COMPLETED for sample in samples if sample.index != 1)
 
 
+@pytest.mark.slow
 def test_a_function_that_ignores_one_cancellation_is_still_ended():
     async def stubborn(args, sample, params):
         try:

@@ -144,6 +144,7 @@ def records(parts):
     return [metrics for step, metrics in parts.trackers[0].records if step]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**16), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(1, 2),

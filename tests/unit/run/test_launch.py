@@ -74,6 +74,7 @@ def attributes_read(folder: Path = SOURCE) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_flag_is_read_by_something():
     specs = flag_specs(Config)
     with_one_value = {name for name, spec in specs.items() if spec.choices and len(spec.choices) == 1}

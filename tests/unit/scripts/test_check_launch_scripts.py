@@ -96,6 +96,7 @@ def test_a_lost_backslash_is_noticed(checker, checkout, tmp_path):
     assert "--hf-checkpoint" in command.words
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_end_is_stopped(checker, checkout, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("launch_commands"), "TIME_LIMIT_S", 1)
     root = checkout(text=SCRIPT + "\nwhile true; do :; done\n")

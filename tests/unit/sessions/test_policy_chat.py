@@ -28,6 +28,8 @@ from furlong.rollout.generate import Generation, run_group
 from furlong.rollout.sample_metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 
+pytestmark = pytest.mark.slow
+
 TURNS = 6
 
 
@@ -154,7 +156,6 @@ def columns(samples: list[Sample]) -> list[Any]:
     return [[getattr(sample, name) for name in names] for sample in samples]
 
 
-@pytest.mark.slow
 def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_probs(monkeypatch):
     answers: dict[tuple[int, ...], list[list[int]]] = {}
     generate = EmbeddedEngine.generate
@@ -252,7 +253,6 @@ async def fifty_turns(args: Any, sample: Sample, sampling_params: Any) -> Sample
     return sample
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
 def test_every_token_of_50_turns_has_the_log_prob_of_its_versions_weights(mode):
     _, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=2048)

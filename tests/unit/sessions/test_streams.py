@@ -21,6 +21,8 @@ from furlong.sessions.samples import samples_from_session
 from furlong.sessions.session import Session
 from furlong.sessions.session_server import OpenSession, SessionServer
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "what is the sum?"}
 CALLS = "".join(
     f'\n<tool_call>\n{{"name": "add", "arguments": {{"a": {i}, "b": "two"}}}}\n</tool_call>' for i in range(2)

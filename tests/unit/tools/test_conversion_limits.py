@@ -26,6 +26,8 @@ from furlong.tools import quantize_folder as conversion
 from runs import FORKED, write_model
 from stored_models import write_stored_model
 
+pytestmark = pytest.mark.slow
+
 NUM_SHARDS, PER_SHARD, SHAPE = 100, 8, (128, 128)
 SHARD_BYTES = PER_SHARD * SHAPE[0] * SHAPE[1] * 2
 
@@ -68,7 +70,6 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", [Int4Groups(32), Fp8Blocks()], ids=["int4", "fp8"])
 def test_less_than_two_files_are_in_memory(shards, tmp_path, form):
     for name in ("quantized", "whole"):
