@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from chat_zoo import TOOLS, Script, bpe_tokenizer
-from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample
 from furlong.interfaces import SamplingParams
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session import Session
-from furlong.sessions.session_server import OpenSession, SessionServer
+from furlong.sessions.session_server import OpenSession
+from served_sessions import run
 
 USER = {"role": "user", "content": "what is the sum?"}
 CALL = 'let me see\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-
-
-async def nothing() -> None:
-    pass
-
-
-@asynccontextmanager
-async def serving(script: Script, **options: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, OpenSession]]:
-    server = SessionServer(**{"model_name": "models/tiny", **options})
-    await server.start()
-    session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
-    opened = server.open(session, nothing)
-    try:
-        async with httpx.AsyncClient(timeout=30) as client:
-            yield client, opened
-    finally:
-        await server.end(opened)
-        await server.close()
-
-
-def run(script: Script, body: Callable[[httpx.AsyncClient, OpenSession], Awaitable[Any]], **options: Any) -> Any:
-    async def main() -> Any:
-        async with serving(script, **options) as (client, opened):
-            return await body(client, opened)
-
-    return asyncio.run(main())
 
 
 def qwen(*answers: str) -> Script:

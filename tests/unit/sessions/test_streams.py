@@ -6,20 +6,18 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
 
 from chat_zoo import TOOLS, Script, bpe_tokenizer
-from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample, Status
-from furlong.interfaces import SamplingParams
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session import Session
-from furlong.sessions.session_server import OpenSession, SessionServer
+from furlong.sessions.session_server import OpenSession
+from furlong.sessions.tree import TreeNode
+from served_sessions import run
 
 pytestmark = pytest.mark.slow
 
@@ -36,32 +34,6 @@ class Paced(Script):
     def __init__(self, *answers: Any) -> None:
         super().__init__(bpe_tokenizer("qwen"), *answers)
         self.token_s = 0.002
-
-
-async def nothing() -> None:
-    pass
-
-
-@asynccontextmanager
-async def serving(script: Script) -> AsyncGenerator[tuple[httpx.AsyncClient, OpenSession]]:
-    server = SessionServer(model_name="tiny")
-    await server.start()
-    session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
-    opened = server.open(session, nothing)
-    try:
-        async with httpx.AsyncClient(timeout=30) as client:
-            yield client, opened
-    finally:
-        await server.end(opened)
-        await server.close()
-
-
-def run(script: Script, body: Callable[[httpx.AsyncClient, OpenSession], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        async with serving(script) as (client, opened):
-            return await asyncio.wait_for(body(client, opened), 30)
-
-    return asyncio.run(main())
 
 
 async def events(client: httpx.AsyncClient, url: str, body: Any) -> AsyncGenerator[Any]:
@@ -142,18 +114,24 @@ def test_an_error_after_the_first_token_is_an_event():
     run(Paced(ANSWER), body)
 
 
+async def leave_early(client: httpx.AsyncClient, opened: OpenSession, url: str) -> TreeNode:
+    """Close the connection after four events, and return the first turn of the session."""
+    stream = events(client, url, {"messages": [USER]})
+    for _ in range(4):
+        await anext(stream)
+    await stream.aclose()
+    while not opened.session.tree.nodes:
+        await asyncio.sleep(0.005)
+    (cut,) = opened.session.tree.nodes
+    return cut
+
+
 def test_a_client_that_leaves_ends_the_answer_and_a_retry_replaces_it():
     script = Paced(ANSWER, "whole", "more")
 
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         url, tree = f"{opened.url}/v1/chat/completions", opened.session.tree
-        stream = events(client, url, {"messages": [USER]})
-        for _ in range(4):
-            await anext(stream)
-        await stream.aclose()
-        while not tree.nodes:
-            await asyncio.sleep(0.005)
-        (cut,) = tree.nodes
+        cut = await leave_early(client, opened, url)
         whole = len(script.tokenizer.encode(ANSWER))
         assert (cut.is_cut, cut.is_delivered, cut.completion.finish_reason) == (True, False, "abort")
         assert 0 < len(cut.sampled) < whole
@@ -174,13 +152,7 @@ def test_a_client_that_leaves_ends_the_answer_and_a_retry_replaces_it():
 def test_a_conversation_continues_after_a_cut_answer():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         url, tree = f"{opened.url}/v1/chat/completions", opened.session.tree
-        stream = events(client, url, {"messages": [USER]})
-        for _ in range(4):
-            await anext(stream)
-        await stream.aclose()
-        while not tree.nodes:
-            await asyncio.sleep(0.005)
-        (cut,) = tree.nodes
+        cut = await leave_early(client, opened, url)
         assert cut.reply is not None
         await client.post(url, json={"messages": [USER, cut.reply, USER]})
         assert tree.nodes[1].parent is cut
