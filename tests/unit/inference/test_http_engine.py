@@ -223,19 +223,22 @@ def test_an_abort_by_the_server_is_retried_and_then_an_error(monkeypatch):
 
 def test_an_answer_from_unknown_weights_is_an_error():
     with scripted(lambda body: (200, reply([4], version="default"))) as (_, engine):
-        engine.servers[0].version = 3
+        engine.servers[0].finish_loading(3)
         with pytest.raises(EngineError, match=r"'default', but it was given 3 \.\. 3"):
             run(engine, lambda: engine.generate([1], PARAMS))
 
 
-def test_tokens_of_a_request_paused_during_an_update_get_the_version_it_began_with():
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_tokens_of_a_request_paused_during_an_update_get_the_version_it_began_with(is_loaded):
     with scripted(lambda body: respond()) as (_, engine):
 
         async def respond():
-            engine.servers[0].version = 4
+            engine.servers[0].begin_loading(4)  # the server changes the label before it answers the update
+            if is_loaded:
+                engine.servers[0].finish_loading(4)
             return 200, reply([4, 5], version="4")
 
-        engine.servers[0].version = 3
+        engine.servers[0].finish_loading(3)
         assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 3]
 
 

@@ -58,6 +58,7 @@ class SglangServer(SglangClient):
     lost: Why the server is no longer used; "" while it is.
     stale: Why it gets no requests although it is alive: its weights are missing or incomplete; "" otherwise.
     version: Weight version loaded last; None before the first.
+    newest_label: Newest weight version that it may label answers with; it changes labels while it loads.
     placed: Requests of this process assigned to it. Those beyond `concurrency` wait here.
     running: Requests that were sent to it and not answered yet.
     is_paused: Generation is paused, so a health check that waits for a token would fail.
@@ -88,6 +89,7 @@ class SglangServer(SglangClient):
         self.keeps_together = keeps_together
         self.concurrency, self.timeout_s, self.probe_s, self.report_s = concurrency, timeout_s, probe_s, report_s
         self.version: int | None = None
+        self.newest_label: int | None = None
         self.lost: Loss | None = None
         self.stale = ""
         self.is_paused = self.awaits_weights = False
@@ -218,12 +220,12 @@ class SglangServer(SglangClient):
 
     def begin_loading(self, version: int) -> None:
         """Send no requests until `finish_loading`: partially loaded weights must not answer."""
-        self.stale = f"weight version {version} was not loaded completely"
+        self.stale, self.newest_label = f"weight version {version} was not loaded completely", version
         self.num_interruptions += 1
 
     def finish_loading(self, version: int) -> None:
         """Send requests again; the weights are verified."""
-        self.version, self.stale, self.awaits_weights = version, "", False
+        self.version, self.newest_label, self.stale, self.awaits_weights = version, version, "", False
 
     def _options(self, version: int, *, is_last: bool = True) -> dict[str, Any]:
         """Fields of every weight update. SGLang asserts that it is idle when it flushes; held requests prevent that."""

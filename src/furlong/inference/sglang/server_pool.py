@@ -262,8 +262,8 @@ class ServerPool:
         return None if None in versions or not versions else min(v for v in versions if v is not None)
 
     def newest_version(self, server: SglangServer) -> int | None:
-        """Newest weight version of any server that may have answered."""
-        return max((s.version for s in self.behind(server) if s.version is not None), default=None)
+        """Newest weight version that any server that may have answered has, or is loading."""
+        return max((s.newest_label for s in self.behind(server) if s.newest_label is not None), default=None)
 
     # -- load statistics ---------------------------------------------------------------------------------------
 
