@@ -119,6 +119,9 @@ class EmbeddedEngine(Engine):
         self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
     ) -> Completion:
         """`generate`, and put the tokens into `tokens` after each decode step."""
+        if tokens.is_stopped:
+            self.check(prompt, params)
+            return Completion([], [], [], "abort")
         rid, num_tokens = f"stream-{id(tokens)}", 0
 
         def report(progress: Progress) -> None:
