@@ -1,4 +1,4 @@
-"""The gated delta rule of flash-linear-attention on CUDA: values and gradients of PyTorch's operations."""
+"""The gated delta rule on CUDA: flash-linear-attention in bfloat16 against PyTorch's operations in float32."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from furlong.core.batch import pack_micro_batch
 from furlong.models.delta_rule import PackedSequences, chunked_delta_rule, delta_kernel, gated_delta_rule
+from furlong.models.hf_model import build_model
+from furlong.models.packed_layout import plan_layout
+from furlong.models.packed_model import PackedModel
+from furlong.models.recurrent_layers import delta_nets
+from models_zoo import family_config, random_batch
 
 HEADS, WIDTH = 4, 64
 LENGTHS = (1, 63, 64, 65, 200, 7)
+LIMIT = 2e-2  # of relative differences: bfloat16 has 8 bits
 NAMES = ("output", "q", "k", "v", "g", "beta")
 has_kernel = torch.cuda.is_available() and importlib.util.find_spec("fla") is not None
 pytestmark = [
@@ -48,14 +55,21 @@ def gaps(actual: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
     return {name: float((a - e).norm() / e.norm()) for name, a, e in pairs}
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)])
-def test_values_and_gradients_are_those_of_torch(dtype, limit):
-    values, sequences = inputs(sum(LENGTHS), dtype), packed(LENGTHS)
-    assert delta_kernel("cuda") == "flash-linear-attention"
+def test_values_and_gradients_in_bfloat16_are_those_of_torch():
+    values, sequences = inputs(sum(LENGTHS), torch.bfloat16), packed(LENGTHS)
+    assert delta_kernel("cuda", torch.bfloat16) == "flash-linear-attention"
     expected = values_and_gradients(chunked_delta_rule, [value.float() for value in values], sequences)
     actual = values_and_gradients(gated_delta_rule, values, sequences)
     by_name = gaps(actual, expected)
-    assert {name: gap for name, gap in by_name.items() if not gap < limit} == {}
+    assert {name: gap for name, gap in by_name.items() if not gap < LIMIT} == {}
+
+
+def test_float32_is_computed_as_on_a_cpu():
+    values, sequences = inputs(sum(LENGTHS), torch.float32), packed(LENGTHS)
+    assert delta_kernel("cuda", torch.float32) == "torch"
+    on_cpu = PackedSequences.of(sequences.cu_S1.cpu(), torch.device("cpu"))
+    expected = chunked_delta_rule(*(value.cpu() for value in values), on_cpu)
+    torch.testing.assert_close(gated_delta_rule(*values, sequences).cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_state_reaches_the_next_sequence():
@@ -66,3 +80,20 @@ def test_no_state_reaches_the_next_sequence():
         alone = gated_delta_rule(*(value[start : start + length] for value in values), packed((length,)))
         torch.testing.assert_close(together[start : start + length], alone, rtol=0, atol=1e-2)
         start += length
+
+
+def test_a_layer_of_qwen3_next_in_bfloat16_computes_what_it_does_in_float32():
+    config = family_config("qwen3_next")
+    config.linear_key_head_dim = config.linear_value_head_dim = WIDTH
+    model = PackedModel(build_model(config, seed=3), share_prompts=False)
+    net = delta_nets(model.model)[0]
+    batch = random_batch(prompts=[5, 3, 30], responses=[[6, 2], [4], [80, 20]])
+    rows = list(range(len(batch)))
+    layout = plan_layout(pack_micro_batch(batch, rows, device="cuda"), share_prompts=False, padded=False)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x_1TD = torch.randn(1, int(batch.lengths.sum()), config.hidden_size, device="cuda", generator=generator)
+    with torch.no_grad():
+        expected = net.to("cuda")(x_1TD, packed=layout)
+        actual = net.to(torch.bfloat16)(x_1TD.to(torch.bfloat16), packed=layout)
+    gap = (actual.float() - expected).norm() / expected.norm()
+    assert float(gap) < LIMIT

@@ -7,8 +7,8 @@ has for the key k_t toward v_t by the fraction beta_t, and reads it with the que
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T        o_t = S_t^T q_t / sqrt(E)
 
 with keys and queries of length one. `chunked_delta_rule` computes the tokens of a chunk together: a triangular system
-gives what each of them writes, and only the state is passed from chunk to chunk, for all sequences at once. On a GPU
-flash-linear-attention's kernel does the same, if it is installed.
+gives what each of them writes, and only the state is passed from chunk to chunk, for all sequences at once. In 16 bits
+on a GPU, flash-linear-attention's kernel does the same, if it is installed.
 
 Legend: T packed tokens, S sequences, H heads of values, E width of keys, F width of values, C channels, W kernel width;
 M chunks, L tokens of a chunk.
@@ -89,7 +89,7 @@ def gated_delta_rule(
     q_THE: Tensor, k_THE: Tensor, v_THF: Tensor, g_TH: Tensor, beta_TH: Tensor, sequences: PackedSequences
 ) -> Tensor:
     """Return the outputs [T, H, F] with the kernel of the device; decays `g_TH` are logarithms, in float32."""
-    if delta_kernel(q_THE.device.type) == "torch":
+    if delta_kernel(v_THF.device.type, v_THF.dtype) == "torch":
         return chunked_delta_rule(q_THE, k_THE, v_THF, g_TH, beta_TH, sequences)
     rule: Any = _flash_linear_attention()
     out, _ = rule(
@@ -103,8 +103,8 @@ def gated_delta_rule(
 
 
 @cache
-def delta_kernel(device: str) -> Kernel:
-    """Return the kernel that computes the rule on "cpu" or "cuda", and log it with the reason."""
+def delta_kernel(device: str, dtype: torch.dtype) -> Kernel:
+    """Return the kernel that computes the rule on "cpu" or "cuda" in this precision, and log it with the reason."""
     if device != "cuda":
         logger.info("gated delta rule: PyTorch's operations, as on every device but CUDA")
         return "torch"
@@ -113,6 +113,9 @@ def delta_kernel(device: str) -> Kernel:
             "gated delta rule: PyTorch's operations, several times slower than the kernels of flash-linear-attention, "
             "which is not installed; pip install flash-linear-attention"
         )
+        return "torch"
+    if dtype.itemsize > 2:
+        logger.info("gated delta rule: PyTorch's operations, as flash-linear-attention multiplies %s in TF32", dtype)
         return "torch"
     version = importlib.metadata.version("flash-linear-attention")
     logger.info("gated delta rule: kernels of flash-linear-attention %s", version)

@@ -81,10 +81,12 @@ def test_flash_linear_attention_is_called_with_the_offsets_of_the_sequences(kern
         kernels.setitem(sys.modules, name, each)
     kernels.setattr(delta_rule.importlib.metadata, "version", lambda name: f"{name} 0.5")
     caplog.set_level("INFO")
-    assert delta_kernel("cuda") == "flash-linear-attention"
+    assert delta_kernel("cuda", torch.bfloat16) == "flash-linear-attention"
     assert "kernels of flash-linear-attention" in caplog.text
-    assert delta_kernel("cpu") == "torch"
-    kernels.setattr(delta_rule, "delta_kernel", lambda _: "flash-linear-attention")
+    assert delta_kernel("cuda", torch.float32) == "torch"
+    assert "TF32" in caplog.text
+    assert delta_kernel("cpu", torch.bfloat16) == "torch"
+    kernels.setattr(delta_rule, "delta_kernel", lambda *_: "flash-linear-attention")
     values = inputs()
     torch.testing.assert_close(gated_delta_rule(*values, SEQUENCES), values[2] + 1)
     (options,) = calls
@@ -96,5 +98,5 @@ def test_flash_linear_attention_is_called_with_the_offsets_of_the_sequences(kern
 
 def test_without_the_package_torch_computes_on_a_gpu_and_the_log_says_so(kernels, caplog):
     kernels.setitem(sys.modules, "fla", None)
-    assert delta_kernel("cuda") == "torch"
+    assert delta_kernel("cuda", torch.bfloat16) == "torch"
     assert "pip install flash-linear-attention" in caplog.text

@@ -40,7 +40,7 @@ class GatedDeltaNet(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, *, hf: Any, **_: Any) -> None:
         super().__init__(config)
         del layer_number
-        delta_kernel("cuda" if torch.cuda.is_available() else "cpu")
+        delta_kernel("cuda" if torch.cuda.is_available() else "cpu", config.params_dtype)
         self.tensor, self.context = config.tensor_model_parallel_size, config.context_parallel_size
         self.num_keys = hf.linear_num_key_heads // self.tensor
         self.per_key = hf.linear_num_value_heads // hf.linear_num_key_heads
