@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 from trl_rival import trl_config
 
+from furlong.config.checks.task_specs import TaskMixture, parse_tasks
 from furlong.core.task_entries import task_entry
 from furlong.rewards.algebra import math_score
 from furlong.rewards.tasks import task_score
-
-CHAIN_SUM = json.dumps(["chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}])
 
 
 class StepLog(TrainerCallback):
@@ -58,39 +57,40 @@ def sums(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def chain_sums(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return chat prompts of reasoning-gym's chain_sum, with what its score needs."""
-    return [
-        {
-            "prompt": [{"role": "user", "content": task_entry(CHAIN_SUM, seed, i)["question"]}],
-            "label": "",
-            "index": i,
-        }
-        for i in range(count)
-    ]
+def task_rows(tasks: TaskMixture, count: int) -> list[dict[str, Any]]:
+    """Return chat prompts of reasoning-gym, in furlong's order, with what their score needs."""
+    rows = list[dict[str, Any]]()
+    for i in range(count):
+        task, index = tasks.row(i % tasks.size)
+        question = task_entry(task.key, tasks.seed, index)["question"]
+        rows.append({"prompt": [{"role": "user", "content": question}], "task": task.key, "index": index})
+    return rows
 
 
-def reward_of(task: str, seed: int) -> Any:
-    """Return TRL's form of furlong's reward for the task."""
+def sum_reward(completions: list[str], label: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001  TRL's signature
+    """Score sums as `--rm-type math` does."""
+    return [float(math_score(text, right, {})) for text, right in zip(completions, label, strict=True)]
 
-    def addition(completions: list[str], label: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001
-        return [float(math_score(text, right, {})) for text, right in zip(completions, label, strict=True)]
 
-    def chain_sum(completions: list[Any], index: list[int], **kwargs: Any) -> list[float]:  # noqa: ARG001
+def task_reward(seed: int) -> Any:
+    """Return a reward function that scores as `--rm-type reasoning_gym` does."""
+
+    def score(completions: list[Any], task: list[str], index: list[int], **kwargs: Any) -> list[float]:  # noqa: ARG001
         return [
-            task_score(text[0]["content"], None, {"reasoning_gym": CHAIN_SUM, "seed": seed, "index": i})
-            for text, i in zip(completions, index, strict=True)
+            task_score(text[0]["content"], None, {"reasoning_gym": key, "seed": seed, "index": i})
+            for text, key, i in zip(completions, task, index, strict=True)
         ]
 
-    return chain_sum if task == "chain_sum" else addition
+    return score
 
 
 def main() -> None:
     """Train and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--task", choices=["addition", "chain_sum"], default="addition")
-    parser.add_argument("--prompts", type=Path, help="JSONL with prompt and label, for the task addition")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--task", help="reasoning-gym:NAME?key=value, as --prompt-data of furlong")
+    source.add_argument("--prompts", type=Path, help="JSONL of sums, with prompt and label")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--prompts-per-step", type=int, required=True)
@@ -102,15 +102,20 @@ def main() -> None:
     options.out.mkdir(parents=True)
     num_samples = options.prompts_per_step * options.samples
     count = options.steps * options.prompts_per_step
-    rows = sums(options.prompts) if options.task == "addition" else chain_sums(count, options.seed)
+    if options.task:
+        tasks = parse_tasks(options.task)
+        rows, reward = task_rows(tasks, count), task_reward(tasks.seed)
+    else:
+        rows, reward = sums(options.prompts), sum_reward
+    has_gpu = torch.cuda.is_available()
     config = trl_config(
         options.out / "trl",
         samples=options.samples,
         new=options.max_new_tokens,
         lr=options.lr,
         max_steps=options.steps,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not has_gpu,
+        bf16=has_gpu,  # as furlong: float32 weights, computed with in bfloat16 on a GPU
         per_device_train_batch_size=num_samples,
         gradient_checkpointing=False,
         shuffle_dataset=False,
@@ -122,7 +127,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
-        reward_funcs=reward_of(options.task, options.seed),
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

@@ -98,7 +98,8 @@ def section(name: str, group: RowGroup, rows: Sequence[Row], published: Mapping[
     if group.text:
         lines += [group.text, ""]
     if figure(rows, group, published):
-        shown = f", with `{group.baseline}`" if group.baseline else ""
+        is_own = group.baseline in {row.name for row in rows}
+        shown = f", with `{group.baseline}`" if group.baseline and not is_own else ""
         lines += [f"![Curves of the rows{shown}: mean over seeds by step](results/{name}.svg)", ""]
     return lines
 
@@ -158,7 +159,8 @@ def conditions(results: Sequence[Result]) -> list[str]:
     for result in results:
         machine = result["machine"]
         versions = f"Python {machine['python']}, torch {machine['torch']}, furlong {machine['furlong']}"
-        by_machine[f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, {versions}"].append(result)
+        where = [result["date"], *filter(None, [machine.get("gpu")]), machine["cpu"], f"{machine['cores']} cores"]
+        by_machine[", ".join([*where, versions])].append(result)
     lines = list[str]()
     for where, measured in by_machine.items():
         loads = [result["machine"]["load"] for result in measured]
@@ -169,7 +171,7 @@ def conditions(results: Sequence[Result]) -> list[str]:
 
 def figure(rows: Sequence[Row], group: RowGroup, published: Mapping[str, Result]) -> list[Panel]:
     """Return the panels of a group: a curve per row, the mean over seeds."""
-    names = [*([group.baseline] if group.baseline else []), *(row.name for row in rows)]
+    names = dict.fromkeys([*([group.baseline] if group.baseline else []), *(row.name for row in rows)])
     has_own = any("curves" in published.get(row.name, {}) for row in rows)
     shown = [name for name in names if has_own and "curves" in published.get(name, {})]
     titles = {HELD_OUT: "held-out accuracy", REWARD: "reward in training (rollout/raw_reward)", MISMATCH: MISMATCH}

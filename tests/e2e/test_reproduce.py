@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # two training runs in processes
 
 
 def test_a_row_runs_over_seeds_and_is_not_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["reproduce", "grpo", "--steps", "1", "--seeds", "1", "2", "--out", str(tmp_path)]
+    words = ["reproduce", "grpo", "--steps", "1", "--seeds", "1", "2", "--parallel", "2", "--out", str(tmp_path)]
     assert main(words) == 0
     assert capsys.readouterr().out.count("furlong train ") == 2
     result = json.loads((tmp_path / "grpo" / "result.json").read_text())
@@ -37,3 +37,22 @@ def test_a_row_that_fails_is_recorded_with_the_reason(tmp_path: Path, monkeypatc
     result = json.loads((tmp_path / "out" / "grpo" / "result.json").read_text())
     assert result["status"] == "failed"
     assert result["reason"].endswith("SystemExit: 7")
+
+
+def test_a_row_is_stopped_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")
+    words = ["reproduce", "grpo", "--seeds", "1", "2", "--row-limit", "0.3", "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    result = json.loads((tmp_path / "out" / "grpo" / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["reason"].startswith("stopped at the time limit after 0 s, see ")
+    assert not (tmp_path / "out" / "grpo" / "seed-2").exists()
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--parallel", "0"), ("--row-limit", "0"), ("--row-limit", "nan")])
+def test_limits_that_no_row_can_keep_are_refused(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["reproduce", "grpo", flag, value, "--out", str(tmp_path)]) == 2
+    assert f"{flag} {value}" in capsys.readouterr().err

@@ -24,6 +24,8 @@ def reproduce(words: list[str]) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of the results page")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: those of the row)")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="seeds to run at a time (default: 1)")
+    parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="time limit of a row, which fails then")
     parser.add_argument(
         "--out",
         type=Path,
@@ -40,6 +42,10 @@ def reproduce(words: list[str]) -> int:
         return 0
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give at least 1")
+    if options.parallel < 1:
+        raise ConfigError(f"--parallel {options.parallel} is too small; give at least 1")
+    if options.row_limit is not None and not options.row_limit > 0:
+        raise ConfigError(f"--row-limit {options.row_limit:g} is not a time; give seconds above 0")
     if wrong := [seed for seed in options.seeds if seed < 1]:
         raise ConfigError(f"--seeds {wrong[0]} is not a seed; give numbers from 1")
     code, results = 0, dict[str, Any]()
@@ -49,6 +55,8 @@ def reproduce(words: list[str]) -> int:
             tuple(dict.fromkeys(options.seeds)),
             options.out / row.name,
             options.steps,
+            options.parallel,
+            options.row_limit,
             options.model and options.model.resolve(),
             options.trl_python,
         )

@@ -49,7 +49,10 @@ class Task:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows with one figure. baseline: a row of another group that the figure also shows. text: what the rows show."""
+    """Rows with one figure. text: what the rows show.
+
+    baseline: the row that rivals are compared with, and that the figure also shows if it is of another group.
+    """
 
     title: str
     baseline: str | None = None
@@ -74,11 +77,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user chooses. steps: overrides the task's. model, trl_python: what rows need; None if not given."""
+    """What a user chooses. steps: overrides the task's. model, trl_python: what rows need; None if not given.
+
+    parallel: seeds that run at the same time. row_limit: seconds after which a row's commands are stopped.
+    """
 
     seeds: tuple[int, ...]
     out: Path
     steps: int | None = None
+    parallel: int = 1
+    row_limit: float | None = None
     model: Path | None = None
     trl_python: Path | None = None
 

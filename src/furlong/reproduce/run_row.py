@@ -1,4 +1,4 @@
-"""Runs the commands of a row, one seed after another, and reads their accuracy, curves and times."""
+"""Runs the commands of a row for several seeds, and reads their accuracy, curves and times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ RESULT, FIGURES, CURVE = "result.json", "figures.json", "curve.svg"
 REWARD, HELD_OUT, MISMATCH = "rollout/raw_reward", "eval/held_out", "train/train_rollout_logprob_abs_diff"
 DIGITS = 4  # of numbers in curves
 LOG_LINES = 12  # shown when a command fails
+STOP_S = 20.0  # that a command has between SIGTERM and SIGKILL
 
 Announce = Callable[[str], None]
 Json = dict[str, Any]
@@ -44,19 +46,21 @@ Json = dict[str, Any]
 def run_row(row: Row, settings: Settings, announce: Announce) -> Json:
     """Run a row over its seeds, write `result.json` and `curve.svg` into the folder, and return the result.
 
-    A seed whose commands have already ended in this folder is not run again. A command that fails makes a result with
-    the status `failed` and the reason. Raises ConfigError if something that the row needs is missing.
+    A seed whose commands have already ended in this folder is not run again. A command that fails, or that still runs
+    at the row's time limit, makes a result with the status `failed` and the reason. Raises ConfigError if something
+    that the row needs is missing.
     """
     if missing := missing_needs(row, settings):
         raise ConfigError(f"row {row.name} needs {' and '.join(missing)}")
     settings.out.mkdir(parents=True, exist_ok=True)
     result = _head(row, settings)
-    seeds: list[Json] = []
+    deadline = None if settings.row_limit is None else time.monotonic() + settings.row_limit
     try:
-        _prepare(row, settings, announce)
-        for seed in settings.seeds:
-            seeds.append(_run_seed(row, settings, seed, announce))
-            result |= summarize_seeds(seeds)
+        _prepare(row, settings, deadline, announce)
+        seeds, failures = _run_seeds(row, settings, deadline, announce)
+        result |= summarize_seeds(seeds) if seeds else {}
+        if failures:
+            raise failures[0]
     except RolloutError as error:
         result |= {"status": "failed", "reason": str(error)}
     write_atomically(settings.out / RESULT, json.dumps(result, indent=1) + "\n")
@@ -109,6 +113,7 @@ def machine_record() -> Json:
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -131,7 +136,7 @@ def _conditions() -> Json:
     return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine_record()}
 
 
-def _prepare(row: Row, settings: Settings, announce: Announce) -> None:
+def _prepare(row: Row, settings: Settings, deadline: float | None, announce: Announce) -> None:
     """Run the commands that come before all seeds, unless they have ended here before."""
     commands = prepare_commands(row, settings)
     done = settings.out / "prepared" / FIGURES
@@ -140,11 +145,31 @@ def _prepare(row: Row, settings: Settings, announce: Announce) -> None:
     write_data(row, settings, 0)
     for i, words in enumerate(commands, 1):
         announce(shown_command(words))
-        _run(words, settings.out / "prepared" / f"{i}.log")
+        _run(words, settings.out / "prepared" / f"{i}.log", deadline)
     write_atomically(done, json.dumps({"commands": commands}) + "\n")
 
 
-def _run_seed(row: Row, settings: Settings, seed: int, announce: Announce) -> Json:
+def _run_seeds(
+    row: Row, settings: Settings, deadline: float | None, announce: Announce
+) -> tuple[list[Json], list[RolloutError]]:
+    """Run the seeds, `settings.parallel` at a time, until one fails; returns the figures of seeds, and the failures."""
+    failures: list[RolloutError] = []
+
+    def attempt(seed: int) -> Json | None:
+        if failures:
+            return None
+        try:
+            return _run_seed(row, settings, seed, deadline, announce)
+        except RolloutError as error:
+            failures.append(error)
+            return None
+
+    with ThreadPoolExecutor(settings.parallel) as pool:
+        ended = list(pool.map(attempt, settings.seeds))
+    return [figures for figures in ended if figures is not None], failures
+
+
+def _run_seed(row: Row, settings: Settings, seed: int, deadline: float | None, announce: Announce) -> Json:
     """Run one seed, or read its figures if it has ended in this folder before."""
     folder = settings.out / f"seed-{seed}"
     commands = seed_commands(row, settings, seed)
@@ -158,7 +183,7 @@ def _run_seed(row: Row, settings: Settings, seed: int, announce: Announce) -> Js
     wall_s: dict[str, float] = {}
     for name, words in commands.items():
         announce(shown_command(words))
-        wall_s[name] = _run(words, folder / f"{name}.log")
+        wall_s[name] = _run(words, folder / f"{name}.log", deadline)
     figures = _figures(row, folder, tuple(commands), seed, round(wall_s["run"], 1))
     write_atomically(
         folder / FIGURES, json.dumps({"commands": list(commands.values()), **conditions, **figures}) + "\n"
@@ -177,16 +202,29 @@ def _is_done(done: Path, commands: list[list[str]], settings: Settings) -> bool:
     raise ConfigError(f"{settings.out} contains runs with other flags ({done}); choose another --out")
 
 
-def _run(words: Sequence[str], log: Path) -> float:
-    """Run a command with its output in `log`; returns its seconds. Raises RolloutError with the end of its output."""
+def _run(words: Sequence[str], log: Path, deadline: float | None) -> float:
+    """Run a command and return its seconds. Raises RolloutError if it fails, or is stopped at the deadline."""
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with log.open("wb") as output:
-        code = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    with log.open("wb") as output, subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            code = process.wait(None if deadline is None else max(deadline - started, 0.0))
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            seconds = time.monotonic() - started
+            raise RolloutError(f"stopped at the time limit after {seconds:.0f} s, see {log}") from None
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
         raise RolloutError("\n".join([f"exit code {code}, see {log}:", *last]))
     return time.monotonic() - started
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _figures(row: Row, folder: Path, names: Sequence[str], seed: int, wall_s: float) -> Json:
