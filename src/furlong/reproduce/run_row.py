@@ -230,14 +230,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _figures(row: Row, folder: Path, names: Sequence[str], seed: int, wall_s: float) -> Json:
     """Read what the runs of a seed recorded. The first run evaluates before training, the last one after it."""
     rows = read_steps(folder / "run")
-    curves = {
+    curves: dict[str, list[list[float]]] = {
         metric: [[step, _rounded(values[metric])] for step, values in rows if metric in values]
-        for metric in (HELD_OUT, REWARD, MISMATCH)
+        for metric in (REWARD, MISMATCH)
     }
-    before, after = _right(row, folder / names[0], is_last=False), _right(row, folder / names[-1], is_last=True)
-    if names[0] != "run":
-        last = rows[-1][0] if rows else 0
-        curves[HELD_OUT] = [[0, sum(before) / len(before)], [last, sum(after) / len(after)]]
+    evaluations = [right for name in dict.fromkeys((names[0], names[-1])) for right in _evaluations(row, folder / name)]
+    before, after = evaluations[0], evaluations[-1]
+    steps = [step for step, values in rows if HELD_OUT in values] if names[0] == "run" else [0, rows[-1][0]]
+    curves[HELD_OUT] = [
+        [step, _rounded(sum(right) / len(right))] for step, right in zip(steps, evaluations, strict=True)
+    ]
     return {
         "seed": seed,
         "before": before,
@@ -254,19 +256,17 @@ def _tokens(values: Mapping[str, float]) -> float:
     return values.get("rollout/response_lengths", 0.0) * values.get("train/global_batch_size", 0.0)
 
 
-def _right(row: Row, run: Path, *, is_last: bool) -> list[int]:
-    """Return for each held-out problem whether it was answered correctly, in the first or last evaluation."""
+def _evaluations(row: Row, run: Path) -> list[list[int]]:
+    """Return for each evaluation, and each held-out problem, whether it was answered correctly."""
     dumps = sorted((run / "rollouts").glob("eval_*.safetensors"), key=lambda path: int(path.stem.partition("_")[2]))
     if not dumps:
         raise DataError(f"{run} has no evaluation; read the log beside it")
-    samples = [group.samples[0] for group in load_samples(dumps[-1 if is_last else 0]).groups]
-    rewards = [
-        sample.reward[row.task.accuracy_key]
-        if row.task.accuracy_key and isinstance(sample.reward, Mapping)
-        else sample.reward
-        for sample in samples
+    key = row.task.accuracy_key
+    rewards = [[group.samples[0].reward for group in load_samples(dump).groups] for dump in dumps]
+    return [
+        [int((reward[key] if key and isinstance(reward, Mapping) else reward) == 1.0) for reward in evaluation]
+        for evaluation in rewards
     ]
-    return [int(reward == 1.0) for reward in rewards]
 
 
 def _rounded(value: float) -> float:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.config.checks.task_specs import TaskMixture, TaskSpec, parse_tasks, tasks_problem
+from furlong.core.task_entries import ROWS_PER_SEED
 from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
 from furlong.rewards.tasks import answers_from, task_score
@@ -30,7 +31,7 @@ def test_rows_are_the_package_s_and_its_answers_score_one(name: str) -> None:
 
     source = prompts_of(f"reasoning-gym:{name}?size=3&seed=7")
     source.begin(None)
-    expected = create_dataset(name, size=3, seed=7)
+    expected = create_dataset(name, size=3, seed=7 * ROWS_PER_SEED)
     rows = source.take(5)
     assert len(rows) == 3
     for row, entry in zip(rows, expected, strict=True):
@@ -39,6 +40,16 @@ def test_rows_are_the_package_s_and_its_answers_score_one(name: str) -> None:
         assert task_score(f"I think.\n<answer>{entry['answer']}</answer>", row.label, metadata) == 1.0
         assert task_score("<answer>nonsense 123456</answer>", row.label, metadata) < 0.2
         assert task_score("", row.label, metadata) == 0.0
+
+
+@pytest.mark.parametrize("name", ["spell_backward", "countdown"])
+def test_rows_of_two_seeds_differ(name: str) -> None:
+    texts: list[set[str]] = []
+    for seed in (0, 1):
+        source = prompts_of(f"reasoning-gym:{name}?size=20&seed={seed}")
+        source.begin(None)
+        texts.append({row.text for row in source.take(20)})
+    assert len(texts[0] & texts[1]) < 5
 
 
 @settings(max_examples=60, deadline=None)
