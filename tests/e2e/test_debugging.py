@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from furlong.core.batch_file import load_batch
@@ -39,7 +40,11 @@ def test_details_are_dumped_for_every_rollout_and_evaluation(recorded):
     assert {name.split(".")[0] for name in rollouts} == {"0", "1", "2", "eval_0", "eval_3"}
     batches = sorted((recorded / "dump" / "train_data").iterdir())
     assert [load_batch(p).rollout_id for p in batches] == [0, 1, 2]
-    assert {"advantages", "old_log_probs", "rollout_log_probs"} <= set(load_batch(batches[0]).columns)
+    columns = load_batch(batches[0]).columns
+    assert {"advantages", "old_log_probs", "rollout_log_probs"} <= set(columns)
+    moved = np.abs(columns["train_log_probs"] - columns["old_log_probs"])
+    assert 0 < (moved > 1e-5).sum() < len(moved)  # half of the samples are in the second optimizer step
+    assert (columns["train_entropy"] > 0).all()
     dump = load_samples(next(p for p in (recorded / "dump" / "rollout_data").iterdir() if p.name.startswith("1.")))
     assert [len(group) for group in dump.groups] == [4] * 4
     assert [s.token_versions[0] for group in dump.groups for s in group.samples] == [1] * 16

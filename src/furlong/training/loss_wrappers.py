@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,23 +52,36 @@ class WithLogProbs(_Wrapper):
         return loss, metrics
 
 
-class LogProbRecorder(_Wrapper):
-    """A loss that records the log-probs of every micro-batch."""
+class TokenRecorder(_Wrapper):
+    """A loss that records log-prob and entropy of each response token of every micro-batch."""
 
     def __init__(self, loss: LossFn) -> None:
         super().__init__(loss)
-        self._parts: list[tuple[IntArray, Tensor]] = []
+        self._parts: list[tuple[IntArray, TokenStats]] = []
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
         """Return the loss."""
-        self._parts.append((micro.rows, stats.log_probs_R.detach()))
+        entropy_R = None if stats.entropy_R is None else stats.entropy_R.detach()
+        self._parts.append((micro.rows, TokenStats(stats.log_probs_R.detach(), entropy_R)))
         return self.loss(micro, stats)
 
     def log_probs(self, batch: RolloutBatch) -> FloatArray:
         """Return the recorded log-prob of each response token of the batch, [R]; nan where none was recorded."""
+        return self._filled(batch, [(rows, stats.log_probs_R) for rows, stats in self._parts])
+
+    def columns(self, batch: RolloutBatch) -> dict[str, FloatArray]:
+        """Return `train_log_probs` and, if the loss reads it, `train_entropy`; empty if nothing was recorded."""
+        if not self._parts:  # a pipeline stage without the loss
+            return {}
+        entropies = [(rows, stats.entropy_R) for rows, stats in self._parts if stats.entropy_R is not None]
+        columns = {"train_log_probs": self.log_probs(batch)}
+        return columns | ({"train_entropy": self._filled(batch, entropies)} if entropies else {})
+
+    @staticmethod
+    def _filled(batch: RolloutBatch, parts: Sequence[tuple[IntArray, Tensor]]) -> FloatArray:
         filled = np.full(int(batch.response_lengths.sum()), np.nan, np.float32)
-        for rows, log_probs_R in self._parts:
-            filled[batch.response_positions(rows)] = log_probs_R.float().cpu().numpy()
+        for rows, values_R in parts:
+            filled[batch.response_positions(rows)] = values_R.float().cpu().numpy()
         return filled
 
 

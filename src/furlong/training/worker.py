@@ -41,7 +41,7 @@ from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
-from furlong.training.loss_wrappers import LogProbRecorder, StatsRecorder, WithLogProbs
+from furlong.training.loss_wrappers import StatsRecorder, TokenRecorder, WithLogProbs
 from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.packing import Packing, RankPart, split_batch
 from furlong.training.profiling import Profiling
@@ -81,8 +81,9 @@ class RoundHooks:
     """Functions called during a round.
 
     advantages: user function that sets advantages in `hook_adapters.rollout_data`. postprocess: user function of
-    (rollout_id, rollout_data), after advantages. dump: gets the batch with all columns before the first step. digests:
-    hashes every stage. keep_refused: stores the samples of a non-finite step and returns where.
+    (rollout_id, rollout_data), after advantages. dump: gets the batch with all columns before the first step, and after
+    the last one with `train_log_probs` and `train_entropy` as well. digests: hashes every stage. keep_refused: stores
+    the samples of a non-finite step and returns where.
     """
 
     advantages: RolloutDataHook | None = None
@@ -386,11 +387,12 @@ class RoundWorker:
         results: list[Metrics] = []
         skipped, lr = 0, 0.0
         has_log_probs = "old_log_probs" in batch.columns
-        test = self.hooks.self_test
-        recorder = LogProbRecorder(self.loss) if test is not None and test.due(batch) else None
+        test = self.hooks.self_test if self.hooks.self_test is not None and self.hooks.self_test.due(batch) else None
+        records_all = self.hooks.dump is not None
+        recorder = TokenRecorder(self.loss) if test is not None or records_all else None
         test_metrics: Metrics = {}
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
-            loss = self.loss if recorder is None or index > 0 else recorder
+            loss = recorder if recorder is not None and (index == 0 or records_all) else self.loss
             loss = loss if has_log_probs or index > 0 else WithLogProbs(loss)
             self.backend.begin_step(batch.rollout_id, index)
             parts = self._forward_backward(batch, micro_rows, loss)
@@ -409,6 +411,8 @@ class RoundWorker:
             if not report.skipped:
                 step_metrics["train/grad_norm"] = mean(report.grad_norm)
             results.append(step_metrics)
+        if self.hooks.dump is not None and recorder is not None:
+            self.hooks.dump(batch.with_columns(**recorder.columns(batch)))
         metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
         metrics["train/num_steps"] = mean(len(steps))
         return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics

@@ -300,7 +300,9 @@ def _train_dump(context: RunContext, rank: int) -> Callable[[RolloutBatch], None
     def dump(batch: RolloutBatch) -> None:
         path = Path(template.replace("{rollout_id}", str(batch.rollout_id)).replace("{rank}", str(rank)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_batch(path, batch)
+        partial_path = path.with_name(f"{path.name}.partial")
+        save_batch(partial_path, batch)
+        partial_path.replace(path)  # the batch is written again with the values of the training pass
 
     return dump
 

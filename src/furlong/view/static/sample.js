@@ -2,34 +2,47 @@
 import { h, fill, num, choice, field, shown, note } from "./elements.js";
 import { get } from "./source.js";
 
+const LOG_PROB = [-4, 0], DIFFERENCE = [-0.1, 0.1];
 const FACTS = {
-  engine: ["log-prob of the engine", "sequential", -4, 0],
+  engine: ["log-prob of the engine", "sequential", ...LOG_PROB],
   probability: ["probability", "sequential", 0, 1],
+  trainer: ["log-prob of the trainer", "sequential", ...LOG_PROB],
+  difference: ["trainer - engine", "signed", ...DIFFERENCE],
+  advantage: ["advantage", "scaled"],
+  entropy: ["entropy", "sequential", 4, 0],
   mask: ["loss mask", "sequential", 1, 0],
   version: ["weight version", "cycle"],
-  teacher: ["log-prob of the teacher", "sequential", -4, 0],
+  teacher: ["log-prob of the teacher", "sequential", ...LOG_PROB],
 };
+const NAMED = ["rollout_log_probs", "teacher_log_probs", "token_versions", "train_log_probs", "train_entropy", "entropy",
+  "advantages", "returns", "loss_weights"];  // columns that FACTS shows, or that say the same
 let chosen = "engine";
 
 /** The values by response token that this sample has: {key: [label, kind, low, high, values]}. */
 function tokenFacts(sample) {
-  const { tokens, batch } = sample;
+  const { tokens, batch } = sample, columns = (batch && batch.columns) || {};
+  const trainer = columns.train_log_probs || columns.old_log_probs, { engine } = tokens;
   const values = {
-    engine: tokens.engine, mask: tokens.mask, teacher: tokens.teacher,
+    engine, trainer, mask: tokens.mask, teacher: tokens.teacher, advantage: columns.advantages,
+    probability: engine && engine.map((v) => (v === null ? null : Math.exp(v))),
+    difference: engine && trainer && trainer.map((v, i) => (v === null || engine[i] === null ? null : v - engine[i])),
+    entropy: columns.train_entropy || columns.entropy,
     version: tokens.versions.length ? tokens.versions : null,
-    probability: tokens.engine && tokens.engine.map((v) => (v === null ? null : Math.exp(v))),
   };
   const facts = {};
   for (const [key, [label, kind, low, high]] of Object.entries(FACTS)) {
-    if (values[key]) facts[key] = [label, kind, low, high, values[key]];
+    if (values[key]) facts[key] = kind === "scaled" ? scaled(label, values[key]) : [label, kind, low, high, values[key]];
   }
-  const columns = (batch && batch.columns) || {};
   for (const [name, column] of Object.entries(columns)) {
-    if (["rollout_log_probs", "teacher_log_probs", "token_versions"].includes(name)) continue;
-    const size = Math.max(1e-9, ...column.map((v) => Math.abs(v ?? 0)));
-    facts[name] = [name.replaceAll("_", " "), "signed", -size, size, column];
+    if (!NAMED.includes(name)) facts[name] = scaled(name.replaceAll("_", " "), column);
   }
   return facts;
+}
+
+/** A fact whose colors span the values of this sample. */
+function scaled(label, values) {
+  const size = values.reduce((most, v) => Math.max(most, Math.abs(v ?? 0)), 1e-9);
+  return [label, "signed", -size, size, values];
 }
 
 /** The background of a token: the stronger, the further from normal; signed values have two hues. */
