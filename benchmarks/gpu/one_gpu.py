@@ -4,17 +4,20 @@
     python benchmarks/gpu/one_gpu.py --out results --smollm2 DIR            # all rows, both sides
     python benchmarks/gpu/one_gpu.py --out results --smollm2 DIR --rows smol-20 --steps 12 --timeout 120
     python benchmarks/gpu/one_gpu.py --out results --smollm2 DIR --profile --rows smol-20
+    python benchmarks/gpu/one_gpu.py --out results --rows 0.6b-1024 --sides sglang     # furlong with --engine sglang
 
 A row is a model, a number of prompts with 8 samples each and a response length. Both sides train on the same prompts
 with a random reward, GRPO without KL and one AdamW step per rollout, each in a process of its own, one after the other.
 furlong runs with its defaults: no flag about slots, micro-batches or attention. TRL runs with its defaults and the
-transformers engine, except that its batch sizes must be given: all samples of a step are generated as one batch, and
-trained in micro-batches of the row's `trl_rows` sequences. Weights are bfloat16 on both sides. TRL also keeps AdamW's
-states in bfloat16, and furlong keeps float32 master weights and moments.
+transformers engine, except that its batch sizes must be given: all samples of a step are generated as one batch (with
+1,024 new tokens in two, since the keys and values of 512 sequences fill the GPU), and trained in micro-batches of the
+row's `trl_rows` sequences. Weights are bfloat16 on both sides. TRL also keeps AdamW's states in bfloat16, and furlong
+keeps float32 master weights and moments. The side `sglang` is furlong with one more flag, `--engine sglang`.
 
 Step times are taken by this process when a side reports the end of a step, and the median excludes the first two steps
-(the first one if there are fewer than five). `to step 10` is the time from the start of the process to the end of step
-10, imports, model loading and warm-up included.
+(the first one if there are fewer than five). A side with a single step is timed from the begin of its step, without
+imports and loading, and is marked: it includes warm-up. `to step 10` is the time from the start of the process to the
+end of step 10, imports, model loading and warm-up included.
 
 `--profile` runs the PyTorch profiler instead: 20 decode steps of the embedded engine at the row's size, and one
 training step of `furlong train`. It prints kernels, launches, synchronizations and copies, and the busiest operators.
@@ -36,6 +39,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,7 @@ from trl_rival import furlong_words, random_reward, trl_config
 
 SAMPLES = 8
 LR = 1e-6
+SIDES = ("furlong", "trl", "sglang")
 POLL_S = 0.01
 EARLY_STEP = 10
 PROFILED_STEPS, WARM_STEPS = 20, 30
@@ -54,7 +59,10 @@ SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEvent
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: model, prompts, prompt tokens (0: real questions), new tokens, TRL's micro-batch and default steps."""
+    """A setting: model, prompts, prompt tokens (0: real questions), new tokens, default steps, and TRL's batches.
+
+    trl_rows: sequences of TRL's micro-batches. trl_parts: batches in which TRL generates the samples of a step.
+    """
 
     model: str
     prompts: int
@@ -62,6 +70,7 @@ class Row:
     new: int
     trl_rows: int
     steps: int
+    trl_parts: int = 1
 
 
 ROWS = {
@@ -69,19 +78,23 @@ ROWS = {
     "smol-20": Row("smollm2", 32, 0, 20, 256, 12),
     "smol-256": Row("smollm2", 64, 0, 256, 64, 12),
     "0.6b-256": Row("0.6b", 64, 128, 256, 32, 5),
-    "0.6b-1024": Row("0.6b", 64, 128, 1024, 16, 3),
+    "0.6b-1024": Row("0.6b", 64, 128, 1024, 16, 3, 2),
     "1.7b-256": Row("1.7b", 64, 128, 256, 32, 4),
-    "1.7b-1024": Row("1.7b", 64, 128, 1024, 16, 3),
+    "1.7b-1024": Row("1.7b", 64, 128, 1024, 16, 3, 2),
 }
 
 
 def write_inputs(row: Row, folder: Path, smollm2: Path | None) -> tuple[Path, Path]:
     """Write the row's model and prompts; returns the model folder and the prompt file."""
-    folder.mkdir(parents=True, exist_ok=True)
     if row.model != "smollm2":
         from grpo_step import write_inputs as write_random
 
-        return write_random(folder, row.model, row.prompts, row.prompt_len)
+        folder, data = folder.parent / row.model, folder.parent / row.model / "prompts.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        return (
+            (folder / "model", data) if data.exists() else write_random(folder, row.model, row.prompts, row.prompt_len)
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     if smollm2 is None:
         raise SystemExit("rows with SmolLM2 need its folder; pass --smollm2 DIR, or choose others with --rows")
     data, rng = folder / "prompts.jsonl", random.Random(0)
@@ -130,12 +143,19 @@ def trl_worker(row: Row, model: Path, data: Path, result: Path, steps: int) -> N
             return answer
 
     class Clock(TrainerCallback):
+        began = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            self.began = time.perf_counter()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if has_gpu:
                 torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() / 2**30 if has_gpu else 0.0
+            row = {"perf/rollout_time": sum(generating), "peak_gib": peak}
+            generating.clear()
             with result.open("a") as file:
-                file.write(json.dumps({"perf/rollout_time": generating[-1], "peak_gib": peak}) + "\n")
+                file.write(json.dumps(row | {"perf/step_time": time.perf_counter() - self.began}) + "\n")
 
     config = trl_config(
         result.parent / "trl",
@@ -147,7 +167,7 @@ def trl_worker(row: Row, model: Path, data: Path, result: Path, steps: int) -> N
         use_cpu=not has_gpu,
         per_device_train_batch_size=row.trl_rows,
         gradient_accumulation_steps=row.prompts * SAMPLES // row.trl_rows,
-        generation_batch_size=row.prompts * SAMPLES,
+        generation_batch_size=row.prompts * SAMPLES // row.trl_parts,
     )
     rows = [{"prompt": json.loads(line)["prompt"]} for line in data.read_text().splitlines()]
     Timed(
@@ -182,6 +202,8 @@ def watch(command: list[str], marks_file: Path, log: Path, *, steps: int, timeou
     seconds = [after - before for before, after in itertools.pairwise([0.0, *marks])]
     first = 2 if len(seconds) >= 5 else 1
     result: dict[str, Any] = {"ended": ended, "step_s": [round(s, 3) for s in seconds]}
+    if len(lines) == 1:
+        seconds, first, result["is_first_step"] = [lines[0]["perf/step_time"]], 0, True
     if warm := seconds[first:]:
         result["median_s"] = round(statistics.median(warm), 3)
         split = [line["perf/rollout_time"] for line in lines[first:]]
@@ -201,8 +223,9 @@ def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for side in options.sides:
         steps = (side == "trl" and options.trl_steps) or options.steps or row.steps
         marks = out / f"{name}-{side}-{os.getpid()}" / "metrics.jsonl"
-        if side == "furlong":
-            command = furlong_command(row, model, data, marks.parent, steps, options.furlong)
+        if side != "trl":
+            flags = [*(["--engine", "sglang"] if side == "sglang" else []), *options.furlong]
+            command = furlong_command(row, model, data, marks.parent, steps, flags)
         else:
             marks.parent.mkdir(parents=True)
             command = [sys.executable, __file__, "--trl-worker", name, str(model), str(data), str(marks), str(steps)]
@@ -211,10 +234,24 @@ def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
         print(f"{name} {side}: {json.dumps(answer[side])}", flush=True)
         if answer[side]["ended"] not in (0, None):
             print("".join(f"    {line}\n" for line in log.read_text().splitlines()[-15:]), flush=True)
-    if all("median_s" in answer.get(side, {}) for side in ("furlong", "trl")):
-        answer["times_as_fast"] = round(answer["trl"]["median_s"] / answer["furlong"]["median_s"], 2)
-        print(f"{name}: furlong is {answer['times_as_fast']} times as fast", flush=True)
     return answer
+
+
+def table(answers: dict[str, Any]) -> str:
+    """Return the rows measured so far, in Markdown."""
+    lines = ["| row | " + " | ".join(f"{side}, s a step (generation)" for side in SIDES) + " | TRL / furlong |"]
+    lines.append("|---" * (len(SIDES) + 2) + "|")
+    for name, answer in answers.items():
+        times = [answer.get(side, {}) for side in SIDES]
+        cells = [
+            f"{each['median_s']} ({each['generate_s']}){' first step' * ('is_first_step' in each)}"
+            if "median_s" in each
+            else str(each.get("ended", "-"))
+            for each in times
+        ]
+        pair = [answer.get(side, {}).get("median_s") for side in ("trl", "furlong")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {round(pair[0] / pair[1], 2) if all(pair) else '-'} |")
+    return "\n".join(lines)
 
 
 # -- profile -------------------------------------------------------------------------------------------------------
@@ -340,7 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and one_gpu.json")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
-    parser.add_argument("--sides", nargs="+", choices=["furlong", "trl"], default=["furlong", "trl"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["furlong", "trl"])
     parser.add_argument("--steps", type=int, default=0, help="steps of each side (default: the row's)")
     parser.add_argument("--trl-steps", type=int, default=0, help="steps of TRL, where they differ")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a side; completed steps count")
@@ -352,9 +389,15 @@ def main() -> None:
     path = options.out / "one_gpu.json"
     answers = json.loads(path.read_text()) if path.is_file() else {}
     for name in options.rows:
-        run = profile_row if options.profile else run_row
-        answers[f"{name}-profile" if options.profile else name] = run(name, options)
+        try:
+            if options.profile:
+                answers[f"{name}-profile"] = profile_row(name, options)
+            else:
+                answers[name] = answers.get(name, {}) | run_row(name, options)
+        except Exception:  # noqa: BLE001  the other rows are measured
+            print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
         path.write_text(json.dumps(answers, indent=1) + "\n")
+    print(table({name: answer for name, answer in answers.items() if not name.endswith("-profile")}))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from furlong.core.device_checksum import Checksums
 
 
-def main(models: list[list[str]]) -> None:
-    """Load each model and write its checksums."""
+def initialize(folder: str) -> None:
+    """Prepare this process for models of SGLang on a CPU; `folder` is any model."""
     kernels = ModuleType("vllm._custom_ops")  # imported where there is no CUDA, and not called
     kernels.rotary_embedding = None
     sys.modules |= {"vllm": ModuleType("vllm"), kernels.__name__: kernels}
@@ -29,18 +29,23 @@ def main(models: list[list[str]]) -> None:
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
 
-    args = server_args.ServerArgs(
-        model_path=models[0][0], device="cpu", dtype="bfloat16", attention_backend="torch_native"
-    )
+    args = server_args.ServerArgs(model_path=folder, device="cpu", dtype="bfloat16", attention_backend="torch_native")
     server_args.set_global_server_args_for_scheduler(args)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     init_distributed_environment(1, 0, local_rank=0, distributed_init_method=address, backend="gloo")
     initialize_model_parallel()
-    initialize_dp_attention(args, ModelConfig(model_path=models[0][0], dtype="bfloat16"))
+    initialize_dp_attention(args, ModelConfig(model_path=folder, dtype="bfloat16"))
     initialize_moe_config(args)
     torch.set_default_dtype(torch.bfloat16)
+
+
+def main(models: list[list[str]]) -> None:
+    """Load each model and write its checksums."""
+    initialize(models[0][0])
+    from sglang.srt.configs.model_config import ModelConfig
+
     for folder, module, name in models:
         config = ModelConfig(model_path=folder, dtype="bfloat16").hf_config
         model = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)(config)

@@ -82,7 +82,7 @@ def quantize_folder(
             except QuantizationError as error:
                 raise CheckpointError(f"{source}: {error}") from error
 
-    settings = _settings(
+    settings = quantization_config(
         scheme.form, candidates - names, [e for e in ignored if any(is_ignored(n, [e]) for n in candidates)]
     )
     config = {**model.config, "quantization_config": settings}
@@ -176,7 +176,7 @@ def _verify(folder: Path, sums: dict[str, str]) -> None:
         )
 
 
-def _settings(form: WeightFormat, unquantized: Iterable[str], ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(form: WeightFormat, unquantized: Iterable[str], ignore: Sequence[str]) -> dict[str, Any]:
     """Return the `quantization_config` of a format, as SGLang and vLLM read it."""
     if isinstance(form, Fp8Blocks) or (isinstance(form, Fp8Scaled) and form.per == "tensor"):
         settings: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}

@@ -8,6 +8,7 @@ import pytest
 
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
+from furlong.sglang_layout.quantized_loading import LOADER
 from served_engine import ScriptedServer
 
 RANKS = [
@@ -45,6 +46,15 @@ def test_ipc_updates_exclude_the_draft_model(algorithm, is_told):
     _, [(path, body)] = ask(load, speculative_algorithm=algorithm)
     assert path == "/update_weights_from_tensor"
     assert body.get("disable_draft_model", False) is is_told
+
+
+@pytest.mark.parametrize(("loaders", "form"), [([], "flattened_bucket"), ([LOADER], LOADER), (["x.y", LOADER], LOADER)])
+def test_servers_with_furlongs_loader_of_quantized_weights_use_it(loaders, form):
+    async def load(client):
+        await client.load_handles([b"handle"], 3, is_last=True)
+
+    _, [(_, body)] = ask(load, custom_weight_loader=loaders)
+    assert body["load_format"] == form
 
 
 def test_checksums_exclude_the_draft_model():

@@ -18,10 +18,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from furlong.core import shared_memory
 from furlong.core.shared_memory import SharedBuffer, folder, open_shared
-from furlong.core.weights import WeightSource
+from furlong.core.weights import Bucket, WeightSource
 from furlong.errors import EngineError, SyncError
+from furlong.sglang_layout.quantized_loading import load
 from furlong.weight_sync.remote_sync import RankSync
-from furlong.weight_sync.transports.ipc import IpcTransport, handle_message
+from furlong.weight_sync.transports.ipc import IpcTransport, handle_message, quantized_message
 from transport_context import transport_context
 
 TENSORS = [
@@ -84,22 +85,38 @@ def test_a_link_is_not_followed():
 
 def test_a_message_to_sglang_names_only_what_its_unpickler_allows():
     """Stock SGLang 0.5.16 refuses every global but those of a list of modules."""
-    arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
-    entry = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
-    message = handle_message((rebuild_cuda_tensor, arguments), "GPU-uuid", [entry])
-    loaded = {}
+    read = unpickled(handle_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", [ENTRY]))
+    assert read["flattened_tensor"] == (*ARGUMENTS[:6], "GPU-uuid", *ARGUMENTS[7:])
+    assert read["metadata"] == [ENTRY]
+
+
+def test_a_message_to_the_loader_of_quantized_weights_is_what_it_loads():
+    bucket = Bucket(0, [("a", torch.ones(2, 2, dtype=torch.bfloat16))], is_last=True)
+    message = quantized_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", [ENTRY], bucket)
+    [(header, buffer)] = unpickled(message)
+    assert buffer == (*ARGUMENTS[:6], "GPU-uuid", *ARGUMENTS[7:])
+    loaded = []
+    model = torch.nn.Module()
+    model.load_weights = loaded.extend
+    load(model, [(header, bucket.tensors[0][1].view(-1).view(torch.uint8))])
+    [(name, tensor)] = loaded
+    assert name == "a"
+    assert torch.equal(tensor, bucket.tensors[0][1])
+
+
+ARGUMENTS = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
+ENTRY = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
+
+
+def unpickled(message):
+    """Read a message as stock SGLang does; a CUDA tensor becomes the arguments that rebuild it."""
 
     class Listed(pickle.Unpickler):
         def find_class(self, module, name):
             assert (module + ".").startswith(("types.", "torch.", "builtins.", "collections.", "copyreg."))
-            if name == "rebuild_cuda_tensor":
-                return lambda *values: loaded.setdefault("arguments", values)
-            return super().find_class(module, name)
+            return (lambda *values: values) if name == "rebuild_cuda_tensor" else super().find_class(module, name)
 
-    read = Listed(io.BytesIO(message)).load()
-    assert loaded["arguments"] == (*arguments[:6], "GPU-uuid", *arguments[7:])
-    assert read["flattened_tensor"] == loaded["arguments"]
-    assert read["metadata"] == [entry]
+    return Listed(io.BytesIO(message)).load()
 
 
 class Crowd:
@@ -120,6 +137,7 @@ class Shared:
     """A server of two processes that loads what rank `first_rank` describes."""
 
     supports_shared_memory, checksum_dtype, num_ranks, device_dtypes = True, torch.float32, 1, frozenset()
+    has_quantized_loader = False
 
     def __init__(self, first_rank, fail_at=None):
         self.url, self.first_rank, self.fail_at = f"http://engine{first_rank}", first_rank, fail_at

@@ -36,6 +36,7 @@ from furlong.sglang_layout.layout_facts import (
     has_own_head,
     unused_weights,
 )
+from furlong.sglang_layout.quantized_loading import LOADER
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,11 @@ class SglangServer(SglangClient):
         return self.info.is_furlong
 
     @property
+    def has_quantized_loader(self) -> bool:
+        """Whether it was started with furlong's loader of quantized weights."""
+        return self.info.has_quantized_loader
+
+    @property
     def num_ranks(self) -> int:
         """Number of processes that receive weights. Raises EngineError for an unsupported layout."""
         info = self.info
@@ -349,7 +355,7 @@ class SglangServer(SglangClient):
         await self.command(
             "/update_weights_from_tensor",
             timeout_s=None,
-            load_format="flattened_bucket",
+            load_format=LOADER if self.has_quantized_loader else "flattened_bucket",
             serialized_named_tensors=[base64.b64encode(handle).decode() for handle in handles],
             **({"disable_draft_model": True} if self.info.speculation else {}),
             **self._options(version, is_last=is_last),

@@ -10,6 +10,7 @@ from typing import Any
 from furlong.core.weights import EngineSharding
 from furlong.inference.sglang.engine_answers import label, optional_text, whole
 from furlong.sglang_layout.layout_facts import PLAIN_EXPERTS, PLAIN_SHARES, PLAIN_TENSORS, options_beside
+from furlong.sglang_layout.quantized_loading import LOADER
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ServerInfo:
         `sglang_layout.shard_checksums`; "" if there are none.
     returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
     speculation: Algorithm of speculative decoding; "" for none.
+    has_quantized_loader: It was started with furlong's loader of quantized weights.
     streams_increments: Events of a stream have the new tokens only, and not all so far.
     """
 
@@ -43,6 +45,7 @@ class ServerInfo:
     speculation: str = ""
     ep_size: int = 1
     streams_increments: bool = False
+    has_quantized_loader: bool = False
 
     @staticmethod
     def read(answer: Mapping[str, Any], where: str = "GET /server_info") -> ServerInfo:
@@ -72,6 +75,7 @@ class ServerInfo:
             ep_size=size("ep_size"),
             speculation=optional_text(answer, "speculative_algorithm", where),
             streams_increments=bool(answer.get("incremental_streaming_output")),
+            has_quantized_loader=LOADER in (answer.get("custom_weight_loader") or ()),
         )
 
     @property

@@ -20,6 +20,8 @@ from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.host import HostGpus
+from furlong.models.quantized_folder import is_quantized
+from furlong.sglang_layout.quantized_loading import LOADER
 
 RENDEZVOUS_PORTS = 8  # SGLang counts up from --dist-init-addr
 
@@ -189,6 +191,8 @@ def _sglang(config: Config, model: ServedModel, model_dir: Path, dtype: str) -> 
         defaults["dtype"] = dtype
     if config.train.deterministic_mode:
         defaults["enable_deterministic_inference"] = True
+    if model.is_trained and is_quantized(model_dir):
+        defaults["custom_weight_loader"] = [LOADER]
     return SglangLaunch(
         model_dir if model.path is None else Path(model.path),
         num_gpus=config.engines.rollout_num_gpus_per_engine,

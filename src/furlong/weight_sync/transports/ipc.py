@@ -29,8 +29,9 @@ from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.shared_memory import SharedBuffer, offsets
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
-from furlong.core.weights import Bucket, NamedTensor, WeightSource
+from furlong.core.weights import Bucket, WeightSource
 from furlong.errors import EngineError, SyncError
+from furlong.sglang_layout.quantized_loading import LOADER, header_of
 from furlong.weight_sync.transports.transport import (
     Transport,
     TransportContext,
@@ -90,7 +91,7 @@ class IpcTransport(Transport):
         """Share bucket by bucket. Raises SyncError, on every rank, naming the bucket and the servers that failed."""
         del sent
         led, is_shared = self._led_servers(servers, version)
-        packer = _SharedPacker() if is_shared else _CudaPacker()
+        packer = _SharedPacker() if is_shared else _CudaPacker(servers)
         replies: list[asyncio.Task[None] | None] = [None, None]
         try:
             async with buckets_of(source, self.flags.update_weight_buffer_size) as buckets:
@@ -137,7 +138,7 @@ class IpcTransport(Transport):
 
         def pack() -> bytes:
             with tracer.span("pack bucket", index=bucket.index):
-                return packer.pack(slot, bucket.tensors)
+                return packer.pack(slot, bucket)
 
         try:
             message = await in_thread(pack)
@@ -194,15 +195,15 @@ class _SharedPacker:
     def __init__(self) -> None:
         self._buffers: list[SharedBuffer | None] = [None, None]
 
-    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+    def pack(self, slot: int, bucket: Bucket) -> bytes:
         """Fill a buffer and return its description."""
-        _, size = offsets(tensors)
+        _, size = offsets(bucket.tensors)
         buffer = self._buffers[slot]
         if buffer is None or buffer.num_bytes < size:
             if buffer is not None:
                 buffer.close()
             buffer = self._buffers[slot] = SharedBuffer(size)
-        return orjson.dumps({"name": buffer.name, "tensors": buffer.fill(tensors)})
+        return orjson.dumps({"name": buffer.name, "tensors": buffer.fill(bucket.tensors)})
 
     def close(self) -> None:
         for buffer in self._buffers:
@@ -213,10 +214,17 @@ class _SharedPacker:
 class _CudaPacker:
     """Two buffers of CUDA memory, freed after the update to leave room for the engine's cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Sequence[WeightServer]) -> None:
         self._buffers: list[Tensor | None] = [None, None]
+        self._is_quantized = any(server.has_quantized_loader for server in servers)
+        if self._is_quantized and not all(server.has_quantized_loader for server in servers):
+            raise SyncError(
+                f"of the engines, only some have furlong's loader of quantized weights; start all of them with "
+                f"--custom-weight-loader {LOADER}"
+            )
 
-    def pack(self, slot: int, tensors: Sequence[NamedTensor]) -> bytes:
+    def pack(self, slot: int, bucket: Bucket) -> bytes:
+        tensors = bucket.tensors
         starts, size = offsets(tensors)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < size:
@@ -235,6 +243,8 @@ class _CudaPacker:
         torch.cuda.current_stream().synchronize()
         with tracer.span("describe buffer"):
             uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            if self._is_quantized:
+                return quantized_message(reduce_tensor(buffer), uuid, layout, bucket)
             return handle_message(reduce_tensor(buffer), uuid, layout)
 
     def close(self) -> None:
@@ -254,10 +264,33 @@ class _CudaTensor:
 
 
 def handle_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace]) -> bytes:
-    """Return the message for one SGLang process (`load_format` flattened_bucket).
+    """Return the message for one SGLang process (`load_format` flattened_bucket)."""
+    return _pickled({"flattened_tensor": _on_gpu(reduced, uuid), "metadata": list(layout)})
 
-    The GPU is named by UUID, since device numbers differ between processes that see different GPUs.
-    """
+
+def quantized_message(
+    reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace], bucket: Bucket
+) -> bytes:
+    """Return the message for one SGLang process with furlong's loader: a header, with the buffer as its tensor."""
+    places = [
+        {
+            "name": each.name,
+            "dtype": str(each.dtype).removeprefix("torch."),
+            "shape": list(each.shape),
+            "begin": each.start_idx,
+            "end": each.end_idx,
+        }
+        for each in layout
+    ]
+    header = header_of(places, is_first=bucket.index == 0, is_last=bucket.is_last)
+    return _pickled([(header, _on_gpu(reduced, uuid))])
+
+
+def _on_gpu(reduced: tuple[Any, tuple[Any, ...]], uuid: str) -> _CudaTensor:
+    """Name the GPU by UUID, since device numbers differ between processes that see different GPUs."""
     rebuild, arguments = reduced
-    named = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
-    return bytes(ForkingPickler.dumps({"flattened_tensor": _CudaTensor(rebuild, named), "metadata": list(layout)}))
+    return _CudaTensor(rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :]))
+
+
+def _pickled(message: object) -> bytes:
+    return bytes(ForkingPickler.dumps(message))

@@ -83,6 +83,11 @@ class WeightServer(Protocol):
         """Whether it maps POSIX shared memory (`furlong serve`) rather than CUDA memory (SGLang)."""
         ...
 
+    @property
+    def has_quantized_loader(self) -> bool:
+        """Whether it loads CUDA memory with `sglang_layout.quantized_loading`."""
+        ...
+
     def begin_loading(self, version: int) -> None:
         """Stop serving: its weights are about to change."""
         ...

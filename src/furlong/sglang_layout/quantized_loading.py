@@ -1,0 +1,249 @@
+"""Loads weights into an SGLang process with quantized weights; SGLang calls `load` in place of its own loading.
+
+SGLang's kernels want other layouts of INT4 and of FP8 per channel or tensor than a folder has. SGLang makes them once,
+when it starts, and afterwards its parameters cannot be loaded. `load` therefore gives such layers loadable parameters
+for the length of an update, has SGLang's own `load_weights` fill them and SGLang's own `process_weights_after_loading`
+rearrange them, and copies the result into the tensors that the kernels and their CUDA graphs use.
+
+It also compares what arrived: every parameter of a quantized layer must have been loaded, and the sum of its elements,
+as integers, must be that of the tensors that were sent. An error ends the SGLang process, with its message in the log.
+
+Servers that furlong starts with quantized weights have `--custom-weight-loader` set to `LOADER`; set it for those that
+you start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOADER = "furlong.sglang_layout.quantized_loading.load"
+UPDATE = "_furlong_update"  # attribute of a model during an update
+NOT_SUMMED = "weight_shape"  # the parts of a joined weight overwrite it
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def header_of(layout: Sequence[Mapping[str, Any]], *, is_first: bool, is_last: bool) -> str:
+    """Return the header of a bucket: name, dtype, shape, and first and last byte in the buffer of each tensor."""
+    return json.dumps({"tensors": list(layout), "is_first": is_first, "is_last": is_last})
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Load one bucket: a header (`header_of`) and its buffer of bytes. Raises RuntimeError if weights do not arrive."""
+    [(header, buffer)] = named_tensors
+    bucket = json.loads(header)
+    if bucket["is_first"]:
+        setattr(model, UPDATE, Update(model))
+    update = getattr(model, UPDATE, None)
+    if update is None:
+        raise RuntimeError("furlong's weight loader received a later bucket of an update before the first one")
+    update.load([tensor_in(buffer, each) for each in bucket["tensors"]])
+    if bucket["is_last"]:
+        delattr(model, UPDATE)
+        update.finish()
+
+
+def tensor_in(buffer: Tensor, place: Mapping[str, Any]) -> tuple[str, Tensor]:
+    """Return name and tensor at a place in a buffer."""
+    data = buffer[place["begin"] : place["end"]].view(getattr(torch, place["dtype"]))
+    return place["name"], data.view(place["shape"])
+
+
+class Update:
+    """One weight update of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = [layer for name, module in model.named_modules() if (layer := _layer(name, module)) is not None]
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Have SGLang load these tensors."""
+        with torch.no_grad(), _loadable(self._layers):
+            self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]  SGLang's
+
+    def finish(self) -> None:
+        """Compare what was loaded, then rearrange it for the kernels."""
+        missing = [name for layer in self._layers for name in layer.missing()]
+        if missing:
+            raise RuntimeError(f"{len(missing)} quantized parameters were not loaded: {', '.join(missing[:3])}")
+        sums = [each for layer in self._layers for each in layer.sums()]
+        differences = torch.stack([sent - loaded for _, sent, loaded in sums]).tolist() if sums else []
+        wrong = [name for (name, _, _), difference in zip(sums, differences, strict=True) if difference]
+        if wrong:
+            names = ", ".join(wrong[:3])
+            raise RuntimeError(f"{len(wrong)} quantized parameters differ from what was sent: {names}")
+        with torch.no_grad():
+            for layer in self._layers:
+                layer.rearrange()
+
+
+@dataclass
+class QuantizedLayer:
+    """A quantized layer during an update.
+
+    parameters: those to load. is_staged: they take the place of the kernels' own while something is loaded.
+    """
+
+    name: str
+    module: Any
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    is_staged: bool = False
+    _loaders: dict[str, Callable[..., None]] = field(default_factory=dict[str, Callable[..., None]])
+    _sent: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def prepare(self) -> None:
+        """Make the parameters to load."""
+        module = self.module
+        if hasattr(_scheme(module), "restore_weights_before_loading"):  # experts, whose tensors change in place
+            _scheme(module).restore_weights_before_loading(module)
+        elif not all(_weight_loader(each) for each in _own(module).values()):
+            self.is_staged = True
+            before, attributes = dict(module._parameters), _attributes(module)
+            _create_weights(module)
+            self.parameters = _own(module)
+            _restore(module, before, attributes)
+        if not self.is_staged:
+            self.parameters = {name: each for name, each in _own(module).items() if _weight_loader(each)}
+        self._loaders = {name: _weight_loader(each) for name, each in self.parameters.items()}  # pyright: ignore
+
+    def begin(self) -> dict[str, nn.Parameter | None]:
+        """Let SGLang load the parameters; returns those of the kernels."""
+        before = dict(self.module._parameters)
+        for name, parameter in self.parameters.items():
+            _set_weight_loader(parameter, self._counting(name))
+            if self.is_staged:
+                self.module._parameters[name] = parameter
+        return before
+
+    def end(self, before: dict[str, nn.Parameter | None]) -> None:
+        """Undo `begin`."""
+        for name, parameter in self.parameters.items():
+            _set_weight_loader(parameter, self._loaders[name])
+        if self.is_staged:
+            _restore(self.module, before, {})
+
+    def _counting(self, name: str) -> Callable[..., None]:
+        def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            total = integer_sum(tensor)
+            self._sent[name] = self._sent[name] + total if name in self._sent else total
+            self._loaders[name](parameter, tensor, *args, **kwargs)
+
+        return load_and_count
+
+    def missing(self) -> list[str]:
+        """Return the parameters that were not loaded."""
+        ignored = ("g_idx", "sort_indices")  # of act-order, which furlong does not send
+        names = [name for name in self.parameters if not name.endswith(ignored)]
+        return [f"{self.name}.{name}" for name in names if name not in self._sent]
+
+    def sums(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, sum sent and sum loaded of each parameter that this process has whole."""
+        sizes = ("tp_size", "moe_tp_size", "moe_ep_size")
+        if any(getattr(self.module, size, 1) not in (1, None) for size in sizes):
+            return
+        for name, sent in self._sent.items():
+            if not name.endswith(NOT_SUMMED):
+                yield f"{self.name}.{name}", sent, integer_sum(self.parameters[name])
+
+    def rearrange(self) -> None:
+        """Have SGLang rearrange what was loaded, into the tensors that the kernels use."""
+        module = self.module
+        before, attributes = dict(module._parameters), _attributes(module)
+        scheme = _scheme(module)
+        of_scheme = dict(vars(scheme))
+        if self.is_staged:
+            module._parameters.update(self.parameters)
+        module.quant_method.process_weights_after_loading(module)
+        for name, old in before.items():
+            new = getattr(module, name, None)
+            if old is not None and new is not None and new is not old and new.data_ptr() != old.data_ptr():
+                old.data.copy_(new.data)
+        _restore(module, before, attributes)
+        vars(scheme).update(of_scheme)
+        for holder in (module, scheme):  # locks of kernels; releasing memory does not keep their zeros
+            if isinstance(workspace := getattr(holder, "workspace", None), Tensor):
+                workspace.zero_()
+
+
+def integer_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the elements, read as integers; it does not depend on their order."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+@contextmanager
+def _loadable(layers: Sequence[QuantizedLayer]) -> Iterator[None]:
+    """Put the parameters to load into their layers."""
+    before = [layer.begin() for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, parameters in zip(layers, before, strict=True):
+            layer.end(parameters)
+
+
+def _layer(name: str, module: Any) -> QuantizedLayer | None:
+    """Return a prepared layer; None for a module without quantized weights."""
+    method = getattr(module, "quant_method", None)
+    has_weights = hasattr(module, "output_size") or hasattr(module, "moe_runner_config")  # linear layer, or experts
+    if method is None or not has_weights or type(method).__name__.startswith("Unquantized"):
+        return None
+    layer = QuantizedLayer(name, module)
+    layer.prepare()
+    return layer
+
+
+def _own(module: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module without its bias and empty ones."""
+    return {
+        name: each for name, each in module._parameters.items() if each is not None and each.numel() and name != "bias"
+    }
+
+
+def _scheme(module: Any) -> Any:
+    """Return the object that rearranges a module's weights."""
+    return getattr(module, "scheme", None) or module.quant_method
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """Return the attributes of a module that are neither parameters nor modules."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _restore(module: Any, parameters: Mapping[str, nn.Parameter | None], attributes: Mapping[str, Any]) -> None:
+    module._parameters.clear()
+    module._parameters.update(parameters)
+    vars(module).update(attributes)
+
+
+def _weight_loader(parameter: Any) -> Callable[..., None] | None:
+    return getattr(parameter, "weight_loader", None)
+
+
+def _set_weight_loader(parameter: Any, loader: Callable[..., None]) -> None:
+    """Replace a parameter's loader, which is a property in SGLang's own classes."""
+    setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", loader)
+
+
+def _create_weights(layer: Any) -> None:
+    """Have SGLang make the parameters of a linear layer again, as in its constructor."""
+    linear = importlib.import_module("sglang.srt.layers.linear")
+    is_v2 = type(layer.quant_method).__name__ in linear.WEIGHT_LOADER_V2_SUPPORTED
+    with torch.device(next(iter(_own(layer).values())).device):
+        layer.quant_method.create_weights(
+            layer=layer,
+            input_size_per_partition=getattr(layer, "input_size_per_partition", layer.input_size),
+            output_partition_sizes=getattr(layer, "output_partition_sizes", [layer.output_size]),
+            input_size=layer.input_size,
+            output_size=layer.output_size,
+            params_dtype=layer.params_dtype,
+            skip_block_quant_check=True,
+            weight_loader=layer.weight_loader_v2 if is_v2 else layer.weight_loader,
+        )
