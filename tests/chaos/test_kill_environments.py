@@ -1,4 +1,4 @@
-"""A mixture of environments that is killed and resumed trains on what an uninterrupted run trains on."""
+"""A mixture of environments in processes that is killed and resumed trains on what an uninterrupted run trains on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from furlong.data.audit import audit
+from furlong.sandboxes.supervised_process import MARK
 from runs import Child, differences, flags, num_rows, reproducible, rows, write_prompts
 
 pytestmark = pytest.mark.slow
@@ -59,10 +61,22 @@ def command(model: Path, folder: Path) -> list[str]:
     changes: dict[str, Any] = {
         "num_rollout": NUM, "rm_type": None, "save": folder / "save", "load": folder / "save", "save_interval": 1,
         "rollout_shuffle": True, "rollout_max_response_len": 6, "num_reward_workers": 1,
-        "eval_prompt_data": ["Stepped", str(few)], "eval_interval": 4,
+        "eval_prompt_data": ["Stepped", str(few)], "eval_interval": 4, "env_workers": ["process", "2"],
     }  # fmt: skip
     words = flags(model, data, folder / "run", **changes)
     return [*words, "--environment", *(f"{folder}/environments.py:{entry}" for entry in entries)]
+
+
+def live_processes() -> list[str]:
+    """Return the commands of live processes of environments."""
+    found: list[str] = []
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
 
 
 def test_a_killed_mixture_of_environments_resumes_exactly_and_accounts_for_every_prompt(model, tmp_path, forked):
@@ -79,7 +93,12 @@ def test_a_killed_mixture_of_environments_resumes_exactly_and_accounts_for_every
         while run.process.is_alive() and num_rows(killed) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         assert run.process.is_alive(), run.log.read_text()
+        assert live_processes(), "environments run in processes"
         run.kill()
+        deadline = time.monotonic() + 10
+        while live_processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert live_processes() == []
     last = Child(forked, argv, killed, "last")
     last.process.join(180)
     assert last.process.exitcode == 0, last.log.read_text()

@@ -75,7 +75,7 @@ def test_an_environment_that_sleeps_in_an_async_method(tmp_path):
     code, found = run(tmp_path / "run", **environment(faulty_agents.Sleepy))
     assert (code, "AGT05" in found, "HOOK02" in found) == (0, True, False)
     assert found["AGT05"]["evidence"]["held_s"] > 1
-    assert "--environment-workers" in found["AGT05"]["remedy"]
+    assert "--env-workers" in found["AGT05"]["remedy"]
     assert "AGT05" not in run(tmp_path / "mended", **environment(faulty_agents.Patient))[1]
 
 
@@ -95,6 +95,15 @@ def test_agents_that_give_up_before_their_first_request(tmp_path):
     assert (code, "AGT07" in found, "HOOK01" in found) == (0, True, False)
     assert found["AGT07"]["evidence"] == {"step": 1, "silent": 8.0, "share": 0.25}
     assert "base_url" in found["AGT07"]["remedy"]
+
+
+@fault("AGT08")
+def test_environments_that_crash_their_process(tmp_path):
+    environment = {"environment": [f"{HERE}:Crashing"], "num_rollout": 1, "rm_type": None, "rollout_batch_size": 2}
+    code, found = run(tmp_path / "run", env_workers=["process", "2"], **environment)
+    assert (code, "AGT08" in found, "AGT06" in found) == (0, True, False)
+    assert found["AGT08"]["evidence"]["ended"] == rows(tmp_path / "run")[0]["rollout/episodes/process_ended"] >= 1
+    assert "the process of the environment ended" in (tmp_path / "run" / "run.log").read_text()  # as the remedy has it
 
 
 def test_a_few_forks_and_rendering_by_choice_are_healthy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import time
 
@@ -79,6 +80,16 @@ class Sleepy:
 
     async def step(self, message):
         time.sleep(0.1)
+        return Step(reward=0.5, done=True)
+
+
+class Crashing(Sleepy):
+    steps = 0  # in this process
+
+    async def step(self, message):
+        Crashing.steps += 1
+        if Crashing.steps == 3:
+            ctypes.string_at(0)
         return Step(reward=0.5, done=True)
 
 

@@ -27,8 +27,9 @@ import orjson
 
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
+from furlong.core.sample_changes import apply_changes
 from furlong.errors import RewardError
-from furlong.rewards.sandbox_worker import HEADER, apply_changes, encode_frame, split_args
+from furlong.rewards.sandbox_worker import HEADER, encode_frame, split_args
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"

@@ -25,13 +25,13 @@ from furlong.core.outcome import Outcome
 from furlong.core.process_guard import location_of
 from furlong.core.process_state import ProcessState
 from furlong.core.process_tree import close_in_forked_children, die_with_parent, end_group_at_end_of
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import Sample
+from furlong.core.sample_changes import changed_fields
 from furlong.core.user_code import describe_exception, exit_process, exits_raise
 from furlong.rewards.custom_reward import CustomReward, load_reward
 
 HEADER = struct.Struct(">I")
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_OUTCOME_FIELDS = ("reward", "outcome")  # returned in the outcome
 _REQUEST: contextvars.ContextVar[int | None] = contextvars.ContextVar("request", default=None)
 
 Message = dict[str, Any]
@@ -196,21 +196,6 @@ def encode_frame(message: Any) -> bytes:
     """Encode one message. Raises TypeError with the type that JSON cannot represent."""
     body = orjson.dumps(message, default=_json_value, option=_OPTIONS)
     return HEADER.pack(len(body)) + body
-
-
-def changed_fields(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a reward function changed in its copy of a sample."""
-    after = sample.to_dict()
-    return {name: value for name, value in after.items() if value != before.get(name) and name not in _OUTCOME_FIELDS}
-
-
-def apply_changes(sample: Sample, changes: Mapping[str, Any]) -> None:
-    """Apply the result of `changed_fields` to the sample in the driver."""
-    for name, value in changes.items():
-        if name == "attributes":  # of user code, by name
-            vars(sample).update(value)
-            continue
-        setattr(sample, name, Status(value) if name == "status" else value)
 
 
 def split_args(args: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -17,6 +17,7 @@ Limit = Literal["turns", "tokens", "turn_time", "tool_time", "episode_time"]
 
 LIMIT = "episode_limit"  # metadata of a sample: the limit that ended its episode
 REISSUED = "episode_reissued"  # metadata of a sample: why its episode was started a second time
+PROCESS_ENDED = "ProcessEndedError"  # begins REISSUED if the process of the episode's environment ended
 SILENT = "ended_without_an_answer"  # metadata of a sample: its agent never asked the policy
 
 
@@ -65,6 +66,7 @@ class EpisodeWatch:
     _started: float = field(default_factory=monotonic)
     _since: float = field(default_factory=monotonic)
     _calls: int = 0
+    _held_at: float | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -99,7 +101,19 @@ class EpisodeWatch:
     @property
     def idle_s(self) -> float:
         """Seconds since the last call of the policy; 0 during one."""
-        return 0.0 if self._calls else monotonic() - self._since
+        return 0.0 if self._calls else self._now() - self._since
+
+    def hold(self) -> None:
+        """Let no time pass until `release`: the episode waits for others, such as for a free thread."""
+        if self._held_at is None:
+            self._held_at = monotonic()
+
+    def release(self) -> None:
+        """Continue to count the time of the episode, without that since `hold`."""
+        if self._held_at is not None:
+            waited_s, self._held_at = monotonic() - self._held_at, None
+            self._started += waited_s
+            self._since += waited_s
 
     def pause(self) -> None:
         """Let no time pass until `restart`."""
@@ -128,7 +142,7 @@ class EpisodeWatch:
 
     def _check(self) -> float:
         """Return the seconds until a limit may be reached; at most 0, with `reached` set, if it is."""
-        now, left = monotonic(), float("inf")
+        now, left = self._now(), float("inf")
         if self.limits.episode_s is not None:
             left = self._started + self.limits.episode_s - now
             if left <= 0:
@@ -139,3 +153,6 @@ class EpisodeWatch:
                 self.reached = "tool_time"
             left = min(left, tool_left)
         return left
+
+    def _now(self) -> float:
+        return monotonic() if self._held_at is None else self._held_at

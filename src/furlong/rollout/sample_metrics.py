@@ -23,7 +23,7 @@ from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, sc
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
-from furlong.rollout.episode_limits import LIMIT, REISSUED, SILENT
+from furlong.rollout.episode_limits import LIMIT, PROCESS_ENDED, REISSUED, SILENT
 from furlong.rollout.roles import by_role, role_metrics, role_of
 from furlong.sessions.samples import EPISODE, LEAF
 
@@ -287,6 +287,7 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
             counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
         counts["rollout/episodes/silent"] += SILENT in s.metadata
         counts["rollout/episodes/reissued"] += REISSUED in s.metadata
+        counts["rollout/episodes/process_ended"] += str(s.metadata.get(REISSUED)).startswith(PROCESS_ENDED)
     return {name: total(n) for name, n in sorted(counts.items()) if n}
 
 

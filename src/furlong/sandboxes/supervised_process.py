@@ -91,52 +91,123 @@ async def run_supervised(
     output_bytes: of stdout, and of stderr, are kept, from the end. A cancellation ends the processes, too.
     Raises InfraError if the machine cannot start the supervisor, or if a process is left.
     """
-    control, open_end = os.pipe()
-    report, report_end = os.pipe()
-    values = {
-        "role": "outer",
-        "command": list(command),
-        "directory": directory,
-        "limits": asdict(limits or ProcessLimits()),
-        "isolate": isolation is not None,
-        "control": control,
-        "report": report_end,
-        **(asdict(isolation) if isolation is not None else {"network": True}),
-    }
-    pipe = asyncio.subprocess.PIPE
-    words = [sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(values)]
-    inherited = {name: os.environ[name] for name in _FINDS_PYTHON if name in os.environ}
-    mark = secrets.token_hex(8)
-    variables = {**inherited, **environment, MARK: mark}
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=pipe, env=variables,
-            pass_fds=(control, report_end), start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        os.close(open_end)
-        os.close(report)
-        raise InfraError(
-            f"a process cannot be started: {error}; see ulimit -u and the memory of the machine"
-        ) from error
-    finally:
-        os.close(control)
-        os.close(report_end)
-    running = _Running(process, open_end, report, mark, output_bytes)
+    supervisor = await Supervisor.start(
+        command, directory=directory, environment=environment, limits=limits, isolation=isolation
+    )
+    running = _Running(supervisor, output_bytes)
     try:
         return await running.result(stdin, timeout_s)
     finally:
         await running.close()
 
 
-class _Running:
-    """A supervisor and its pipes."""
+class Supervisor:
+    """A `process_supervisor` and its pipes. `process` has stdin and stdout of the command."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, open_end: int, report: int, mark: str, output_bytes: int
-    ) -> None:
-        self._process, self._open_end, self._report, self._mark = process, open_end, report, mark
-        streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    def __init__(self, process: asyncio.subprocess.Process, open_end: int, report: int, mark: str) -> None:
+        self.process = process
+        self._open_end, self._report, self._mark = open_end, report, mark
+
+    @staticmethod
+    async def start(
+        command: Sequence[str],
+        *,
+        directory: str,
+        environment: Mapping[str, str],
+        limits: ProcessLimits | None = None,
+        isolation: Isolation | None = None,
+        pipes_stderr: bool = True,
+        max_line_bytes: int = 1 << 16,
+    ) -> Supervisor:
+        """Start a command. Its stderr is that of this process without `pipes_stderr`.
+
+        Raises InfraError if the machine cannot start the supervisor.
+        """
+        control, open_end = os.pipe()
+        report, report_end = os.pipe()
+        values = {
+            "role": "outer",
+            "command": list(command),
+            "directory": directory,
+            "limits": asdict(limits or ProcessLimits()),
+            "isolate": isolation is not None,
+            "control": control,
+            "report": report_end,
+            **(asdict(isolation) if isolation is not None else {"network": True}),
+        }
+        pipe = asyncio.subprocess.PIPE
+        words = [sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(values)]
+        inherited = {name: os.environ[name] for name in _FINDS_PYTHON if name in os.environ}
+        mark = secrets.token_hex(8)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe if pipes_stderr else None, limit=max_line_bytes,
+                env={**inherited, **environment, MARK: mark}, pass_fds=(control, report_end), start_new_session=True,
+            )  # fmt: skip
+        except BaseException as error:
+            os.close(open_end)
+            os.close(report)
+            if not isinstance(error, OSError):
+                raise
+            raise InfraError(
+                f"a process cannot be started: {error}; see ulimit -u and the memory of the machine"
+            ) from error
+        finally:
+            os.close(control)
+            os.close(report_end)
+        return Supervisor(process, open_end, report, mark)
+
+    async def end(self) -> None:
+        """Have the supervisor kill the processes; kill it if it does not."""
+        if self._open_end >= 0:
+            os.close(self._open_end)
+            self._open_end = -1
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)  # the command may have stopped it
+        try:
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+            self.kill_marked()
+
+    def kill_marked(self) -> None:
+        """Kill the processes that have the mark in their environment (Linux)."""
+        _kill_marked(self._mark)
+
+    def take_report(self) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+        """Return what the machine does not isolate, and the end of the command, once the supervisor has ended.
+
+        Kills what is left if the command has killed its supervisor. Raises InfraError if a process cannot be killed.
+        """
+        records = [json.loads(line) for line in self._reported().splitlines()]
+        if len(records) < 2:
+            self.kill_marked()
+        missing: dict[str, str] = records[0]["missing"] if records else {}
+        end: dict[str, Any] = records[-1] if len(records) > 1 else {"code": None, "reason": "its supervisor was killed"}
+        if end.get("left"):
+            raise InfraError(f"{end['left']} processes of a command could not be killed; end them, or run it in Docker")
+        return missing, end
+
+    def close(self) -> None:
+        """Close the pipe of reports."""
+        os.close(self._report)
+
+    def _reported(self) -> bytes:
+        os.set_blocking(self._report, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._report, 1 << 16)
+        return b""
+
+
+class _Running:
+    """A command whose output is collected."""
+
+    def __init__(self, supervisor: Supervisor, output_bytes: int) -> None:
+        self._supervisor, self._process = supervisor, supervisor.process
+        streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
         self._readers = [asyncio.create_task(_tail(stream, output_bytes)) for stream in streams]
         self._writer: asyncio.Task[None] | None = None
 
@@ -148,28 +219,23 @@ class _Running:
                 await self._process.wait()
         except TimeoutError:
             is_overdue = True
-            await self._end()
-        if len(records := [json.loads(line) for line in self._reported().splitlines()]) < 2:
-            _kill_marked(self._mark)  # the command killed its supervisor
+            await self._supervisor.end()
+        missing, end = self._supervisor.take_report()
         with contextlib.suppress(TimeoutError):  # a process that escaped keeps the pipes
             async with asyncio.timeout(_ENDS_WITHIN_S):
                 await asyncio.wait(self._readers)
         outputs = [reader.result() if reader.done() else b"" for reader in self._readers]
-        missing: dict[str, str] = records[0]["missing"] if records else {}
-        end: dict[str, Any] = records[-1] if len(records) > 1 else {"code": None, "reason": "its supervisor was killed"}
-        if end.get("left"):
-            raise InfraError(f"{end['left']} processes of a command could not be killed; end them, or run it in Docker")
         reason = f"not finished within {timeout_s:g} s" if is_overdue and timeout_s is not None else end["reason"]
         return Ended(None if is_overdue else end["code"], reason, outputs[0], outputs[1], missing)
 
     async def close(self) -> None:
         """End what runs, and close the pipes."""
         try:
-            await self._end()
+            await self._supervisor.end()
         finally:
             for task in (*self._readers, *([self._writer] if self._writer else [])):
                 task.cancel()
-            os.close(self._report)
+            self._supervisor.close()
 
     async def _send(self, stdin: bytes) -> None:
         assert self._process.stdin is not None
@@ -177,28 +243,6 @@ class _Running:
             self._process.stdin.write(stdin)
             await self._process.stdin.drain()
         self._process.stdin.close()
-
-    async def _end(self) -> None:
-        """Have the supervisor kill the processes; kill it if it does not."""
-        if self._open_end >= 0:
-            os.close(self._open_end)
-            self._open_end = -1
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
-        try:
-            async with asyncio.timeout(_ENDS_WITHIN_S):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-            _kill_marked(self._mark)
-
-    def _reported(self) -> bytes:
-        os.set_blocking(self._report, False)
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._report, 1 << 16)
-        return b""
 
 
 async def _tail(stream: asyncio.StreamReader, count: int) -> bytes:

@@ -22,12 +22,13 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.wire_chat import WireTokenizer
 from furlong.interfaces import Engine
 from furlong.rollout.agent import policy
+from furlong.rollout.agent_hooks import AgentHooks
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.eval_rollout import EvalSet
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.wiring.rollout_parts import build_eval_set
 from furlong.wiring.run_context import RunContext
-from furlong.wiring.session_parts import build_session_server
+from furlong.wiring.session_parts import build_agent_hooks, build_session_server
 
 if TYPE_CHECKING:
     from furlong.sessions.session_server import SessionServer
@@ -53,17 +54,20 @@ class Evaluation:
     engine: Engine
     context: RunContext
     server: SessionServer | None
+    hooks: AgentHooks
 
     async def start(self) -> None:
         """Load reward functions and answer requests of agents."""
         for reward in self.context.rewards:
             await reward.start()
+        await self.hooks.set_up()
         if self.server is not None:
             await self.server.start()
 
     async def close(self) -> None:
         """Stop processes and connections."""
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.hooks.tear_down)
             for reward in self.context.rewards:
                 stack.push_async_callback(reward.close)
             stack.push_async_callback(self.engine.close)
@@ -94,8 +98,9 @@ def build_evaluation(config: Config, specs: Sequence[EvalSpec], endpoint: Endpoi
             )
         opened.callback(lambda: asyncio.run(engine.close()))
         sets = [build_eval_set(context, engine, spec) for spec in specs]
+        hooks = build_agent_hooks(context)
         opened.pop_all()
-    return Evaluation(sets, engine, context, server)
+    return Evaluation(sets, engine, context, server, hooks)
 
 
 def _context(config: Config, endpoint: EndpointOptions | None) -> RunContext:

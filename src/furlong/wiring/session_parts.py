@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from furlong.chat.messages import KeyFunction, key_of
 from furlong.chat.parsers.parsed_reply import ToolParser
 from furlong.chat.parsers.registry import PARSERS
-from furlong.config.checks.environment_specs import parse_environments
+from furlong.config.checks.environment_specs import parse_env_workers, parse_environments
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import Hooks, load_function
 from furlong.config.sections import SessionFlags
@@ -51,7 +51,8 @@ def build_agent_hooks(context: RunContext) -> AgentHooks:
         owners["--agent-function-path"] = import_module_of(flags.agent_function_path)
     for spec in parse_environments(flags.environment):
         owners[f"--environment {spec.path}"] = load_function(spec.path)
-    return AgentHooks(owners, context.args)
+    has_processes = bool(flags.environment) and parse_env_workers(flags.env_workers)[0] == "process"
+    return AgentHooks(owners, context.args, has_processes=has_processes)
 
 
 def build_session_server(

@@ -54,6 +54,20 @@ def test_a_failed_setup_is_named_and_torn_down():
     assert calls == ["down"]
 
 
+def test_setup_for_other_processes_cannot_assign_what_they_would_not_see():
+    class Served:
+        url = ""
+
+        @classmethod
+        def setup(cls, args: Any) -> None:
+            cls.url = "http://127.0.0.1:1"
+
+    asyncio.run(AgentHooks({"--environment own.py:Served": Served}, None).set_up())
+    Served.url = ""
+    with pytest.raises(HookError, match=r"setup assigned url.*os.environ"):
+        asyncio.run(AgentHooks({"--environment own.py:Served": Served}, None, has_processes=True).set_up())
+
+
 def test_every_teardown_runs_although_one_fails():
     calls: list[str] = []
 

@@ -99,7 +99,13 @@ class Unrewarded(Counting):
 
 
 def of(*entries: str, **args: Any) -> dict[str, Any]:
-    defaults = {"custom_rm_path": None, "rm_type": None, "environment_workers": 2, "rollout_seed": 42}
+    defaults = {
+        "custom_rm_path": None,
+        "rm_type": None,
+        "env_workers": ("thread", "2"),
+        "agent_memory_limit": None,
+        "rollout_seed": 42,
+    }
     return {"environment": tuple(f"{__name__}:{entry}" for entry in entries), **defaults, **args}
 
 
@@ -217,7 +223,7 @@ class Sleeping(Counting):
 
 def test_blocking_steps_of_32_episodes_overlap_and_do_not_hold_the_event_loop():
     blocking, started = BlockingTimer(), time.monotonic()
-    settings = of("Sleeping?rounds=4", environment_workers=32)
+    settings = of("Sleeping?rounds=4", env_workers=("thread", "32"))
     samples = play(generate, say, num_samples=32, args=settings, blocking=blocking)
     assert [sample.reward for sample in samples] == [10.0] * 32
     assert time.monotonic() - started < 32 * 4 * 0.05, "steps ran one after the other"

@@ -75,6 +75,14 @@ def parse_environments(entries: Sequence[str]) -> tuple[EnvironmentSpec, ...]:
     return tuple(specs)
 
 
+def parse_env_workers(values: Sequence[str]) -> tuple[str, int]:
+    """Return kind and number of `--env-workers`. Raises ConfigError."""
+    kind, number = values if len(values) == 2 else ("", "")
+    if kind not in ("thread", "process") or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--env-workers {' '.join(values)}: write thread N or process N, with a number of at least 1")
+    return kind, int(number)
+
+
 def class_path(entry: str) -> str:
     """Return the path of the class that a value of `--environment` names."""
     prefix, separator, _ = entry.partition(":")
@@ -142,9 +150,16 @@ def _value(text: str) -> Any:
 
 
 def environment_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the values of `--environment`, and with the files that they name."""
+    """Yield what is wrong with the values of `--environment`, with the files that they name, and with their workers."""
+    flags = config.session
     try:
-        specs = parse_environments(config.session.environment)
+        kind, _ = parse_env_workers(flags.env_workers)
+        if flags.environment and flags.agent_memory_limit is not None and kind == "thread":
+            yield (
+                f"--agent-memory-limit {flags.agent_memory_limit:g} limits processes, and environments run in threads; "
+                "add --env-workers process N, or remove --agent-memory-limit"
+            )
+        specs = parse_environments(flags.environment)
     except ConfigError as error:
         yield from error.problems
         return

@@ -26,9 +26,10 @@ class SessionFlags:
     )
     agent_memory_limit: float | None = flag(
         None,
-        "Memory of all processes of one `--agent-command` together, in GiB. An agent that exceeds it fails.",
+        "Memory in GiB of all processes of one `--agent-command` together, or of one process of `--env-workers` with "
+        "those that it starts. An agent or environment that exceeds it fails.",
         within="(0, inf)",
-        needs="agent_command",
+        needs="agent_command or environment",
     )
     environment: tuple[str, ...] = flag(
         (),
@@ -38,10 +39,11 @@ class SessionFlags:
         kind="many",
         excludes="agent_function_path agent_command",
     )
-    environment_workers: int = flag(
-        32,
-        "Number of threads for methods of environments that are not async.",
-        within="[1, inf)",
+    env_workers: tuple[str, ...] = flag(
+        ("thread", "32"),
+        "Where environments run: `thread N` calls methods that are not async in N threads of the run, `process N` "
+        "keeps instances in N processes, so that their work does not slow down the run.",
+        kind="many",
         needs="environment",
     )
     online_sessions: bool = flag(

@@ -64,7 +64,7 @@ ROWS = (
         symptom="Episodes take many times longer, and the engine is idle.",
         cause="An async method of the environment blocks without `await`. All episodes share one thread.",
         checked="Each rollout: the seconds in which --environment ran without awaiting, as a fraction of the rollout.",
-        remedy="Write the method without `async`, so that it runs in one of the threads of --environment-workers, or "
+        remedy="Write the method without `async`, so that it runs in one of the threads of --env-workers, or "
         "use asynchronous clients and `await asyncio.to_thread(function, ...)`.",
     ),
     Row(
@@ -88,5 +88,19 @@ ROWS = (
         checked="Episodes that ended without an answer of the policy.",
         remedy="Let the agent use `base_url` (a function) or OPENAI_BASE_URL and OPENAI_API_KEY (a command). Print "
         "what it does in one episode with --rollout-batch-size 1.",
+    ),
+    Row(
+        "AGT08",
+        "processes of environments end",
+        "R",
+        "warning",
+        symptom="Episodes start over, or are missing from the batch. One episode takes others with it.",
+        cause="Code of the environment crashed its process of --env-workers, or the machine ran out of memory. All "
+        "episodes in that process are lost.",
+        checked="Episodes that were started over because the process of their environment ended.",
+        remedy="Find how it ended in the log (`grep 'the process of the environment ended' run.log`). Signals 6, 7, 8 "
+        "and 11 are crashes of native code: debug the method that the log names. Signal 9 is usually the kernel that "
+        "is out of memory: use fewer processes with --env-workers, or set --agent-memory-limit, which raises "
+        "MemoryError.",
     ),
 )

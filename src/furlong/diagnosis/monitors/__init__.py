@@ -32,6 +32,7 @@ MONITORS: tuple[StepMonitor | EventMonitor, ...] = (
     StepMonitor("AGT05", rollouts.blocking_environment, again=1.5),
     StepMonitor("AGT06", agents.lost_sandboxes, again=2),
     StepMonitor("AGT07", agents.silent_agents, again=5),
+    StepMonitor("AGT08", agents.ended_environments, again=2),
     StepMonitor("ENG04", machines.uneven_load, again=2),
     StepMonitor("SYNC01", machines.slow_weight_update, again=2),
     StepMonitor("MEM03", machines.retained_memory, again=1.5),

@@ -7,6 +7,7 @@ from furlong.diagnosis.monitors.monitor import Alert, StepContext
 FORKED = 0.25  # of the turns after the first; agents that compact their history fork now and then
 PREFIX_HITS, PREFIX_ROWS = 0.5, 3  # fraction below which, in each of these steps, repeated prompts were computed again
 LOST, LOST_LEAST = 0.01, 2  # of the samples, and at least: one sandbox may fail
+REISSUES = ("reissued", "infra", "process_ended")
 SILENT_WARNING = 0.01  # of the samples
 
 
@@ -68,7 +69,8 @@ def prefix_hits(now: StepContext) -> Alert | None:
 
 def lost_sandboxes(now: StepContext) -> Alert | None:
     """AGT06: episodes that InfraError ended or started over."""
-    reissued, lost = (now.row.get(f"rollout/episodes/{name}", 0.0) for name in ("reissued", "infra"))
+    reissued, lost, ended = (now.row.get(f"rollout/episodes/{name}", 0.0) for name in REISSUES)
+    reissued -= ended  # AGT08
     share = reissued / max(now.facts.num_samples, 1)  # those that are lost were started over, too
     if reissued < LOST_LEAST or share < LOST:
         return None
@@ -77,6 +79,22 @@ def lost_sandboxes(now: StepContext) -> Alert | None:
         f"{reissued:.0f} of about {now.facts.num_samples} episodes lost a sandbox or server and were started over; "
         f"{lost:.0f} of them lost it again and are left out of the batch",
         evidence={"reissued": reissued, "lost": lost, "share": share},
+        level=share,
+    )
+
+
+def ended_environments(now: StepContext) -> Alert | None:
+    """AGT08: episodes whose environment lost its process."""
+    ended = now.row.get("rollout/episodes/process_ended", 0.0)
+    share = ended / max(now.facts.num_samples, 1)
+    if not ended:
+        return None
+    return now.alert(
+        "AGT08",
+        f"{ended:.0f} of about {now.facts.num_samples} episodes lost the process of their environment and were started "
+        "over, each in a process of its own",
+        severity="warning" if ended >= LOST_LEAST and share >= LOST else "info",
+        evidence={"ended": ended, "share": share},
         level=share,
     )
 

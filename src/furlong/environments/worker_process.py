@@ -1,0 +1,243 @@
+"""Worker process of environments: has instances of their classes, and calls their methods for the run.
+
+Messages are lines of JSON on stdin and stdout, which user code does not see. The run sends calls, withdraws them, and
+answers what `run` asks of its policy; the worker sends when a call begins, its result, and those questions. Methods
+that are not async are called one at a time in the main thread, async ones in the event loop of another thread. The
+process ends with its supervisor (`furlong.sandboxes.process_supervisor`), which ends with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from furlong import errors
+from furlong.config.hooks import load_function
+from furlong.core.json_lines import decode_line, encode_line
+from furlong.core.process_tree import close_in_forked_children
+from furlong.core.sample import Sample
+from furlong.core.sample_changes import changed_fields
+from furlong.core.user_code import describe_exception, exit_process, exits_raise, is_async, message_of
+from furlong.environments.protocol import Task
+from furlong.environments.returned_values import (
+    checked_observation,
+    checked_step,
+    json_from_observation,
+    json_from_step,
+)
+from furlong.environments.worker_policy import WorkerPolicy
+
+Message = dict[str, Any]
+_FORMS: dict[str, Callable[[Any, str], Any]] = {
+    "reset": lambda value, path: json_from_observation(checked_observation(value, path)),
+    "step": lambda value, path: json_from_step(checked_step(value, path)),
+    "close": lambda value, path: None,  # noqa: ARG005  of the table
+}
+
+
+def main() -> None:
+    """Answer calls until the end of stdin."""
+    source, sink = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper here
+    close_in_forked_children(source, sink)
+    with exits_raise():
+        EnvironmentWorker(os.fdopen(source, "rb", closefd=False), sink).serve()
+
+
+def remote_error(name: str, text: str) -> Exception:
+    """Return an exception of another process: one of furlong or a TimeoutError as itself, others by their name."""
+    if name == "TimeoutError":
+        return TimeoutError(text)
+    known = getattr(errors, name, None)
+    if isinstance(known, type) and issubclass(known, errors.FurlongError):
+        return known(text)
+    return type(name, (errors.RolloutError,), {})(text)
+
+
+def error_fields(error: BaseException) -> dict[str, str]:
+    """Return the arguments of `remote_error`: the text has the place of an exception of user code."""
+    name = type(error).__name__
+    is_known = isinstance(error, errors.FurlongError)
+    return {"name": name, "text": message_of(error) if is_known else describe_exception(error)[len(name) + 2 :]}
+
+
+@dataclass(frozen=True)
+class _Instance:
+    path: str
+    made: Any
+
+
+@dataclass(frozen=True)
+class _Call:
+    id: int
+    function: Callable[[], Any]
+    form: Callable[[Any], Any]
+
+
+class EnvironmentWorker:
+    """Calls methods of instances. source: of messages of the run. sink: descriptor of the pipe for answers."""
+
+    def __init__(self, source: BinaryIO, sink: int) -> None:
+        self._source, self._sink = source, sink
+        self._writing = threading.Lock()
+        self._instances: dict[int, _Instance] = {}
+        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._withdrawn: set[int] = set()
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    def serve(self) -> None:
+        """Call methods that are not async, in this thread."""
+        for target in (self._run_loop, self._listen):
+            threading.Thread(target=target, daemon=True).start()
+        while True:
+            call = self._waiting.get()
+            if call.id in self._withdrawn:
+                self._withdrawn.remove(call.id)
+                self._write({"id": call.id, "error": {"name": "RolloutError", "text": "the call was withdrawn"}})
+                continue
+            self._write({"started": call.id})
+            pid = os.getpid()
+            try:
+                answer = {"value": call.form(call.function())}
+            except BaseException as error:  # noqa: BLE001  the run raises it
+                answer = {"error": error_fields(error)}
+            if os.getpid() != pid:
+                os.write(2, b"an environment forked, and its child returned; call os._exit() in it\n")
+                exit_process(1)
+            self._withdrawn.discard(call.id)
+            self._answer(call.id, answer)
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        exit_process(1)  # a task of user code has ended the loop
+
+    def _listen(self) -> None:
+        """Read messages until the run ends."""
+        try:
+            for line in self._source:
+                message = decode_line(line)
+                if "reply" in message:
+                    self._settle(message)
+                elif "cancel" in message:
+                    self._loop.call_soon_threadsafe(self._cancel, message["cancel"])
+                else:
+                    self._receive(message)
+        except BaseException:  # noqa: BLE001  nothing would be answered any more
+            traceback.print_exc()
+            exit_process(1)
+        exit_process(0)
+
+    def _receive(self, message: Message) -> None:
+        """Begin a call: at once if it is async, otherwise after those before it."""
+        number, method, instance = message["id"], message["method"], self._instances.get(message["instance"])
+        if method in ("load", "make"):
+            function = self._maker(message) if method == "make" else lambda: load_function(message["path"])
+            self._waiting.put(_Call(number, function, lambda value: value if method == "make" else None))
+            return
+        assert instance is not None, f"instance {message['instance']} is unknown"
+        if method == "close":
+            del self._instances[message["instance"]]
+        if (function := getattr(instance.made, method, None)) is None:  # close is optional
+            self._answer(number, {"value": None})
+            return
+        values, form = self._arguments(message), self._form(message, instance.path)
+        if is_async(function):
+            self._loop.call_soon_threadsafe(self._begin, _Call(number, lambda: function(*values), form))
+        else:
+            self._waiting.put(_Call(number, lambda: function(*values), form))
+
+    def _maker(self, message: Message) -> Callable[[], Message]:
+        def make() -> Message:
+            made = load_function(message["path"])(**message["arguments"])
+            self._instances[message["instance"]] = _Instance(message["path"], made)
+            return {"has_run": hasattr(made, "run")}
+
+        return make
+
+    def _arguments(self, message: Message) -> list[Any]:
+        match message["method"]:
+            case "reset":
+                return [Task(**message["task"]), message["seed"]]
+            case "step":
+                return [message["message"]]
+            case "run":
+                message["copy"] = Sample.from_dict(message["sample"])
+                message["before"] = copy.deepcopy(message["copy"].to_dict())
+                return [WorkerPolicy(lambda name, values: self._ask(message["id"], name, values)), message["copy"]]
+            case _:
+                return []
+
+    def _form(self, message: Message, path: str) -> Callable[[Any], Any]:
+        if message["method"] == "run":
+            return lambda value: {"result": value, "changes": changed_fields(message["copy"], message["before"])}
+        form = _FORMS[message["method"]]
+        return lambda value: form(value, path)
+
+    def _begin(self, call: _Call) -> None:
+        self._tasks[call.id] = self._loop.create_task(self._run(call))
+
+    async def _run(self, call: _Call) -> None:
+        self._write({"started": call.id})
+        try:
+            answer = {"value": call.form(await call.function())}
+        except BaseException as error:  # noqa: BLE001  the run raises it
+            answer = {"error": error_fields(error)}
+        del self._tasks[call.id]
+        self._answer(call.id, answer)
+
+    def _cancel(self, number: int) -> None:
+        """Withdraw a call: an async one is cancelled, one that waits is not made, and one that runs is left alone."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+        else:
+            self._withdrawn.add(number)
+
+    def _ask(self, call: int, name: str, values: Mapping[str, Any]) -> Future[Any]:
+        """Ask the run for a call of the policy."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._asked[number] = answer
+        try:
+            self._write({"ask": number, "id": call, "name": name, "values": values})
+        except TypeError as error:
+            del self._asked[number]
+            raise errors.RolloutError(f"policy.{name}: {error}; pass plain numbers, text, lists and dicts") from None
+        return answer
+
+    def _settle(self, message: Message) -> None:
+        answer = self._asked.pop(message["reply"])
+        if answer.cancelled():
+            return
+        if "error" in message:
+            answer.set_exception(remote_error(**message["error"]))
+        else:
+            answer.set_result(message["value"])
+
+    def _answer(self, number: int, answer: Message) -> None:
+        try:
+            self._write({"id": number, **answer})
+        except (TypeError, ValueError) as error:
+            text = f"an environment returned a value that cannot leave its process: {error}; return JSON values"
+            self._write({"id": number, "error": {"name": "RolloutError", "text": text}})
+
+    def _write(self, message: Message) -> None:
+        view = memoryview(encode_line(message))
+        with self._writing:
+            while view:
+                view = view[os.write(self._sink, view) :]
