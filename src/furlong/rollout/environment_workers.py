@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -233,7 +233,7 @@ class EnvironmentWorkers:
         self._extra: set[EnvironmentProcess] = set()
 
     @contextlib.asynccontextmanager
-    async def seat(self, *, alone: bool = False) -> Any:
+    async def seat(self, *, alone: bool = False) -> AsyncGenerator[tuple[EnvironmentProcess, int]]:
         """Provide (process, number of the instance): the process with the fewest episodes, or one of its own."""
         number = next(self._numbers)
         if not alone:

@@ -54,20 +54,22 @@ class Evaluation:
     engine: Engine
     context: RunContext
     server: SessionServer | None
-    hooks: AgentHooks
+    hooks: AgentHooks | None
 
     async def start(self) -> None:
         """Load reward functions and answer requests of agents."""
         for reward in self.context.rewards:
             await reward.start()
-        await self.hooks.set_up()
+        if self.hooks is not None:
+            await self.hooks.set_up()
         if self.server is not None:
             await self.server.start()
 
     async def close(self) -> None:
         """Stop processes and connections."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self.hooks.tear_down)
+            if self.hooks is not None:
+                stack.push_async_callback(self.hooks.tear_down)
             for reward in self.context.rewards:
                 stack.push_async_callback(reward.close)
             stack.push_async_callback(self.engine.close)

@@ -43,9 +43,14 @@ def session_leaves(flags: SessionFlags, hooks: Hooks) -> Leaves:
     return hooks.session_leaves or cast("Any", flags.session_leaves)
 
 
-def build_agent_hooks(context: RunContext) -> AgentHooks:
-    """Return `setup` and `teardown` beside the agent function, and those of the classes of environments."""
+def build_agent_hooks(context: RunContext) -> AgentHooks | None:
+    """Return `setup` and `teardown` beside the agent function, and those of the classes of environments.
+
+    None without agents, environments and generate functions.
+    """
     flags = context.config.session
+    if context.hooks.custom_generate_function is None:
+        return None
     owners: dict[str, Any] = {}
     if flags.agent_function_path is not None:
         owners["--agent-function-path"] = import_module_of(flags.agent_function_path)

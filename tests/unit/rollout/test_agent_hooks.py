@@ -62,10 +62,17 @@ def test_setup_for_other_processes_cannot_assign_what_they_would_not_see():
         def setup(cls, args: Any) -> None:
             cls.url = "http://127.0.0.1:1"
 
-    asyncio.run(AgentHooks({"--environment own.py:Served": Served}, None).set_up())
+    async def set_up(*, has_processes: bool) -> None:
+        hooks = AgentHooks({"--environment own.py:Served": Served}, None, has_processes=has_processes)
+        try:
+            await hooks.set_up()
+        finally:
+            await hooks.tear_down()
+
+    asyncio.run(set_up(has_processes=False))
     Served.url = ""
     with pytest.raises(HookError, match=r"setup assigned url.*os.environ"):
-        asyncio.run(AgentHooks({"--environment own.py:Served": Served}, None, has_processes=True).set_up())
+        asyncio.run(set_up(has_processes=True))
 
 
 def test_every_teardown_runs_although_one_fails():
