@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import shlex
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Generator
@@ -26,6 +27,7 @@ MARK = "_FURLONG_STARTED_BY"
 _KILLED_WITHIN_S = 5
 _PASSES = 6  # a process may start another one while it is looked for
 _MAX_CHARS = 120  # of a command that is logged
+_REAPER = str(Path(__file__).with_name("user_process_reaper.py"))
 _PACKAGES = (str(Path(__file__).parent.parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -51,6 +53,45 @@ def kill_user_processes() -> None:
     """Kill what the open `ending_user_processes` would kill at its end, before this process exits without it."""
     for started in reversed(_ACTIVE):
         started.kill()
+
+
+class UserProcessReaper:
+    """Waits in a process of its own to kill what user code started, if this process is killed with SIGKILL (Linux).
+
+    Processes are those of the open `ending_user_processes`; without one, nothing is started or killed.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if (mark := os.environ.get(MARK)) is None or sys.platform != "linux":
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _REAPER, mark, MARK, *_PACKAGES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _REAPERS.add(self._process)
+
+    def close(self) -> None:
+        """End the process without killing anything."""
+        if self._process is not None:
+            _REAPERS.discard(self._process)
+            self._process.communicate(b"\n")
+            self._process = None
+
+
+_REAPERS: set[subprocess.Popen[bytes]] = set()
+
+
+def _close_in_fork() -> None:
+    for process in _REAPERS:  # the pipe ends with the process of the run
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class _Started:

@@ -10,29 +10,28 @@ from typing import Any
 from furlong.core.daemon_calls import call_in_thread
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.core.user_modules import import_module_of
+from furlong.core.user_processes import UserProcessReaper
 from furlong.errors import HookError
 from furlong.rollout.environment_workers import close_environment_workers
-from furlong.sandboxes.reaped_processes import ReapedProcesses
 
 
 class AgentHooks:
     """Calls `setup` of each module or class before the first episode, and `teardown` at the end of the run.
 
     owners: by the flag that names them, for messages. Functions may be async; others run in a thread. `tear_down` is
-    also called if the run fails or gets SIGTERM. Errors are HookErrors. Processes that hooks and agents start in this
-    process, and leave, are killed at its end. has_processes: whether episodes run in other processes, which do not see
+    also called if the run fails or gets SIGTERM. Errors are HookErrors. Processes that agents start in this process
+    are killed if it is killed with SIGKILL. has_processes: whether episodes run in other processes, which do not see
     what `setup` assigns.
     """
 
     def __init__(self, owners: Mapping[str, Any], args: Any, *, has_processes: bool = False) -> None:
         self._owners, self._args, self._has_processes = dict(owners), args, has_processes
         self._done: list[str] = []
-        self._reaped: ReapedProcesses | None = None
+        self._reaper: UserProcessReaper | None = None
 
     async def set_up(self) -> None:
         """Call `setup(args)` of each owner."""
-        if sys.platform == "linux":
-            self._reaped = ReapedProcesses()
+        self._reaper = UserProcessReaper()
         for name, owner in self._owners.items():
             self._done.append(name)  # what a failed setup has started needs its teardown
             before = _assigned(owner)
@@ -54,9 +53,8 @@ class AgentHooks:
         try:
             await self._call_teardowns()
         finally:
-            reaped, self._reaped = self._reaped, None
-            if reaped is not None:
-                await reaped.close()
+            if self._reaper is not None:
+                self._reaper.close()
 
     async def _call_teardowns(self) -> None:
         names, self._done = self._done[::-1], []

@@ -60,6 +60,45 @@ def fork_until_orphaned() -> None:
 FORKED: list[psutil.Process] = []
 
 
+KILLED = """
+import os, subprocess, sys, time
+from furlong.core.user_processes import UserProcessReaper, ending_user_processes
+
+before = subprocess.Popen(["sleep", "1000"])
+with ending_user_processes():
+    reaper = UserProcessReaper()
+    command = subprocess.Popen(["sleep", "1000"])
+    daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"], start_new_session=True, close_fds=False)
+    if (forked := os.fork()) == 0:
+        os.setsid()
+        time.sleep(1000)
+    print(before.pid, command.pid, daemon.pid, forked, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_commands_daemons_and_forks_end_after_sigkill():
+    driver = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    before, *started = map(int, driver.stdout.readline().split())
+    started += [child.pid for pid in started for child in psutil.Process(pid).children(recursive=True)]
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+
+    def alive(pids: list[int]) -> list[int]:
+        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+    deadline = time.monotonic() + 10
+    while alive(started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(started) == 4
+    assert alive([*started, before]) == [before], "what ran before is left alone"
+    psutil.Process(before).kill()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("end", ["body", "exit"])
