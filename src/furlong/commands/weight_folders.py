@@ -80,7 +80,7 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
             raise ConfigError(f"--hf-checkpoint has no effect: {folder} is not a Megatron-LM checkpoint; remove it")
         findings = check_weights(folder, with_values=with_values)
         is_model = (folder / "config.json").is_file() and not any(each.severity == "error" for each in findings)
-        return [*findings, *_misfits(folder)] if is_model else findings
+        return [*findings, *_loading(folder)] if is_model else findings
     findings = check_dist(dist, with_values=with_values)
     if model is None or any(finding.severity == "error" for finding in findings):
         return findings
@@ -92,12 +92,12 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
         return [*findings, diagnosis("CKPT04", str(error), cause="The two are different models.", remedy=remedy)]
 
 
-def _misfits(folder: Path) -> list[Diagnosis]:
-    """Return what the weights of a Hugging Face folder lack, by its config.json."""
-    from furlong.diagnosis.preflight.weight_checks import folder_shapes
+def _loading(folder: Path) -> list[Diagnosis]:
+    """Return what keeps a run from loading a Hugging Face folder."""
+    from furlong.diagnosis.preflight.weight_checks import folder_findings
 
     try:
-        return folder_shapes(folder)
+        return folder_findings(folder)
     except ConfigError as error:  # a quantization that furlong does not read: the files may still be complete
         problem, _, remedy = str(error).rpartition("; ")
         return [diagnosis("QNT03", problem or str(error), remedy=remedy, severity="warning")]

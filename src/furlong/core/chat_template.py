@@ -9,8 +9,13 @@ from typing import Any, cast
 
 import jinja2
 
+# Raised by Python if the code that Jinja makes of a template is nested too deeply.
+TOO_NESTED = (RecursionError, SyntaxError, MemoryError)
 # Raised by templates for conversations that they do not support; other exceptions are bugs and propagate.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *TOO_NESTED,
+)
 
 _HANDLES_TEXT = re.compile(r"arguments\s+is\s+(?:not\s+)?string")
 

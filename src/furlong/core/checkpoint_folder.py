@@ -350,7 +350,11 @@ def tensor_files(folder: Path, names: Iterable[str]) -> Generator[list[TensorFil
                     raise
                 except CheckpointError as error:
                     raise CheckpointError(f"cannot read {path}: {error}{_other(checkpoint)}") from error
-            yield files
+            try:
+                yield files
+            finally:  # also if what the body read made it fail
+                for file in files:
+                    file.verify()
         except ChangedBlockError as error:
             raise CheckpointError(f"{error}{_other(checkpoint)}") from error
 

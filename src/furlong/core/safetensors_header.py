@@ -91,7 +91,14 @@ def parse_header(path: Path, body: bytes, length: int, size: int) -> Shard:
         tensors = {name: _stored_tensor(name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path.name} has a damaged header ({type(error).__name__}: {error})") from error
-    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=8 + length)
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].num_bytes)):
+        if tensor.offset != end:
+            raise CheckpointError(
+                f"{path.name} has a damaged header: tensor {name} begins at byte {tensor.offset}, but the "
+                f"one before it ends at {end}"
+            )
+        end += tensor.num_bytes
     return Shard(path, tensors, end, size, 8 + length, texts)
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample
 from furlong.core.sealed_arrays import load_arrays, save_arrays
-from furlong.errors import DataError
+from furlong.core.verified_tensors import TensorFile
+from furlong.errors import CheckpointError, DataError
 
 FORMAT = "furlong.samples"
 VERSION = "1"
@@ -104,9 +104,9 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
         what = "is a folder, not a rollout dump" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {what}; write one with --save-debug-rollout-data or --dump-details")
     try:
-        with safe_open(path, framework="numpy") as opened:
-            metadata = opened.metadata() or {}
-    except (OSError, ValueError, SafetensorError) as error:
+        with TensorFile(path, None) as opened:
+            metadata = opened.texts
+    except CheckpointError as error:
         if _start(path) in PICKLED:
             raise DataError(
                 f"the rollout dump {path} was written with torch.save or pickle, as slime does: it contains pickled "

@@ -14,10 +14,14 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from furlong.core.verified_tensors import TensorFile
+from furlong.errors import CheckpointError
+
 CHECKSUM = "xxh3_128"
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"}
+DTYPES |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +38,10 @@ def load_arrays(path: Path, keys: frozenset[str]) -> tuple[dict[str, NDArray[Any
     Raises ValueError if it is no safetensors file or does not have its checksum, and OSError if it cannot be read.
     """
     try:
-        with safe_open(path, framework="numpy") as file:
-            texts = dict(file.metadata() or {})
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
-    except (SafetensorError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        with TensorFile(path, None) as file:
+            texts = file.texts
+            arrays = {name: read_array(file, name) for name in file.tensors}
+    except CheckpointError as error:
         raise ValueError(f"it is no safetensors file, or a damaged one ({error})") from error
     expected = texts.pop(CHECKSUM, None)
     if expected is None and not keys.issuperset(texts):
@@ -49,6 +53,16 @@ def load_arrays(path: Path, keys: frozenset[str]) -> tuple[dict[str, NDArray[Any
     elif (actual := _checksum(arrays, texts)) != expected:
         raise ValueError(f"it was changed after it was written: its checksum is {actual}, expected {expected}")
     return arrays, texts
+
+
+def read_array(file: TensorFile, name: str) -> NDArray[Any]:
+    """Read a tensor into an array. Raises CheckpointError if it cannot be read."""
+    stored = file.tensors[name]
+    if stored.dtype not in DTYPES:
+        raise CheckpointError(f"tensor {name} has the dtype {stored.dtype}, which arrays do not have")
+    array: NDArray[Any] = np.empty(stored.shape, DTYPES[stored.dtype])
+    file.read(stored.offset, memoryview(array.reshape(-1).view(np.uint8)))
+    return array
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> str:

@@ -2,13 +2,16 @@
 
 Blocks begin at the start of the file, at the end of the header, at each tensor, and every MiB within these. So a reader
 of whole tensors, or of some of their rows, needs only the blocks that it reads, in any order. What is compared is the
-memory that the reader uses, not the file, which may change between two reads.
+memory that the reader uses, not the file, which may change between two reads. A thread compares what was read last,
+which is still in the processor's cache, while the next blocks are read.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -16,11 +19,16 @@ from typing import Self
 import xxhash
 
 from furlong.core.checksums import changed_file
+from furlong.core.file_kind import require_file
 from furlong.core.safetensors_header import Shard, StoredTensor, header_length, parse_header, read_header
 from furlong.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
+BATCH_BYTES = 4 << 20  # of blocks that a thread compares at once
+MAX_BATCHES = 3  # that wait for the thread; what was read first is no longer in the cache after these
 DIGITS = 32  # of a checksum
+
+_Block = tuple[int, int, memoryview]  # number, place in the file, content
 
 
 def block_places(shard: Shard) -> list[int]:
@@ -39,17 +47,27 @@ class ChangedBlockError(CheckpointError):
     """A block does not have its checksum."""
 
 
+def open_unverified(path: Path) -> TensorFile:
+    """Open a safetensors file that has no checksums. Raises CheckpointError, naming it, if it cannot be read."""
+    try:
+        return TensorFile(path, None)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
 class TensorFile:
     """An open safetensors file. Blocks that are read are compared with `checksums`, those of all blocks, joined.
 
-    Raises ChangedBlockError for one that differs, and CheckpointError if the file cannot be read, if its header is
-    damaged, or if its size is not the one in the header.
+    What `read` filled is verified once `verify` has returned; until then it must not be changed. Raises
+    ChangedBlockError for a block that differs, and CheckpointError if the file cannot be read, if its header is
+    damaged, or if its size is not the one in the header. One thread reads.
     """
 
     def __init__(self, path: Path, checksums: str | None) -> None:
         self.path = path
         self._checksums = checksums
         try:
+            require_file(path)
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
@@ -59,11 +77,17 @@ class TensorFile:
             self._file.close()
             raise
         self._places = block_places(self._header)
+        self._thread: ThreadPoolExecutor | None = None
+        self._comparing = deque[tuple[Future[None], list[_Block]]]()
+        self._batch: list[_Block] = []
+        self._batch_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
         self._file.close()
 
     @property
@@ -77,7 +101,7 @@ class TensorFile:
         return dict(self._header.texts)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Read the bytes from `start` of the file into memory.
+        """Read the bytes from `start` of the file into memory, which stays unverified until `verify`.
 
         Of blocks at the ends, the rest is read into memory of its own. Raises as the class does.
         """
@@ -92,13 +116,44 @@ class TensorFile:
             part = into[first - start : last - start]
             block = part if (first, last) == (begin, end) else memoryview(bytearray(end - begin))
             self._fill(block, begin)
-            self._compare(index, begin, block)
+            self._compare_later(index, begin, block)
             if block is not part:
                 part[:] = block[first - begin : last - begin]
             index += 1
 
+    def verify(self) -> None:
+        """Wait until everything that was read is compared. Raises ChangedBlockError for a block that differs."""
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        self._compare_all(batch)
+        while self._comparing:
+            future, batch = self._comparing.pop()
+            if future.cancel():  # the thread has not begun it
+                self._compare_all(batch)
+            else:
+                future.result()
+
+    def _compare_later(self, index: int, place: int, block: memoryview) -> None:
+        """Compare a block in the thread, or here if the thread is behind: the processors are busy then."""
+        self._batch.append((index, place, block))
+        self._batch_bytes += len(block)
+        if self._batch_bytes < BATCH_BYTES:
+            return
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        while self._comparing and self._comparing[0][0].done():
+            self._comparing.popleft()[0].result()
+        if len(self._comparing) >= MAX_BATCHES:
+            self._compare_all(batch)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self._comparing.append((self._thread.submit(self._compare_all, batch), batch))
+
+    def _compare_all(self, blocks: list[_Block]) -> None:
+        for block in blocks:
+            self._compare(*block)
+
     def _compare(self, index: int, place: int, block: memoryview) -> None:
-        """Compare a block that was just read, while it is in the processor's cache."""
+        """Raise ChangedBlockError if a block does not have its checksum."""
         expected = (self._checksums or "")[index * DIGITS : (index + 1) * DIGITS]
         actual = xxhash.xxh3_128_hexdigest(block)
         if actual != expected:

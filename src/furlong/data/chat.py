@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import jinja2
 
-from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
+from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
 from furlong.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -123,6 +123,8 @@ def syntax_problem(tokenizer: Any) -> str | None:
         render_chat(tokenizer, [{"role": "user", "content": _PROBE}], tools=None, kwargs={})
     except jinja2.TemplateSyntaxError as error:
         return f"cannot be parsed: line {error.lineno}: {error.message}"
+    except TOO_NESTED as error:
+        return f"cannot be compiled, because it is nested too deeply ({type(error).__name__}: {error})"
     except TEMPLATE_ERRORS:  # valid Jinja that does not support the probe
         return None
     return None

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from furlong.core.json_values import MAX_DEPTH, TOO_DEEP
+from furlong.data.arrow_batches import count_rows
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source_file import SourceFile
 from furlong.errors import DataError
@@ -162,9 +163,11 @@ class ArrowRows:
 
 def _num_rows(file: SourceFile) -> int:
     """Count the rows of an Arrow stream file; values are neither read nor checked."""
-    with file.reading(), pa.memory_map(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
-        _check_schema(file.path, stream.schema)
-        return sum(batch.num_rows for batch in stream)
+    with file.reading():
+        with pa.OSFile(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
+            _check_schema(file.path, stream.schema)
+        with file.path.open("rb") as source:
+            return count_rows(source)
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import shutil
+import threading
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,9 +29,11 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from furlong.core.file_tensors import read_tensor
 from furlong.core.model_config import read_json
 from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
+from furlong.core.verified_tensors import TensorFile, open_unverified
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
@@ -152,31 +154,43 @@ def load_model(
     """
     path = check_folder(folder, weights=True)
     config = without_dropout(load_config(path))
-    state = None
-    if folder_scheme(path) is not None:
-        with open_tensors(path) as tensors:
-            state = {name: tensors.read(name).to(dtype) for name in sorted(tensors.names)}
+    model = load_network(path, config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    check_attention(model)
+    torch.nn.Module.to(model, device=device)
+    return model
+
+
+def load_network(path: Path, config: PretrainedConfig, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Load the model of a config with the weights of a folder; `options` are those of from_pretrained.
+
+    Tensors are read into memory of their own. Raises as `load_model`.
+    """
     transformers.utils.logging.disable_progress_bar()
-    try:  # a state dict needs the family's own class
-        loader: Any = AutoModelForCausalLM if state is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, info = cast(
-            "tuple[PreTrainedModel, dict[str, Any]]",
-            loader.from_pretrained(
-                path if state is None else None,
-                state_dict=state,
-                config=config,
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below with their names
-            ),
-        )
-    except (KeyError, AssertionError) as error:
-        raise _unbuildable(path, config, error) from error
-    except (*unreadable_errors(), RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load the weights of {path}: {type(error).__name__}: {error}") from error
+    with open_tensors(path) as tensors:
+        state = {name: _UnreadTensor(tensors, name) for name in sorted(tensors.names)}
+        try:
+            loader: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model, info = cast(
+                "tuple[PreTrainedModel, dict[str, Any]]",
+                loader.from_pretrained(
+                    None,
+                    state_dict=state,
+                    config=config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported below with their names
+                    **options,
+                ),
+            )
+        except CheckpointError:
+            raise
+        except (KeyError, AssertionError) as error:
+            raise _unbuildable(path, config, error) from error
+        except (*unreadable_errors(), RuntimeError) as error:
+            unread = next((each.error for each in state.values() if each.error is not None), None)
+            raise unread or CheckpointError(
+                f"cannot load the weights of {path}: {type(error).__name__}: {error}"
+            ) from error
     bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
         files = abbreviate(sorted(file.name for file in path.glob("*.safetensors")), 3)
@@ -187,8 +201,6 @@ def load_model(
         )
     if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_carried(name, config)):
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
-    check_attention(model)
-    torch.nn.Module.to(model, device=device)
     return model
 
 
@@ -419,12 +431,13 @@ class StoredTensors:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, TensorFile] = {}
+        self._opening = threading.Lock()
         single, index = WEIGHT_FILES
         if (folder / index).exists():
             self._files = read_weight_map(folder / index)
         else:
-            self._files = dict.fromkeys(self._open(single).keys(), single)
+            self._files = dict.fromkeys(self._open(single).tensors, single)
         self._stored = {text_name(name): name for name in self._files}
         self._scheme = folder_scheme(folder)
         self._names = frozenset(self._stored) if self._scheme is None else self._scheme.whole_names(self._stored)
@@ -450,19 +463,31 @@ class StoredTensors:
             raise CheckpointError(
                 f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
             )
-        file = self._files[stored]
-        try:
-            return self._open(file).get_tensor(stored)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {name} from {self._folder / file}: {error}") from error
+        file = self._open(self._files[stored])
+        if stored not in file.tensors:
+            raise CheckpointError(f"{file.path} has no tensor {stored}, which the index names there; download it again")
+        return read_tensor(file, stored)
 
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            try:
-                self._opened[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot read {self._folder / file}: {error}") from error
-        return self._opened[file]
+    def _open(self, file: str) -> TensorFile:
+        with self._opening:
+            if file not in self._opened:
+                self._opened[file] = self._stack.enter_context(open_unverified(self._folder / file))
+            return self._opened[file]
+
+
+class _UnreadTensor:
+    """A tensor of a folder that transformers reads with `tensor[...]`, in threads, when it needs it."""
+
+    def __init__(self, tensors: StoredTensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self.error: CheckpointError | None = None
+
+    def __getitem__(self, index: Any) -> Tensor:
+        try:
+            return self._tensors.read(self._name)[index]
+        except CheckpointError as error:
+            self.error = error  # transformers reports some errors as text
+            raise
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from furlong.core.file_tensors import read_file
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 from furlong.core.quantization.int4 import Int4Groups
@@ -158,11 +159,9 @@ def _save(target: Path, batch: dict[str, torch.Tensor], written: dict[str, tuple
 
 def _of_file(path: Path) -> Iterator[NamedTensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  a safetensors handle does not iterate
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; download it again") from error
+        yield from read_file(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; download it again") from error
 
 
 def _verify(folder: Path, sums: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from furlong.core.checkpoint_folder import (
 )
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
+from furlong.core.verified_tensors import TensorFile, open_unverified
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 
@@ -68,24 +69,26 @@ class BadValues:
 
 
 def bad_values(shard: Shard) -> Iterator[BadValues]:
-    """Check every floating-point tensor of a complete file."""
-    data = np.memmap(shard.path, np.uint8, mode="r")
-    for name, tensor in shard.tensors.items():
-        kind = FORMATS.get(tensor.dtype)
-        if kind is None or not tensor.num_bytes:
-            continue
-        num_bad, is_zero = _count(data, tensor, kind)
-        if num_bad or (is_zero and len(tensor.shape) > 1):
-            size = tensor.num_bytes // np.dtype(kind.holder).itemsize
-            yield BadValues(name, num_bad, size)
+    """Check every floating-point tensor of a file. Raises CheckpointError if it cannot be read."""
+    with open_unverified(shard.path) as file:
+        for name, tensor in file.tensors.items():
+            kind = FORMATS.get(tensor.dtype)
+            if kind is None or not tensor.num_bytes:
+                continue
+            num_bad, is_zero = _count(file, tensor, kind)
+            if num_bad or (is_zero and len(tensor.shape) > 1):
+                size = tensor.num_bytes // np.dtype(kind.holder).itemsize
+                yield BadValues(name, num_bad, size)
 
 
-def _count(data: NDArray[np.uint8], tensor: StoredTensor, kind: FloatFormat) -> tuple[int, bool]:
+def _count(file: TensorFile, tensor: StoredTensor, kind: FloatFormat) -> tuple[int, bool]:
     num_bad, is_zero = 0, True
     end = tensor.offset + tensor.num_bytes
     holder = np.dtype(kind.holder)
     for start in range(tensor.offset, end, CHUNK_BYTES):
-        bits: NDArray[Any] = np.frombuffer(data[start : min(start + CHUNK_BYTES, end)].tobytes(), holder)
+        content = bytearray(min(CHUNK_BYTES, end - start))
+        file.read(start, memoryview(content))
+        bits: NDArray[Any] = np.frombuffer(content, holder)
         bits = bits & holder.type(kind.magnitude)
         num_bad += int(np.count_nonzero(bits >= holder.type(kind.not_finite_above)))
         is_zero = is_zero and not bits.any()
@@ -127,8 +130,8 @@ def _missing_files(folder: Path) -> list[Diagnosis]:
             )
         ]
     if "config.json" not in names:
-        finding = f"{folder}: no config.json, so the number of layers is unknown"
-        return [diagnosis("CKPT04", finding, remedy="also download config.json", severity="warning", evidence=evidence)]
+        finding = f"{folder}: no config.json, without which no model can be built"
+        return [diagnosis("CKPT04", finding, remedy="also download config.json", evidence=evidence)]
     return []
 
 

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -29,7 +27,9 @@ from furlong.core.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
+from furlong.core.sealed_arrays import read_array
 from furlong.core.text import abbreviate
+from furlong.core.verified_tensors import open_unverified
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError
@@ -342,8 +342,8 @@ def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Di
 
 def _num_completions(path: Path) -> int:
     """Count the completions of a saved rollout; samples fanned out from one completion count once."""
-    with safe_open(path, "np") as file:
-        return len(set(file.get_tensor("rollout_ids").tolist()))
+    with open_unverified(path) as file:
+        return len(set(read_array(file, "rollout_ids").tolist()))
 
 
 def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:

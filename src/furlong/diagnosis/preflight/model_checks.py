@@ -40,11 +40,21 @@ ROUTERS = r"mlp\.gate\.weight"
 
 def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT07: --hf-checkpoint lacks a config.json of a known family, weights, or a readable tokenizer."""
-    folder = context.model_dir
-    if folder is None:
+    if context.model_dir is None:
         return  # reported with the flags
+    has_own_template = context.config.data.chat_template_path is None
+    yield from folder_problems(context.model_dir, tokenizer=context.tokenizer, has_own_template=has_own_template)
+
+
+def folder_problems(
+    folder: Path, *, tokenizer: Any = None, has_own_template: bool = True, needs_tokenizer: bool = True
+) -> Iterator[Diagnosis]:
+    """CKPT07: what keeps a run from loading a model folder, apart from its weights; at most one finding.
+
+    tokenizer: that of the folder, if it was read. has_own_template: whether the run renders with the folder's template.
+    """
     try:
-        check_folder(folder, weights=True, tokenizer=True)
+        check_folder(folder, weights=True, tokenizer=needs_tokenizer)
     except ConfigError as error:
         finding, _, remedy = str(error).partition(". ")
         if remedy == COMPLETE:
@@ -53,9 +63,10 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     try:
         config = read_json(folder / "config.json")
-        if context.tokenizer is None:
+        read_json(folder / "generation_config.json")
+        if tokenizer is None and needs_tokenizer:
             tokenizer = read_tokenizer(folder)  # raises its problem
-            if context.config.data.chat_template_path is None:
+            if has_own_template:
                 require_bounded_template(tokenizer, str(folder))
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition("; ")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from furlong.config.evaluation import used_eval_specs
 from furlong.core.catalogue import Diagnosis, diagnosis
@@ -14,11 +15,12 @@ from furlong.core.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_fore
 from furlong.core.garbage import import_without_gc
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
+from furlong.data.chat import syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.diagnosis.preflight.model_checks import is_known_family
+from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_family
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import check_folder, quantization_seen
+from furlong.models.hf_folder import TOKENIZER_FILES, check_folder, quantization_seen
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, quantization, read_model
 from furlong.tools.template_test import read_tokenizer
 
@@ -26,7 +28,6 @@ MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN = 3
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = "embed_tokens.weight"  # end of the embedding's name
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,34 @@ def _is_loaded(context: PreflightContext) -> bool:
     return not context.config.debug.debug_rollout_only or context.config.cluster.engine == "embedded"
 
 
+def folder_findings(folder: Path) -> list[Diagnosis]:
+    """Judge a Hugging Face folder with intact weights as a run does that names it with --hf-checkpoint.
+
+    A folder without a tokenizer, which --load and --ref-load accept, gets a note. Raises as `folder_shapes`.
+    """
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    problems = list(folder_problems(folder, needs_tokenizer=has_tokenizer))
+    if problems:
+        return problems
+    model, tokenizer = read_model(folder), read_tokenizer(folder) if has_tokenizer else None
+    if tokenizer is None:
+        problems.append(
+            diagnosis(
+                "CKPT07",
+                f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)})",
+                cause="It is enough for --load and --ref-load, but not for --hf-checkpoint.",
+                remedy="copy the tokenizer files of the original model into it",
+                severity="info",
+            )
+        )
+    else:
+        problems += _tokens_without_row(model, tokenizer)
+        if problem := syntax_problem(tokenizer):
+            remedy = "correct that line, or set another template with --chat-template-path"
+            problems.append(diagnosis("TPL01", f"the chat template of {folder} {problem}", remedy=remedy))
+    return [*problems, *_separate_head("", model), *folder_shapes(folder)]
+
+
 def folder_shapes(folder: Path) -> list[Diagnosis]:
     """Compare the tensors of a Hugging Face folder, quantized or not, with config.json, as the run does.
 
@@ -188,8 +217,8 @@ def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]
 
     transformers builds the model on the meta device, as the run does.
     """
-    if any(model.text_config.get(name) is None for name in SIZES) or not is_known_family(model.config):
-        return  # left to the defaults of its family, or reported by model.model_folder
+    if not is_known_family(model.config):
+        return  # reported by model.model_folder
     with import_without_gc("furlong.models.hf_model"):
         from furlong.models.hf_model import misfits  # imports torch
 
@@ -214,27 +243,36 @@ def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]
 def tied_head(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT03: an output layer that differs from the embedding, although config.json ties them."""
     for each in _models(context):
-        model = each.model
-        if model is None or not model.text_config.get("tie_word_embeddings"):
-            continue
-        head, table = (next((n for n in model.tensors if n.endswith(end)), None) for end in (HEAD, TABLE))
-        if head is not None and table is not None and not has_same_values(model, head, table):
-            yield diagnosis(
-                "CKPT03",
-                f"{each.flag} {each.folder}: config.json has tie_word_embeddings true, but {head} is stored beside "
-                f"{table} with other values",
-                cause="Trainer and engine may use different ones of the two as the output layer.",
-                remedy='set "tie_word_embeddings": false in config.json if the model was trained with both; otherwise '
-                f"remove {head} from the files",
-                evidence={"folder": str(each.folder), "head": head, "embedding": table},
-            )
+        if each.model is not None:
+            yield from _separate_head(each.flag, each.model)
+
+
+def _separate_head(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
+    if not model.text_config.get("tie_word_embeddings"):
+        return
+    head, table = (next((n for n in model.tensors if n.endswith(end)), None) for end in (HEAD, TABLE))
+    if head is not None and table is not None and not has_same_values(model, head, table):
+        yield diagnosis(
+            "CKPT03",
+            f"{flag} {model.folder}".lstrip() + f": config.json has tie_word_embeddings true, but {head} is stored "
+            f"beside {table} with other values",
+            cause="Trainer and engine may use different ones of the two as the output layer.",
+            remedy='set "tie_word_embeddings": false in config.json if the model was trained with both; otherwise '
+            f"remove {head} from the files",
+            evidence={"folder": str(model.folder), "head": head, "embedding": table},
+        )
 
 
 def embedding(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT04: tokens of the tokenizer without a row in the embedding."""
-    model, tokenizer = context.model, context.tokenizer
-    if model is None or tokenizer is None:
-        return
+    if context.model is not None and context.tokenizer is not None:
+        prompts = context.rows.prompts if context.rows is not None else []
+        yield from _tokens_without_row(context.model, context.tokenizer, {n for p in prompts for n in p.tokens})
+
+
+def _tokens_without_row(
+    model: StoredModel, tokenizer: Any, in_prompts: frozenset[int] | set[int] = frozenset()
+) -> Iterator[Diagnosis]:
     table = model.tensors.get(EMBEDDING)
     size = table.shape[0] if table is not None and table.shape else model.text_config.get("vocab_size")
     if not isinstance(size, int):
@@ -242,12 +280,11 @@ def embedding(context: PreflightContext) -> Iterator[Diagnosis]:
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
     if not beyond:
         return
-    prompts = context.rows.prompts if context.rows is not None else []
-    used = sorted({number for prompt in prompts for number in prompt.tokens if number >= size})
+    used = sorted(number for number in in_prompts if number >= size)
     first, token = beyond[0]
     yield diagnosis(
         "CKPT04",
-        f"{context.model_dir}: the embedding has {size} rows, but the tokenizer has {len(beyond)} tokens with ids of "
+        f"{model.folder}: the embedding has {size} rows, but the tokenizer has {len(beyond)} tokens with ids of "
         f"{size} or more (the first is {token!r}, {first})"
         + (f", and prompts contain them ({abbreviate([str(each) for each in used], SHOWN)})" if used else ""),
         cause="The tokenizer belongs to another model, or tokens were added without resizing the embedding.",

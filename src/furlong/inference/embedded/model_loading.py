@@ -11,18 +11,19 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from furlong.core.file_kind import require_file
+from furlong.core.file_tensors import read_file
 from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
+from furlong.core.verified_tensors import open_unverified
 from furlong.core.weights import NamedTensor, WeightSource
-from furlong.errors import EngineError, SyncError
+from furlong.errors import CheckpointError, EngineError, SyncError
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
@@ -45,11 +46,8 @@ def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
-            require_file(folder / name)  # safetensors would wait for a named pipe, and keep the interpreter lock
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  a safetensors handle does not iterate
-                    if config is None or not is_carried(key, config):
-                        yield text_name(key), file.get_tensor(key)
+            for key, tensor in read_file(folder / name, lambda key: config is None or not is_carried(key, config)):
+                yield text_name(key), tensor
 
     return WeightSource(read)
 
@@ -62,11 +60,10 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
     load = WeightLoad(table)
     for name in _weight_files(folder):
         try:
-            require_file(folder / name)
-            with safe_open(folder / name, framework="pt") as file:
-                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  as above
-        except (SafetensorError, OSError) as error:
-            raise EngineError(f"cannot read {folder / name}: {error}; write the folder again") from error
+            with open_unverified(folder / name) as file:
+                shapes = {key: stored.shape for key, stored in file.tensors.items()}
+        except CheckpointError as error:
+            raise EngineError(f"{error}; write the folder again") from error
         for key, shape in shapes.items():
             if not is_carried(key, config):
                 load.expect(text_name(key), shape)
@@ -108,10 +105,11 @@ def build_model(
         from transformers import AutoModelForCausalLM
 
         from furlong.inference.embedded.transformers_model import TransformersModel
+        from furlong.models.hf_model import load_network
 
         register_model(type(config))
         if isinstance(weights, Path) and scheme is None:
-            network = AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype, local_files_only=True)
+            network = load_network(weights, copy.deepcopy(config), dtype=dtype)
             model = TransformersModel(network, dtype=dtype, device=device)
         else:
             network = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)

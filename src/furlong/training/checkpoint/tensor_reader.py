@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,26 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from furlong.core.checkpoint_folder import tensor_files
+from furlong.core.file_tensors import DTYPES, read_into, read_tensor
 from furlong.core.verified_tensors import TensorFile
-from furlong.core.weights import host_bytes
 from furlong.errors import CheckpointError
 from furlong.models.hf_model import Rows
 from furlong.training.sharding import Sharding
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @contextmanager
@@ -105,30 +89,11 @@ class TensorReader:
         return self._stored(name, rows)
 
     def _stored(self, name: str, rows: slice | None = None) -> Tensor:
-        shape, dtype, rows = self._form(name, rows)
-        tensor = torch.empty(shape, dtype=dtype)
-        self._read_into(tensor, name, rows.start)
-        return tensor
-
-    def _form(self, name: str, rows: slice | None) -> tuple[tuple[int, ...], torch.dtype, slice]:
-        """Return shape and dtype of a stored tensor, or of some rows of it, and the rows."""
         if name not in self._files:
             raise CheckpointError(
                 f"{self.path} has no tensor {name}; the checkpoint is of another model, or incomplete"
             )
-        stored = self._files[name].tensors[name]
-        if stored.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} has the dtype {stored.dtype}, which is not loaded")
-        if rows is None:
-            return stored.shape, DTYPES[stored.dtype], slice(0, None)
-        start, stop, _ = rows.indices(stored.shape[0])
-        return (max(0, stop - start), *stored.shape[1:]), DTYPES[stored.dtype], slice(start, stop)
-
-    def _read_into(self, tensor: Tensor, name: str, start: int = 0) -> None:
-        """Read the rows from `start` of a stored tensor into a contiguous one on the CPU, as many as it has."""
-        file = self._files[name]
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize if start else 0
-        file.read(file.tensors[name].offset + start * row_bytes, host_bytes(tensor))
+        return read_tensor(self._files[name], name, rows)
 
     @torch.no_grad()
     def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
@@ -153,6 +118,6 @@ class TensorReader:
     def _copy(self, name: str, target: Tensor) -> None:
         is_stored = name not in self._joined and DTYPES.get(self._files[name].tensors[name].dtype) is target.dtype
         if is_stored and target.device.type == "cpu" and target.is_contiguous():
-            self._read_into(target, name)
+            read_into(target, self._files[name], name)
         else:
             target.copy_(self.read(name))

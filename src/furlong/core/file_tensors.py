@@ -1,0 +1,74 @@
+"""Reads tensors of safetensors files into memory of their own.
+
+A mapped file would save the copy, but its pages remain those of the file: another process that cuts the file ends this
+one with SIGBUS, even hours later, and one that writes to it changes the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from furlong.core.verified_tensors import TensorFile, open_unverified
+from furlong.core.weights import NamedTensor, host_bytes
+from furlong.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def read_file(path: Path, select: Callable[[str], bool] = lambda _: True) -> Iterator[NamedTensor]:
+    """Yield the selected tensors of a file in the order of their bytes. Raises CheckpointError, naming the file."""
+    with open_unverified(path) as file:
+        for name in sorted(file.tensors, key=lambda name: file.tensors[name].offset):
+            if select(name):
+                yield name, read_tensor(file, name)
+
+
+def read_tensor(file: TensorFile, name: str, rows: slice | None = None) -> Tensor:
+    """Read a tensor, or a slice of its first dimension. Raises CheckpointError, naming the file."""
+    stored = file.tensors[name]
+    dtype = stored_dtype(file, name)
+    if rows is None:
+        tensor, start = torch.empty(stored.shape, dtype=dtype), 0
+    else:
+        start, stop, _ = rows.indices(stored.shape[0])
+        tensor = torch.empty((max(0, stop - start), *stored.shape[1:]), dtype=dtype)
+    read_into(tensor, file, name, start)
+    return tensor
+
+
+def read_into(tensor: Tensor, file: TensorFile, name: str, start: int = 0) -> None:
+    """Read the rows from `start` of a stored tensor into a contiguous one on the CPU, as many as it has."""
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize if start else 0
+    file.read(file.tensors[name].offset + start * row_bytes, host_bytes(tensor))
+
+
+def stored_dtype(file: TensorFile, name: str) -> torch.dtype:
+    """Return the dtype of a stored tensor. Raises CheckpointError if torch has none for it."""
+    dtype = DTYPES.get(file.tensors[name].dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"{file.path}: tensor {name} has the dtype {file.tensors[name].dtype}, which is not loaded"
+        )
+    return dtype
