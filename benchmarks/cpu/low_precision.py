@@ -62,11 +62,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-rollout", type=int, default=80)
     parser.add_argument("--seed", type=int, nargs="+", default=[42])
+    parser.add_argument(
+        "--variants",
+        type=int,
+        nargs="+",
+        choices=range(len(VARIANTS)),
+        default=range(len(VARIANTS)),
+        help="numbers of the variants: " + ", ".join(f"{i} {name}" for i, name in enumerate(VARIANTS)),
+    )
     parser.add_argument("--out", type=Path, required=True, help="new folder for the runs")
     options = parser.parse_args()
     table = Table("engine", "seed", "before", "after", "mean log-prob difference")
     for number, (name, (form, words)) in enumerate(VARIANTS.items()):
-        for seed in options.seed:
+        for seed in options.seed if number in options.variants else ():
             folder = options.out / f"{number}-{seed}"
             train(folder, form, words, num_rollout=options.num_rollout, seed=seed)
             before, after, gap = results(folder)

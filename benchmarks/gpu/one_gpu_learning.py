@@ -4,7 +4,7 @@
     python benchmarks/gpu/one_gpu_learning.py --out results --smollm2 DIR
     python benchmarks/gpu/one_gpu_learning.py --out results --smollm2 DIR --seeds 1 --steps 4 --every 2 --prompts 4
 
-The task is sums of two numbers with two digits; SmolLM2-135M-Instruct is rewarded for a correct one. 200 problems are
+The task is sums of two numbers with two digits; SmolLM2-135M-Instruct is rewarded for a correct one. Some problems are
 held out; every `--every` steps, greedy answers to them are judged on both sides by furlong's `math` reward. Both sides
 have the same problems in each step, GRPO without KL, one AdamW step per rollout and the same learning rate. TRL
 computes in bfloat16 and keeps weights in float32, as furlong does: bfloat16 weights would round small steps away.
@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trl_rival import furlong_words, trl_config
 
-SAMPLES, NEW, HELD_OUT = 8, 20, 200
+SAMPLES, NEW = 8, 20
 Curve = dict[int, tuple[float, float]]
 """By step: accuracy, and the seconds that all steps until then took."""
 
@@ -41,14 +41,14 @@ def problem(a: int, b: int) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": text}], "label": str(a + b)}
 
 
-def write_data(folder: Path, count: int, seed: int) -> tuple[Path, Path]:
+def write_data(folder: Path, count: int, seed: int, num_held_out: int) -> tuple[Path, Path]:
     """Write `count` problems in the order of training, and the held-out ones, which are the same for all seeds."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
-    rest = pairs[HELD_OUT:]
+    rest = pairs[num_held_out:]
     rng = random.Random(seed)
     files = folder / f"problems-{seed}.jsonl", folder / "held_out.jsonl"
-    for file, chosen in zip(files, ([rng.choice(rest) for _ in range(count)], pairs[:HELD_OUT]), strict=True):
+    for file, chosen in zip(files, ([rng.choice(rest) for _ in range(count)], pairs[:num_held_out]), strict=True):
         file.write_text("".join(json.dumps(problem(*pair)) + "\n" for pair in chosen))
     return files
 
@@ -173,7 +173,7 @@ def run_side(side: str, options: argparse.Namespace, out: Path) -> dict[int, Cur
     """Run all seeds of a side at the same time; return the curve of each, as far as it came."""
     processes: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
     for seed in options.seeds:
-        data, folder = write_data(out, options.steps * options.prompts, seed), out / f"{side}-{seed}"
+        data, folder = write_data(out, options.steps * options.prompts, seed, options.held_out), out / f"{side}-{seed}"
         folder.mkdir(parents=True)
         command = furlong_command(options, data, folder / "run", seed)
         if side == "trl":
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--held-out", type=int, default=200, help="problems that are held out")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--timeout", type=float, default=240, help="seconds of a side; evaluations until then count")

@@ -27,8 +27,7 @@ WNA16 = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_te
 
 def repacked(packed: torch.Tensor, perm: torch.Tensor, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
     """Stand in for Marlin's repacking: the same number of elements in another shape and order."""
-    del perm
-    assert num_bits == 4
+    del perm, num_bits  # a scalar type of sgl_kernel, which is absent
     assert packed.numel() == size_k * size_n // 8
     return packed.flatten().flip(0).reshape(size_k // 16, size_n * 2)
 
@@ -45,6 +44,7 @@ def patch_kernels() -> None:
     experts.gptq_marlin_moe_repack = repacked_experts
     importlib.import_module(FP8)._is_cpu = False  # there it needs AMX, and rearranges as it does not on GPUs
     torch.cuda.empty_cache = lambda: None
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     for module in (dense, experts):
         module.marlin_make_workspace = lambda device, *_: torch.ones(8, dtype=torch.int32, device=device)
 

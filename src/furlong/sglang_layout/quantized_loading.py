@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update
-NOT_SUMMED = "weight_shape"  # the parts of a joined weight overwrite it
+CONSTANT = "weight_shape"  # no kernel reads it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,8 +65,9 @@ class Update:
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Have SGLang load these tensors."""
+        changing = [(name, tensor) for name, tensor in tensors if not name.endswith(CONSTANT)]
         with torch.no_grad(), _loadable(self._layers):
-            self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]  SGLang's
+            self._model.load_weights(changing)  # pyright: ignore[reportCallIssue]  SGLang's
 
     def finish(self) -> None:
         """Compare what was loaded, then rearrange it for the kernels."""
@@ -131,7 +132,7 @@ class QuantizedLayer:
 
     def _counting(self, name: str) -> Callable[..., None]:
         def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            total = integer_sum(tensor)
+            total = integer_sum(tensor.to(parameter.dtype))  # scales may be stored in float32
             self._sent[name] = self._sent[name] + total if name in self._sent else total
             self._loaders[name](parameter, tensor, *args, **kwargs)
 
@@ -139,9 +140,7 @@ class QuantizedLayer:
 
     def missing(self) -> list[str]:
         """Return the parameters that were not loaded."""
-        ignored = ("g_idx", "sort_indices")  # of act-order, which furlong does not send
-        names = [name for name in self.parameters if not name.endswith(ignored)]
-        return [f"{self.name}.{name}" for name in names if name not in self._sent]
+        return [f"{self.name}.{name}" for name in self.parameters if name not in self._sent]
 
     def sums(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, sum sent and sum loaded of each parameter that this process has whole."""
@@ -149,8 +148,7 @@ class QuantizedLayer:
         if any(getattr(self.module, size, 1) not in (1, None) for size in sizes):
             return
         for name, sent in self._sent.items():
-            if not name.endswith(NOT_SUMMED):
-                yield f"{self.name}.{name}", sent, integer_sum(self.parameters[name])
+            yield f"{self.name}.{name}", sent, integer_sum(self.parameters[name])
 
     def rearrange(self) -> None:
         """Have SGLang rearrange what was loaded, into the tensors that the kernels use."""
@@ -203,7 +201,9 @@ def _layer(name: str, module: Any) -> QuantizedLayer | None:
 def _own(module: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of a module without its bias and empty ones."""
     return {
-        name: each for name, each in module._parameters.items() if each is not None and each.numel() and name != "bias"
+        name: each
+        for name, each in module._parameters.items()
+        if each is not None and each.numel() and not name.endswith(("bias", CONSTANT))
     }
 
 

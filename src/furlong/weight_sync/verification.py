@@ -3,9 +3,10 @@
 - `furlong serve` computes the same checksums as this program: every bit of every tensor is compared.
 - SGLang hashes the tensors of its own layout with its own function. Where both are known (`sglang_layout`), every
   tensor of every process is compared, too.
-- For other servers (later pipeline stages, quantized weights, unknown model families), rows of some tensors are
-  compared if the model can show them, and the server's checksum must change exactly when the weights do and be equal
-  on all servers of one layout.
+- SGLang's loader of quantized weights (`sglang_layout.quantized_loading`) compares the sums of all of their tensors.
+- For other servers (later pipeline stages, unknown model families), and unquantized weights beside quantized ones,
+  rows of some tensors are compared if the model can show them, and the server's checksum must change exactly when the
+  weights do and be equal on all servers of one layout.
 
 A warning names what could not be compared.
 """
@@ -185,8 +186,10 @@ class WeightVerifier:
             )
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
-        if sent.is_quantized:  # kernels rearrange quantized weights
-            self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
+        sums = sent.is_quantized and server.has_quantized_loader  # compared by it, before kernels rearrange the weights
+        if sent.is_quantized:
+            if not sums:
+                self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
         elif server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
             return result
         await finished
@@ -199,10 +202,8 @@ class WeightVerifier:
                 version,
                 f"shows no tensors of this model, so its weights are not compared with the trainer's; {seen}",
             )
-        return (
-            f"{num_compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own",
-            digest,
-        )
+        compared = f"{num_compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own"
+        return f"{compared}{', sums of all quantized tensors verified' if sums else ''}", digest
 
     async def _compare_all(
         self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
