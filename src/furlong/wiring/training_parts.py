@@ -22,6 +22,7 @@ from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.model_config import read_json
+from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.self_test import LogProbSelfTest
@@ -226,11 +227,20 @@ def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ran
 def engine_scheme(context: RunContext) -> QuantizationScheme | None:
     """Return how the engines store the weights that are trained; None if they are not quantized.
 
-    Raises ConfigError for a format that weight updates cannot be sent in.
+    Raises ConfigError for a format that weight updates cannot be sent in, or that SGLang cannot load this way.
     """
-    scheme = trained_scheme(context.model_dir, hf.load_config(context.model_dir))
-    if scheme is not None and (problem := update_problem(context.model_dir, scheme)) is not None:
+    scheme, transport = trained_scheme(context.model_dir, hf.load_config(context.model_dir)), context.config.sync
+    if scheme is None:
+        return None
+    if (problem := update_problem(context.model_dir, scheme)) is not None:
         raise ConfigError(problem)
+    is_rearranged = context.config.cluster.engine == "sglang" and not isinstance(scheme.form, Fp8Blocks)
+    if is_rearranged and transport.update_weight_transport != "ipc":
+        raise ConfigError(
+            f"--update-weight-transport {transport.update_weight_transport} with {context.model_dir}, which is "
+            f"{scheme.form.description}: SGLang rearranges such weights when it starts and loads them again only "
+            "by ipc; share the trainer's GPUs (--colocate), or use FP8 in blocks (`furlong convert hf-to-fp8`)"
+        )
     return scheme
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from furlong.core.quantization.weight_format import QuantizationError, check_matrix
+from furlong.core.quantization.weight_format import Check, QuantizationError, check_finite, check_matrix
 
 WORD_BITS = 32
 AWQ_BITS = 4
@@ -54,8 +54,9 @@ class AwqGroups:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes["scales"][1], shapes["qweight"][0]
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Raise QuantizationError."""
+        del check
         raise _uncalibrated(weight)
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -106,8 +107,9 @@ class GptqGroups:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes["scales"][1], shapes["g_idx"][0]
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Raise QuantizationError."""
+        del check
         raise _uncalibrated(weight)
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from furlong.core.quantization.weight_format import WEIGHT, QuantizationError, check_finite, check_matrix
+from furlong.core.quantization.weight_format import (
+    WEIGHT,
+    Check,
+    QuantizationError,
+    check_finite,
+    check_matrix,
+    largest_magnitudes,
+)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -49,14 +56,15 @@ class Fp8Blocks:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes[WEIGHT]
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide each block by its largest magnitude / 448 and round to E4M3."""
         (grid, _) = self.parts(tuple(weight.shape))["weight_scale_inv"]
         height, width = self.block
         padding = (0, grid[1] * width - weight.shape[1], 0, grid[0] * height - weight.shape[0])
-        blocks = functional.pad(weight.detach().float(), padding).view(grid[0], height, grid[1], width)
-        largest = blocks.abs().amax(dim=(1, 3))
-        check_finite(largest)
+        padded = functional.pad(weight.detach(), padding) if any(padding) else weight.detach().contiguous()
+        blocks = padded.view(grid[0], height, grid[1], width)
+        largest = largest_magnitudes(blocks, (1, 3)).float()
+        check(largest)
         scale = largest.clamp(min=SMALLEST_AMAX) / LARGEST
         if self.is_power_of_two:
             mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2 ** exponent with 0.5 <= mantissa < 1
@@ -105,12 +113,15 @@ class Fp8Scaled:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes[WEIGHT]
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide by the largest magnitude / 448 and round to E4M3."""
         check_matrix(tuple(weight.shape))
         values = weight.detach().to(self.scale_dtype)
-        largest = values.abs().amax(dim=1, keepdim=True) if self.per == "channel" else values.abs().amax().view(1)
-        check_finite(largest)
+        is_channel = self.per == "channel"
+        largest = (
+            largest_magnitudes(values, (1,), keepdim=True) if is_channel else largest_magnitudes(values, (0, 1)).view(1)
+        )
+        check(largest)
         scale = _nonzero(largest / LARGEST)
         return {WEIGHT: _rounded(values / scale), "weight_scale": scale}
 
@@ -131,4 +142,5 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def _rounded(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-LARGEST, LARGEST).to(E4M3)
+    """Round a tensor that nothing else uses."""
+    return scaled.clamp_(-LARGEST, LARGEST).to(E4M3)

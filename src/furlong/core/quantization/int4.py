@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from furlong.core.quantization.weight_format import QuantizationError, check_finite, check_matrix
+from furlong.core.quantization.weight_format import (
+    Check,
+    QuantizationError,
+    check_finite,
+    check_matrix,
+    largest_magnitudes,
+)
 
 PER_WORD = 8  # values in an int32
 LOWEST, HIGHEST = -8, 7
@@ -56,11 +62,11 @@ class Int4Groups:
         rows, groups = shapes["weight_scale"]
         return rows, groups * self.group_size
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide each group by its largest magnitude / 7.5 and round to -8 .. 7."""
         self.parts(tuple(weight.shape))
         values, scale = self._divided(weight)
-        check_finite(scale)
+        check(scale)
         shape = torch.tensor(weight.shape, device=weight.device, dtype=self.shape_dtype)
         return {"weight_packed": packed(values.to(torch.int8).flatten(1)), "weight_scale": scale, "weight_shape": shape}
 
@@ -75,9 +81,9 @@ class Int4Groups:
     def _divided(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the integers [rows, groups, group_size], in the dtype of the scales, and the scales [rows, groups]."""
         groups = weight.detach().to(self.scale_dtype).unflatten(1, (-1, self.group_size))
-        scale = groups.abs().amax(dim=2) / ((HIGHEST - LOWEST) / 2)
+        scale = largest_magnitudes(groups, (2,)) / ((HIGHEST - LOWEST) / 2)
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        return (groups / scale[:, :, None]).clamp(LOWEST, HIGHEST).round(), scale
+        return (groups / scale[:, :, None]).clamp_(LOWEST, HIGHEST).round_(), scale
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Multiply in the dtype of the scales, and round to `dtype`."""

@@ -14,7 +14,7 @@ from furlong.core.quantization.calibrated import AWQ_BITS, CALIBRATED, AwqGroups
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import module_of
 from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import WEIGHT, QuantizationError, WeightFormat
+from furlong.core.quantization.weight_format import WEIGHT, Check, QuantizationError, WeightFormat, check_finite
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import ConfigError, SyncError
@@ -62,13 +62,16 @@ class QuantizationScheme:
         except QuantizationError as error:
             raise QuantizationError(f"{name} cannot be stored as {self.form.description}: {error}") from error
 
-    def quantize(self, name: str, weight: Tensor) -> list[NamedTensor]:
+    def quantize(self, name: str, weight: Tensor, check: Check = check_finite) -> list[NamedTensor]:
         """Return the stored tensors of a quantized weight. Raises QuantizationError that names it."""
         try:
-            parts = self.form.quantize(weight.detach().to(self.dtype))
+            parts = self.form.quantize(weight.detach().to(self.dtype), check)
         except QuantizationError as error:
-            raise QuantizationError(f"{name} cannot be stored as {self.form.description}: {error}") from error
+            raise self._unstorable(name, error) from error
         return [(f"{module_of(name)}.{part}", tensor) for part, tensor in parts.items()]
+
+    def _unstorable(self, name: str, error: QuantizationError) -> QuantizationError:
+        return QuantizationError(f"{name} cannot be stored as {self.form.description}: {error}")
 
     def dequantize(self, name: str, stored: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight from its stored tensors, by their whole names, in `dtype` or the folder's.
@@ -86,20 +89,23 @@ class QuantizationScheme:
         """Return a source of the engine's tensors from one of the trainer's.
 
         A pass raises SyncError for a weight that cannot be quantized, and for quantized weights that `source` lacks.
+        inf and nan are found at its end, so that the device is waited for once.
         """
 
         def read() -> Iterator[NamedTensor]:
             left, tensors = set(self.names), iter(source.open())
+            largest: dict[str, Tensor] = {}
             for name, tensor in tensors:
                 if name not in self.names:
                     yield name, tensor
                     continue
                 left.discard(name)
                 try:
-                    yield from self.quantize(name, tensor)
+                    yield from self.quantize(name, tensor, lambda values, name=name: largest.update({name: values}))
                 except QuantizationError as error:
                     deque(tensors, maxlen=0)  # ranks read together: none may stop early
                     raise SyncError(f"the weights cannot be sent to the engines: {error}") from error
+            self._check_finite(largest)
             if left:
                 raise SyncError(
                     f"the trainer has no {abbreviate(sorted(left))} ({len(left)} tensors), which --hf-checkpoint "
@@ -107,6 +113,17 @@ class QuantizationScheme:
                 )
 
         return WeightSource(read, num_kv_heads=source.num_kv_heads, num_experts=source.num_experts)
+
+    def _check_finite(self, largest: Mapping[str, Tensor]) -> None:
+        """Raise SyncError for the first weight whose largest magnitudes are not finite."""
+        if not largest or bool(torch.stack([torch.isfinite(values).all() for values in largest.values()]).all()):
+            return
+        for name, values in largest.items():
+            try:
+                check_finite(values)
+            except QuantizationError as error:
+                problem = self._unstorable(name, error)
+                raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
 
     def dequantized(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield the tensors of a folder with quantized weights made whole, once all parts of each were read."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 WEIGHT = "weight"
+Check = Callable[[Tensor], None]
+"""Checks the largest magnitudes of a weight, as `check_finite`, or keeps them to be checked later."""
 
 
 class QuantizationError(ValueError):
@@ -39,16 +41,22 @@ class WeightFormat(Protocol):
         """Return the shape of a weight from the shapes of its parts."""
         ...
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = ...) -> dict[str, Tensor]:
         """Quantize a weight [rows, columns] on its device. Raises QuantizationError for values or sizes that it cannot.
 
-        Every value is rounded to the nearest one of its block, group, row or tensor.
+        Every value is rounded to the nearest one of its block, group, row or tensor. `check` is `check_finite` unless
+        given, which waits for the device.
         """
         ...
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the weight [rows, columns] that the parts stand for."""
         ...
+
+
+def largest_magnitudes(values: Tensor, dim: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
+    """Return `values.abs().amax(dim)` without a tensor of the magnitudes."""
+    return torch.maximum(values.amax(dim, keepdim=keepdim), -values.amin(dim, keepdim=keepdim))
 
 
 def check_finite(largest: Tensor) -> None:
