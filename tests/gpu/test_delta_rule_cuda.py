@@ -85,7 +85,7 @@ def test_no_state_reaches_the_next_sequence():
 def test_a_layer_of_qwen3_next_in_bfloat16_computes_what_it_does_in_float32():
     config = family_config("qwen3_next")
     config.linear_key_head_dim = config.linear_value_head_dim = WIDTH
-    model = PackedModel(build_model(config, seed=3), share_prompts=False)
+    model = PackedModel(build_model(config, seed=3).to("cuda"), share_prompts=False)
     net = delta_nets(model.model)[0]
     batch = random_batch(prompts=[5, 3, 30], responses=[[6, 2], [4], [80, 20]])
     rows = list(range(len(batch)))
@@ -93,7 +93,7 @@ def test_a_layer_of_qwen3_next_in_bfloat16_computes_what_it_does_in_float32():
     generator = torch.Generator("cuda").manual_seed(1)
     x_1TD = torch.randn(1, int(batch.lengths.sum()), config.hidden_size, device="cuda", generator=generator)
     with torch.no_grad():
-        expected = net.to("cuda")(x_1TD, packed=layout)
+        expected = net(x_1TD, packed=layout)
         actual = net.to(torch.bfloat16)(x_1TD.to(torch.bfloat16), packed=layout)
     gap = (actual.float() - expected).norm() / expected.norm()
     assert float(gap) < LIMIT

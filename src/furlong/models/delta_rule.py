@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
+from packaging.version import Version
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -114,12 +115,25 @@ def delta_kernel(device: str, dtype: torch.dtype) -> Kernel:
             "which is not installed; pip install flash-linear-attention"
         )
         return "torch"
-    if dtype.itemsize > 2:
-        logger.info("gated delta rule: PyTorch's operations, as flash-linear-attention multiplies %s in TF32", dtype)
+    if (reason := _unusable_kernels(dtype)) is not None:
+        logger.info("gated delta rule: PyTorch's operations, as %s", reason)
         return "torch"
     version = importlib.metadata.version("flash-linear-attention")
     logger.info("gated delta rule: kernels of flash-linear-attention %s", version)
     return "flash-linear-attention"
+
+
+def _unusable_kernels(dtype: torch.dtype) -> str | None:
+    """Return why flash-linear-attention's kernels are not used here; None if they are."""
+    if dtype.itemsize > 2:
+        return f"flash-linear-attention multiplies {dtype} in TF32"
+    version = Version(importlib.metadata.version("triton"))
+    if torch.cuda.get_device_capability()[0] == 9 and Version("3.4.0") <= version < Version("3.7.1"):
+        return (
+            f"flash-linear-attention's gradients are wrong on Hopper GPUs with Triton {version} (its issue 640); "
+            "install Triton 3.7.1 or later"
+        )
+    return None
 
 
 @cache

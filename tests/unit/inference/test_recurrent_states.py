@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 
 from fakes_engine import run, tiny_engine
+from furlong.inference.embedded.transformers_model import _CacheAdapter
 from furlong.interfaces import SamplingParams
 from models_zoo import VOCAB, family_config
 
@@ -41,3 +44,12 @@ def test_log_probs_of_concurrent_requests_are_those_of_the_models_own_forward_pa
         assert done.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
     for first, again in zip(completions, completions[len(wanted) :], strict=False):
         assert first.tokens == again.tokens
+
+
+def test_layers_may_pass_every_argument_of_transformers_cache_by_name():
+    shared = [name for name in vars(_CacheAdapter) if not name.startswith("_") and callable(getattr(Cache, name, None))]
+    assert {"has_previous_state", "update"} <= set(shared)
+    for name in shared:
+        theirs = inspect.signature(getattr(Cache, name)).parameters.values()
+        by_name = {each.name: None for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD}
+        inspect.signature(getattr(_CacheAdapter, name)).bind_partial(**by_name)

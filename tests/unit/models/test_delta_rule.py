@@ -79,7 +79,8 @@ def test_flash_linear_attention_is_called_with_the_offsets_of_the_sequences(kern
     package.ops, module.chunk_gated_delta_rule = ModuleType("fla.ops"), rule
     for name, each in (("fla", package), ("fla.ops", package.ops), (module.__name__, module)):
         kernels.setitem(sys.modules, name, each)
-    kernels.setattr(delta_rule.importlib.metadata, "version", lambda name: f"{name} 0.5")
+    kernels.setattr(delta_rule.importlib.metadata, "version", {"flash-linear-attention": "0.6", "triton": "3.7.1"}.get)
+    kernels.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     caplog.set_level("INFO")
     assert delta_kernel("cuda", torch.bfloat16) == "flash-linear-attention"
     assert "kernels of flash-linear-attention" in caplog.text
@@ -100,3 +101,21 @@ def test_without_the_package_torch_computes_on_a_gpu_and_the_log_says_so(kernels
     kernels.setitem(sys.modules, "fla", None)
     assert delta_kernel("cuda", torch.bfloat16) == "torch"
     assert "pip install flash-linear-attention" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "kernel"),
+    [
+        ("3.3.1", (9, 0), "flash-linear-attention"),
+        ("3.6.0", (9, 0), "torch"),
+        ("3.6.0", (8, 0), "flash-linear-attention"),
+        ("3.7.1", (9, 0), "flash-linear-attention"),
+    ],
+)
+def test_kernels_with_wrong_gradients_are_not_used(triton, capability, kernel, kernels, caplog):
+    kernels.setattr(delta_rule, "_flash_linear_attention", lambda: object())
+    kernels.setattr(delta_rule.importlib.metadata, "version", {"flash-linear-attention": "0.6", "triton": triton}.get)
+    kernels.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    caplog.set_level("INFO")
+    assert delta_kernel("cuda", torch.bfloat16) == kernel
+    assert (f"Triton {triton}" in caplog.text) == (kernel == "torch")

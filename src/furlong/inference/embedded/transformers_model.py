@@ -102,13 +102,13 @@ class _CacheAdapter:
         n = key_states.shape[0]
         return keys[:n, :, : call.length], values[:n, :, : call.length]
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
 
-    def has_previous_state(self, *_: Any) -> bool:
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return False
 
-    def is_recording_past(self, *_: Any) -> bool:
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
