@@ -78,7 +78,7 @@ class MetricDifference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The differences between two runs. `functions`: flags of functions that compute the first value that differs."""
 
     flags: dict[str, tuple[Any, Any]]
@@ -98,7 +98,7 @@ class Comparison:
         return asdict(self) | {"is_same": self.is_same}
 
 
-def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
+def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> RunComparison:
     """Compare two run folders. `rtol`: relative tolerance for metrics.
 
     Raises ConfigError if a folder is not a run.
@@ -106,7 +106,7 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> Comparison:
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
     flags_a, metrics = read_flags(a), _metric_differences(rows_a, rows_b, rtol=rtol)
-    return Comparison(
+    return RunComparison(
         flags=different_flags(flags_a, read_flags(b)),
         difference=difference,
         metrics=metrics,
@@ -138,7 +138,7 @@ def _functions(place: tuple[str, str] | None, flags: Mapping[str, Any]) -> dict[
     return {f"--{name.replace('_', '-')}": str(flags[name]) for name in names if flags.get(name)}
 
 
-def findings(comparison: Comparison) -> list[Diagnosis]:
+def findings(comparison: RunComparison) -> list[Diagnosis]:
     """DET01: the runs differ."""
     if comparison.is_same:
         return []
@@ -173,7 +173,7 @@ def findings(comparison: Comparison) -> list[Diagnosis]:
     return [diagnosis("DET01", finding, cause=_cause(comparison), remedy=remedy, evidence=evidence)]
 
 
-def _cause(comparison: Comparison) -> str:
+def _cause(comparison: RunComparison) -> str:
     if not comparison.flags and comparison.functions:
         shown = ", ".join(f"{flag} {value}" for flag, value in comparison.functions.items())
         place = _place(comparison.difference, comparison.metrics)
@@ -186,7 +186,7 @@ def _cause(comparison: Comparison) -> str:
     return f"Different flags: {abbreviate(shown, 6)}"
 
 
-def _remedy(comparison: Comparison) -> str:
+def _remedy(comparison: RunComparison) -> str:
     if comparison.flags:
         return "use the same flags"
     if comparison.functions:

@@ -377,11 +377,11 @@ class DecodeSteps:
         group = self._grouped_q.shape[1]
         self._out = self._new(n, s.num_heads * s.head_dim)
         out = self._out.view(n * s.num_kv_heads, group, s.head_dim)
-        self._parts: list[_Part] | None = None
+        self._parts: list[_LayerPart] | None = None
         if (sizes := row_parts(self._q, group)) is not None:
             queries, outs = self._grouped_q.split(sizes, 1), out.split(sizes, 1)
             self._parts = [
-                _Part(
+                _LayerPart(
                     q,
                     self._new(len(q), q.shape[1], self.length),
                     self._new(len(q), q.shape[1], self.length),
@@ -440,7 +440,7 @@ class DecodeSteps:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LayerPart:
     """Queries of one matmul, with buffers for scores, weights and output, and the place of the output."""
 
     q: Tensor

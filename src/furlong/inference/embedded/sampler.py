@@ -74,7 +74,7 @@ def _kind(params: SamplingParams, vocab_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class SamplingPlan:
     """Inputs of the decode steps while the same `n` requests are in the slots.
 
     `tokens` and `positions` include padding slots; `active` are the positions of the requests. `first_end` is the row
@@ -93,7 +93,7 @@ class StepPlan:
     reports: bool
 
 
-class _Scratch:
+class _SamplingBuffers:
     """Scratch tensors for the rows of `mass_NV`: exp(logits - max), zero-padded to whole blocks."""
 
     def __init__(self, mass_NV: Tensor, vocab_size: int, num_blocks: int) -> None:
@@ -116,7 +116,7 @@ class Sampler:
         self.block = vocab_size if vocab_size <= ONE_LEVEL_VOCAB else 1 << (vocab_size.bit_length() + 1) // 2
         self.num_blocks = -(-vocab_size // self.block)
         self._mass = torch.empty(0, dtype=torch.float32)
-        self._scratch: _Scratch | None = None
+        self._scratch: _SamplingBuffers | None = None
 
     def sample(
         self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, banned: Mapping[int, Sequence[int]] = NOTHING
@@ -144,16 +144,16 @@ class Sampler:
             s.log_prob_N[indices] += allowed_I
         return s.token_N, s.log_prob_N
 
-    def _scratch_for(self, logits_NV: Tensor) -> _Scratch:
+    def _scratch_for(self, logits_NV: Tensor) -> _SamplingBuffers:
         n, device, scratch = logits_NV.shape[0], logits_NV.device, self._scratch
         if scratch is not None and len(scratch.mass_NV) == n and scratch.mass_NV.device == device:
             return scratch
         if self._mass.shape[0] < n or self._mass.device != device:
             self._mass = torch.zeros(n, self.num_blocks * self.block, dtype=torch.float32, device=device)
-        self._scratch = _Scratch(self._mass[:n], self.vocab_size, self.num_blocks)
+        self._scratch = _SamplingBuffers(self._mass[:n], self.vocab_size, self.num_blocks)
         return self._scratch
 
-    def _choose(self, s: _Scratch, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> None:
+    def _choose(self, s: _SamplingBuffers, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> None:
         """Choose the token of each row by its kind."""
         if rows.plain is None and self.num_blocks == 1:
             torch.mul(uniform_N[:, None], s.total_N1, out=s.target_N1)

@@ -26,7 +26,7 @@ from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, 
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
-from furlong.inference.embedded.sampler import Sampler, SamplingRows, StepPlan, nonfinite_logits
+from furlong.inference.embedded.sampler import Sampler, SamplingPlan, SamplingRows, nonfinite_logits
 
 KvPolicy = Literal["recompute", "keep"]
 StoredPrefix = tuple[SlotContent, Tensor, Routes | None]  # with the logits after it
@@ -96,7 +96,7 @@ class SlotBatch:
         self._final_length = 0  # of all admitted requests at their limits
         self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
         self.kept_prompts.clear()
-        self._plan: StepPlan | None = None
+        self._plan: SamplingPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
         self._positions = np.zeros(slots, np.int64)  # of the last token in the cache
         self._longest = 0  # the largest of them under the current plan
@@ -374,7 +374,7 @@ class SlotBatch:
         self._buffer.rewind(self.running)
         self._plan = None
 
-    def _fitting_plan(self) -> StepPlan:
+    def _fitting_plan(self) -> SamplingPlan:
         """The plan after retracting the requests for which the cache budget has no further position."""
         while (plan := self._plan or self._make_plan()).n > 1:
             if len(plan.positions) * bucketed_length(self._longest + 2) <= self.kv_tokens:
@@ -382,11 +382,11 @@ class SlotBatch:
             self.retract(1)
         return plan
 
-    def _make_plan(self) -> StepPlan:
+    def _make_plan(self) -> SamplingPlan:
         n = len(self.running)
         padded, buffer = self._padded(n), self._buffer
         self._longest = int(self._positions[:n].max())
-        self._plan = StepPlan(
+        self._plan = SamplingPlan(
             n=n,
             rows=SamplingRows.build([r.params for r in self.running], self.model.vocab_size, self.model.device),
             tokens=self._tokens[:padded],
