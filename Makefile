@@ -5,21 +5,24 @@ RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 SGLANG := .sglang-cpu
 
-# A file's tests share what is made for them, so they go to one worker, and short files come last.
-# `make test WORKERS=8` where there are more cores than two.
-WORKERS ?= 2
+# A file's tests share what is made for them, so they go to one worker, and short files come last. Many tests wait for
+# processes, so that three workers keep two cores busy. `make test WORKERS=8` where there are more cores.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: quickstart test test-slow unit sglang-cpu lint types docs check soak clean
+.PHONY: quickstart test test-slow test-all unit sglang-cpu lint types docs site blocks check soak clean
 
 $(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
-$(DEV): $(RUN) pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+# pip would compile with one process. Some packages contain files for other versions of Python, which do not compile.
+$(DEV): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
+	$(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+	touch $(RUN) $@
 
 # SGLang itself, for tests/real_sglang on machines without a GPU: beside the environment, whose versions are others.
 $(SGLANG)/.installed: $(DEV) tests/real_sglang/requirements.txt
@@ -43,6 +46,10 @@ test: $(DEV)
 test-slow: $(DEV)
 	$(PYTEST) -m slow
 
+# Both tiers in one session, which collects once.
+test-all: $(DEV)
+	$(PYTEST)
+
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -50,17 +57,22 @@ lint: $(DEV)
 types: $(DEV)
 	$(VENV)/bin/pyright
 
-# The site is built offline into site/, where a broken link is an error; then the code blocks of all pages are run.
-docs: $(DEV)
+# The site is built offline into site/, where a broken link is an error.
+site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
+# The code blocks of all pages.
+blocks: $(DEV)
 	$(VENV)/bin/python scripts/run_docs.py README.md docs
+
+docs: site blocks
 
 # A run under random faults, with the growth of memory and descriptors: `make soak MINUTES=120`. Not part of `check`.
 MINUTES ?= 30
 soak: $(DEV)
 	$(VENV)/bin/python scripts/soak.py --minutes $(MINUTES)
 
-check: lint types test test-slow docs
+check: lint types test-all docs
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist site src/furlong.egg-info

@@ -32,10 +32,34 @@ def forked():
         Child.started.pop().process.kill()
 
 
+# Files that take longest. Those whose processes compute and those that wait for processes alternate.
+LONGEST = (
+    "test_cpu_runs.py",
+    "test_megatron_families.py",
+    "test_ray_processes.py",
+    "test_megatron_layouts.py",
+    "test_engines.py",
+    "test_examples.py",
+    "test_ray_megatron.py",
+    "test_ranks_agree.py",
+    "test_ray.py",
+    "test_quantized.py",
+    "test_signals.py",
+    "test_running.py",
+    "test_hook_attacks.py",
+    "test_serve_attacks.py",
+    "test_ray_job.py",
+    "test_launch_scripts.py",
+    "test_megatron_replay.py",
+    "test_kill.py",
+    "test_agents.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker is left alone with one of them at the end."""
-    longest = ("test_cpu_runs.py", "test_megatron_layouts.py")
-    items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.hookimpl(wrapper=True)
