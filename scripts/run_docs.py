@@ -2,7 +2,7 @@
 
 Blocks fenced as `bash` or `python` run in order, in one folder per page. A block that fails or takes more than ten
 minutes fails the page. Blocks with a title are skipped, and the title gives the reason: `bash title="needs a GPU"`.
-Two pages run at a time, and each block uses one thread.
+Two pages run at a time, and each block uses one thread. Their commands have all imports done (`warm_python.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+
+import warm_python
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIMIT_S = 600
@@ -29,21 +32,26 @@ def main(arguments: list[str]) -> int:
         for name in arguments
         for page in (sorted(Path(name).rglob("*.md")) if Path(name).is_dir() else [Path(name)])
     ]
-    with ThreadPoolExecutor(PAGES_AT_A_TIME) as pool:
-        passed = list(pool.map(run_page, [page.resolve() for page in pages]))
+    pages.sort(key=lambda page: page.read_text().count("furlong train"), reverse=True)  # no long page comes last
+    os.environ |= {"FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        server, commands = warm_python.start(Path(folder))
+        with ThreadPoolExecutor(PAGES_AT_A_TIME) as pool:
+            passed = list(pool.map(partial(run_page, commands), [page.resolve() for page in pages]))
+        server.terminate()
     failed = [page for page, succeeded in zip(pages, passed, strict=True) if not succeeded]
     print(f"{len(pages) - len(failed)} pages passed, {len(failed)} failed" + "".join(f"\n  {page}" for page in failed))
     return len(failed)
 
 
-def run_page(page: Path) -> bool:
-    """Run the blocks of one page until one fails. Return whether all succeeded."""
+def run_page(commands: Path, page: Path) -> bool:
+    """Run the blocks of one page with these commands until one fails. Return whether all succeeded."""
     with tempfile.TemporaryDirectory() as folder:
         for language, title, code in FENCE.findall(page.read_text()):
             if language not in ("bash", "python") or title.strip():
                 continue
             started = time.monotonic()
-            problem = run_block(language, code, Path(folder))
+            problem = run_block(language, code, Path(folder), commands)
             first = code.strip().splitlines()[0]
             print(f"{page.name}: {first[:70]}: {problem or 'ok'} ({time.monotonic() - started:.1f} s)", flush=True)
             if problem:
@@ -51,11 +59,10 @@ def run_page(page: Path) -> bool:
     return True
 
 
-def run_block(language: str, code: str, folder: Path) -> str:
+def run_block(language: str, code: str, folder: Path, commands: Path) -> str:
     """Run one block. Return an error message, or an empty string on success."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+    env = os.environ | {"PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [commands / "python", "-c", code]
     try:
         done = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -20,13 +20,23 @@ from furlong.data.audit import audit
 from furlong.interfaces import Completion
 from furlong.models.tokenizer import build_tokenizer
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
 SMALL = ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"]
 
 
-def run_script(name: str, folder: Path, *words: str, **env: str) -> str:
-    """Run an example's script with this Python's commands; returns its output."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder with `python` and `furlong`, which have all imports done."""
+    server, folder = load_file(REPOSITORY / "scripts/warm_python.py").start(tmp_path_factory.mktemp("python"))
+    yield folder
+    server.terminate()
+    server.communicate()
+
+
+def run_script(commands: Path, name: str, folder: Path, *words: str, **env: str) -> str:
+    """Run an example's script with these commands; returns its output."""
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", str(EXAMPLES / name / "run.sh"), *words],
         env=os.environ | {"OUT": str(folder), "PATH": path, "SFT_STEPS": "2"} | env,
@@ -57,16 +67,16 @@ def last_record(folder: Path) -> dict[str, float]:
         ("solver_and_verifier", "rl", {}),
     ],
 )
-def test_example_trains(name, run, env, tmp_path):
-    run_script(name, tmp_path / "out", *SMALL, **env)
+def test_example_trains(name, run, env, commands, tmp_path):
+    run_script(commands, name, tmp_path / "out", *SMALL, **env)
     last = last_record(tmp_path / "out" / run)
     assert last["step"] == 1
     assert last["train/train_rollout_logprob_abs_diff"] < 1e-4
     assert audit(tmp_path / "out" / run / "ledger.jsonl", finished=True).ok
 
 
-def test_math_example_trains_and_evaluates(tmp_path):
-    run_script("math", tmp_path / "run", *SMALL, "--eval-interval", "1")
+def test_math_example_trains_and_evaluates(commands, tmp_path):
+    run_script(commands, "math", tmp_path / "run", *SMALL, "--eval-interval", "1")
     last = last_record(tmp_path / "run")
     assert audit(tmp_path / "run/ledger.jsonl", finished=True).ok
     assert last["train/grad_norm"] > 0
@@ -74,8 +84,8 @@ def test_math_example_trains_and_evaluates(tmp_path):
 
 
 @pytest.mark.slow
-def test_reward_example_assigns_every_answer_one_kind(tmp_path):
-    run_script("reward", tmp_path / "run", *SMALL)
+def test_reward_example_assigns_every_answer_one_kind(commands, tmp_path):
+    run_script(commands, "reward", tmp_path / "run", *SMALL)
     last = last_record(tmp_path / "run")
     kinds = {name: share for name, share in last.items() if name.startswith("rollout/error_cat/")}
     assert sum(kinds.values()) == pytest.approx(1.0)
@@ -85,13 +95,13 @@ def test_reward_example_assigns_every_answer_one_kind(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["colocate", "split", "megatron"])
-def test_layouts_of_several_gpus_are_valid_commands(layout, tmp_path):
+def test_layouts_of_several_gpus_are_valid_commands(layout, commands, tmp_path):
     shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     env = {"LAYOUT": layout, "MODEL": str(tmp_path), "DATA": str(tmp_path / "data.jsonl")}
-    plan = json.loads(run_script("several_gpus", tmp_path, "plan", "--json", **env))
+    plan = json.loads(run_script(commands, "several_gpus", tmp_path, "plan", "--json", **env))
     assert plan["device"] == "h100"
 
 
