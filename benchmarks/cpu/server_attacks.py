@@ -64,7 +64,7 @@ class Server:
     @contextlib.contextmanager
     def observed(self) -> Generator[None]:
         """Ask `/health` and read the memory all the time, in a separate process."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
         observer = context.Process(target=observe, args=(self.url, self.process.pid, there))
         observer.start()
