@@ -1,11 +1,13 @@
 """What agents call: the policy in this process, and sessions for agents that speak HTTP.
 
-from furlong.agent import session
+    from furlong.agent import session
 
-async def generate(args, sample, sampling_params):
-opened = session(sample)
-await my_agent(base_url=f"{opened.url}/v1", api_key=opened.key, task=sample.prompt)
-return sample
+    async def generate(args, sample, sampling_params):
+        opened = session(sample)
+        await my_agent(base_url=f"{opened.url}/v1", api_key=opened.key, task=sample.prompt)
+        return sample
+
+Both raise RolloutError outside a custom generate function.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from furlong.core.sample import Sample
 from furlong.errors import RolloutError
-from furlong.rollout.agent import policy
+from furlong.rollout.current_policy import policy
 
 if TYPE_CHECKING:
     from furlong.sessions.session_server import OpenSession

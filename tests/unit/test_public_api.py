@@ -22,8 +22,11 @@ def test_importing_furlong_imports_nothing_heavy():
     assert done.stdout.split() == ["1", "False"]
 
 
-def test_sample_config_and_configuration_need_no_torch():
-    code = "import sys; from furlong import Args, Config, Group, RewardFunction, Sample; print('torch' in sys.modules)"
+def test_what_modules_of_users_import_needs_no_torch():
+    code = (
+        "import sys; from furlong import Args, Config, Group, RewardFunction, Sample, policy; "
+        "from furlong.agent import session; from furlong.environments import Step; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

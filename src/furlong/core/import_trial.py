@@ -38,8 +38,8 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 class ImportTrial:
     """Imports the modules of functions in a child process, which starts at once.
 
-    paths: of functions, as flags name them; those of modules that are imported already are skipped. timeout_s: limit of
-    all imports together. Call `problems` once, from the thread that created it.
+    paths: of functions, as flags name them; modules of furlong, and those that are imported already, are skipped.
+    timeout_s: limit of all imports together. Call `problems` once, from the thread that created it.
     """
 
     def __init__(self, paths: Iterable[str], *, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class ImportTrial:
 
 
 def _is_new(path: str) -> bool:
-    """Return whether a function's path is valid and its module is not imported."""
+    """Return whether a function's path is valid, and its module is the user's and not imported."""
     try:
         module_name, _ = split_path(path)
     except ConfigError:  # reported by the import
@@ -86,7 +86,7 @@ def _is_new(path: str) -> bool:
     if module_name.endswith(".py"):
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         return str(Path(module_name).expanduser().resolve()) not in files
-    return module_name not in sys.modules
+    return module_name not in sys.modules and not module_name.startswith("furlong.")
 
 
 class _Child:

@@ -1,6 +1,6 @@
 """Custom generate functions: the policy that they call, and the checks of the samples that they return.
 
-    from furlong.rollout.agent import policy
+    from furlong import policy
 
     async def generate(args, sample, sampling_params):
         turn = await policy().generate(sample.tokens, **sampling_params)
@@ -23,7 +23,6 @@ import inspect
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import ContextVar
 from numbers import Integral, Real
 from time import perf_counter
 from typing import Any, TypeVar
@@ -38,6 +37,8 @@ from furlong.core.user_code import is_raised_by_user, message_of
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
+from furlong.rollout.current_policy import current
+from furlong.rollout.current_policy import policy as policy  # user code may import it from here
 from furlong.rollout.policy import Policy, dict_from_params
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
 
@@ -48,16 +49,7 @@ MAX_LOG_PROB = 1e-2  # above 0, for rounding in engines
 MAX_ID, MAX_VERSION = 2**63 - 1, 2**31 - 1  # of the integers that a batch stores
 MIN_BLOCK_S = 0.05  # between two awaits; shorter blocks are normal
 
-_policy: ContextVar[Policy] = ContextVar("furlong_policy")
 _by_seed: dict[int, Policy] = {}  # policies of the generate functions that run now, by the seed of their sample
-
-
-def policy() -> Policy:
-    """Return the policy of the current rollout. Raises RolloutError outside a custom generate function."""
-    try:
-        return _policy.get()
-    except LookupError:
-        raise RolloutError("furlong.rollout.agent.policy() was called outside a custom generate function") from None
 
 
 async def complete_request(engine: Engine, ids: list[int], params: SamplingParams) -> Completion:
@@ -112,7 +104,7 @@ async def call_generate_function(
     if params.sampling_seed is not None:
         _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    token = _policy.set(policy)
+    token = current.set(policy)
     process_guard.begin(function, "the custom generate function")
     try:
         result = await timer.timed(
@@ -124,7 +116,7 @@ async def call_generate_function(
             raise
         raise GenerateFunctionError(error) from error
     finally:
-        _policy.reset(token)
+        current.reset(token)
         if params.sampling_seed is not None and _by_seed.get(params.sampling_seed) is policy:
             del _by_seed[params.sampling_seed]
     produced: list[Any] = list(result) if isinstance(result, list | tuple) else [result]
