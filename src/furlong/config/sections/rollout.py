@@ -75,8 +75,8 @@ class RolloutFlags:
     )
     stale_tokens: Literal["pace", "mask", "drop"] = flag(
         "pace",
-        "How --max-token-staleness is kept: `pace` waits for the oldest group before the step that would exceed it, "
-        "`mask` excludes older tokens from the loss, `drop` drops their groups.",
+        "How --max-token-staleness is enforced: `pace` waits for the oldest group before the step that would exceed "
+        "it, `mask` excludes older tokens from the loss, `drop` drops their groups.",
         needs="max_token_staleness",
     )
     episode_timeout: float | None = flag(
@@ -194,8 +194,8 @@ class RewardFlags:
 
     rm_type: str | None = flag(
         None,
-        "Verifier: math, dapo, deepscaler, f1, gpqa, remote_rm or random; with the prefix `boxed_` it reads the "
-        r"content of \boxed{...}.",
+        "Verifier: math, dapo, deepscaler, f1, gpqa, ifbench, reasoning_gym, remote_rm or random; with the prefix "
+        r"`boxed_` it reads the content of \boxed{...}.",
         excludes="custom_rm_path",
     )
     rm_url: str | None = flag(
