@@ -80,7 +80,7 @@ ENTRIES = (
     _entry(SD, "a large gradient with one step per rollout", "NUM03", "ppo_kl", "--moe-permute-fusion", "--clip-grad"),
     _entry(SD, "out of memory at the second step", "MEM03", "--sglang-mem-fraction-static"),
     _entry(SD, "routers of an INT4 model are zero", "QNT01 SYNC02", "quantization_config.ignore"),
-    _entry(SD, "other weights that are no linear layers", "QNT01", "two-dimensional"),
+    _entry(SD, "other weights that are not linear layers", "QNT01", "two-dimensional"),
     _entry(SD, "shards are missing", "CKPT04 QNT02", "model.safetensors.index.json", "every layer", "furlong check"),
     _entry(SD, "a parameter is all zeros in the engine", "SYNC02 CKPT03", "--check-weight-update-equal"),
     _entry(SD, "illegal memory access at scale", "ENG01", "CUDA_LAUNCH_BLOCKING=1", "--sglang-disable-cuda-graph",

@@ -264,5 +264,5 @@ def _refuse_unknown(read: FlagValues, name: str, known: Sequence[str]) -> None:
 
 
 def _flags_in(problem: str) -> set[str]:
-    """Return the words of a message without punctuation, of which some are flags."""
+    """Return the words of a message, flags among them, without punctuation."""
     return {word.strip(".,:;()`'\"").split("=")[0] for word in problem.split()}

@@ -30,7 +30,7 @@ class ContextDifference:
     def __str__(self) -> str:
         return (
             f"response tokens {self.start} to {self.stop} were sampled after {self.asked_len} tokens and are trained "
-            f"after {self.trained_len}, of which the first {self.common_len} are the same"
+            f"after {self.trained_len}; the first {self.common_len} of both are the same"
         )
 
 

@@ -126,7 +126,7 @@ class Policy:
     def role(self, name: str, *, trainable: bool = True) -> RolePolicy:
         """Return the policy as one of several agents of the episode, whose rewards are compared with its own.
 
-        Answers of a role that is not `trainable` are no training samples. Raises RolloutError for an unusable name.
+        Answers of a role that is not `trainable` are not trained on. Raises RolloutError for an unusable name.
         """
         check_role(name)
         if not trainable:

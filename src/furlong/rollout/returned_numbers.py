@@ -18,7 +18,7 @@ def returned_numbers(value: Any, count: int | None, what: str) -> NDArray[np.flo
     expected = "numbers" if count is None else f"{count} numbers"
     try:
         array = np.asarray(value)
-        if array.dtype.kind == "O":  # None among numbers is no number, 10**400 none that fits
+        if array.dtype.kind == "O":  # None is not a number, and 10**400 does not fit
             array = np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"{what} is {shortened(value)}; expected {expected} ({str(error)[:200]})") from error

@@ -230,7 +230,8 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
         try:
             return value, {name: total(float(number)) for name, number in numbers.items()}
         except (TypeError, ValueError, OverflowError) as error:
-            raise TrainerError(f"--custom-loss-function-path returned a metric that is no number: {error}") from error
+            message = f"--custom-loss-function-path returned a metric that is not a number: {error}"
+            raise TrainerError(message) from error
 
     return CustomLoss(loss, needs_logits=True)
 

@@ -202,7 +202,7 @@ def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, 
 
 
 class JointNorm(torch.nn.Module):
-    """RMSNorm over all heads of a token together, of which this rank has a part.
+    """RMSNorm over all heads of a token together; this rank has some of them.
 
     num_heads: of all tensor-parallel ranks. hidden_size: width of a head, as Megatron-core names it.
     """
