@@ -6,8 +6,8 @@ An episode is the generation of one sample: one turn, or a custom generate funct
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from time import perf_counter
 
 from furlong.core.metric import Metrics, maximum, mean
@@ -31,15 +31,17 @@ class EpisodeLoad:
         self._episode_s = self._waiting_s = self._idle_s = 0.0
         self._repeated = self._cached = 0
 
-    @asynccontextmanager
-    async def episode(self) -> AsyncGenerator[None]:
-        """Wait for a permit, and keep it for one episode."""
-        async with self._permits or nullcontext():
-            self._change(episodes=1)
-            try:
-                yield
-            finally:
-                self._change(episodes=-1)
+    async def begin_episode(self) -> None:
+        """Wait for a permit, and keep it until `end_episode`."""
+        if self._permits is not None:
+            await self._permits.acquire()
+        self._change(1, 0)
+
+    def end_episode(self) -> None:
+        """Return the permit of an episode."""
+        self._change(-1, 0)
+        if self._permits is not None:
+            self._permits.release()
 
     async def complete(
         self,
@@ -56,11 +58,14 @@ class EpisodeLoad:
         stream: receives the tokens as they are sampled.
         """
         await self.order.request(sample)
-        with self._request():
+        self._change(0, 1)
+        try:
             if stream is None:
                 completion = await engine.generate(ids, params, session=session)
             else:
                 completion = await engine.stream(ids, params, stream, session=session)
+        finally:
+            self._change(0, -1)
         self.order.answered(sample, completion.versions)
         return completion
 
@@ -76,7 +81,7 @@ class EpisodeLoad:
         else than the engine; absent without episodes. `rollout/prefix_cache_hit_frac`: fraction of the prompt tokens
         that turns repeat under the same weights and that the engine had cached; absent without any.
         """
-        self._change()
+        self._change(0, 0)
         seconds = self._last - self._since
         if not seconds:
             return {}
@@ -94,22 +99,19 @@ class EpisodeLoad:
         self._episode_s = self._waiting_s = self._idle_s = 0.0
         return metrics
 
-    @contextmanager
-    def _request(self) -> Generator[None]:
-        self._change(requests=1)
-        try:
-            yield
-        finally:
-            self._change(requests=-1)
-
-    def _change(self, *, episodes: int = 0, requests: int = 0) -> None:
+    def _change(self, episodes: int, requests: int) -> None:
         now = perf_counter()
         seconds, self._last = now - self._last, now
         self._episode_s += seconds * self._episodes
-        self._waiting_s += seconds * max(0, self._episodes - self._requests)
-        self._idle_s += seconds * (not self._requests)
-        self._episodes, self._requests = self._episodes + episodes, self._requests + requests
-        self._most = max(self._most, self._episodes)
+        if self._requests:
+            self._waiting_s += seconds * max(0, self._episodes - self._requests)
+        else:
+            self._waiting_s += seconds * self._episodes
+            self._idle_s += seconds
+        self._episodes += episodes
+        self._requests += requests
+        if self._episodes > self._most:
+            self._most = self._episodes
 
 
 class RewardWait:

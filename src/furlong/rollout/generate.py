@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_, itemgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -384,10 +385,13 @@ async def _episode(
     """Generate a sample when an episode may start; a finished sample stays unchanged."""
     if sample.status not in (Status.PENDING, Status.ABORTED):
         return [sample]
-    async with generation.load.episode():
+    await generation.load.begin_episode()
+    try:
         if began is not None:
             began()
         return await generate_sample(sample, generation, **how)
+    finally:
+        generation.load.end_episode()
 
 
 async def score(samples: Sequence[Sample], generation: Generation) -> None:
@@ -407,12 +411,13 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
         else:
             sample.status, sample.outcome, sample.reward = Status.FAILED, outcome, None
             generation.log_failure("the reward", sample, outcome.reason)
-    decisive = [sample for sample in unscored if LEAF not in sample.metadata]
+    leaves = [sample for sample in unscored if LEAF in sample.metadata]
+    decisive = [sample for sample in unscored if LEAF not in sample.metadata] if leaves else unscored
     if decisive:
         await _score(decisive, generation)
-    by_index = {sample.index: sample for sample in samples if LEAF not in sample.metadata}
-    for leaf in unscored:
-        if LEAF in leaf.metadata:
+    if leaves:
+        by_index = {sample.index: sample for sample in samples if LEAF not in sample.metadata}
+        for leaf in leaves:
             last = by_index[leaf.index]
             leaf.outcome, leaf.reward = last.outcome, last.reward
             leaf.status = Status.FAILED if last.status is Status.FAILED else leaf.status
@@ -421,7 +426,7 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
 
 async def _score(unscored: list[Sample], generation: Generation) -> None:
     """Call the reward function on samples, and record its outcomes."""
-    before = [vars(sample).copy() for sample in unscored]
+    before = [_watched(vars(sample)) for sample in unscored]
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
         outcomes = await generation.reward(unscored)
     for sample, given, fields in zip(unscored, outcomes, before, strict=True):
@@ -436,13 +441,18 @@ async def _score(unscored: list[Sample], generation: Generation) -> None:
 
 _COLUMNS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "token_versions")
 _IDENTITY = ("group_index", "index", "rollout_id", "metadata", "train_metadata")
+_watched = itemgetter(*_COLUMNS, *_IDENTITY)
 
 
-def _checked_outcome(sample: Sample, before: Mapping[str, Any], outcome: Outcome, vocab_size: int | None) -> Outcome:
+def _checked_outcome(sample: Sample, watched: tuple[Any, ...], outcome: Outcome, vocab_size: int | None) -> Outcome:
     """Return the outcome of a reward call: failed if the function made its sample unusable, which is then repaired.
 
-    before: the fields before the call. Objects of unchanged fields are the same.
+    watched: the fields `_watched` before the call. Objects of unchanged fields are the same.
     """
+    is_same = list(map(is_, _watched(vars(sample)), watched))
+    if all(is_same) and sample.status not in (Status.PENDING, Status.ABORTED):
+        return outcome
+    before = dict(zip((*_COLUMNS, *_IDENTITY), watched, strict=True))
     source = "the reward function"
     try:
         if sample.status in (Status.PENDING, Status.ABORTED):
@@ -452,8 +462,7 @@ def _checked_outcome(sample: Sample, before: Mapping[str, Any], outcome: Outcome
             )
         check_group(sample, before["group_index"], source)
         check_fields(sample, source)
-        after = vars(sample)
-        if any(after[name] is not before[name] for name in _COLUMNS):
+        if not all(is_same[: len(_COLUMNS)]):
             check_sample(sample, source, vocab_size)
     except RolloutError as error:
         num_prompt = len(before["tokens"]) - before["response_length"]

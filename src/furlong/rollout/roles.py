@@ -7,7 +7,7 @@ within (prompt group, role), so a solver is compared with solvers of the same pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,18 @@ def role_of(sample: Sample) -> str:
     return str(sample.metadata.get(ROLE) or UNNAMED_ROLE)
 
 
+def has_roles(samples: Iterable[Sample]) -> bool:
+    """Return whether any sample has a role."""
+    return any(ROLE in sample.metadata for sample in samples)
+
+
 def baseline_groups(samples: Sequence[Sample], group_ids: Sequence[int]) -> NDArray[np.int64]:
     """Return a number for each sample that is equal for samples of one prompt group and role, [N]."""
-    numbers: dict[tuple[int, str], int] = {}
-    pairs = zip(group_ids, map(role_of, samples), strict=True)
-    return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
+    numbers: dict[Hashable, int] = {}
+    keys: Iterable[Hashable] = group_ids
+    if has_roles(samples):
+        keys = zip(group_ids, map(role_of, samples), strict=True)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def by_role(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
@@ -43,6 +50,8 @@ def pick_rewards_of_roles(samples: Sequence[Sample]) -> None:
 
     A dict is one by role if a key is a role of the sample's episode; a role that it lacks fails its samples.
     """
+    if not any(isinstance(sample.reward, dict) for sample in samples):
+        return
     roles: dict[int | None, set[str]] = defaultdict(set)
     for sample in samples:
         if ROLE in sample.metadata:
@@ -61,8 +70,7 @@ def pick_rewards_of_roles(samples: Sequence[Sample]) -> None:
 def role_metrics(groups: Sequence[Group], reward_key: str | None) -> Metrics:
     """Measure each role, if there are several: `role/NAME/{samples, reward, response_len}`; {} otherwise."""
     samples = [sample for group in groups for sample in group.samples]
-    parts = by_role(samples)
-    if len(parts) < 2 or not any(ROLE in sample.metadata for sample in samples):
+    if not has_roles(samples) or len(parts := by_role(samples)) < 2:
         return {}
     metrics: Metrics = {}
     for role, own in parts.items():

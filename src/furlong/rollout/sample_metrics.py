@@ -24,7 +24,7 @@ from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
 from furlong.rollout.episode_limits import LIMIT, PROCESS_ENDED, REISSUED, SILENT
-from furlong.rollout.roles import by_role, role_metrics, role_of
+from furlong.rollout.roles import by_role, has_roles, role_metrics, role_of
 from furlong.sessions.samples import EPISODE, LEAF
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
@@ -63,7 +63,7 @@ def rollout_metrics(
     shown = np.array([_shown_reward(s, reward_key) for s in samples if s.reward is not None])
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
-        metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key)))
+        metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
@@ -285,9 +285,11 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
             counts["rollout/episodes/agent_error"] += 1
         elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
             counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
-        counts["rollout/episodes/silent"] += SILENT in s.metadata
-        counts["rollout/episodes/reissued"] += REISSUED in s.metadata
-        counts["rollout/episodes/process_ended"] += str(s.metadata.get(REISSUED)).startswith(PROCESS_ENDED)
+        if SILENT in s.metadata:
+            counts["rollout/episodes/silent"] += 1
+        if REISSUED in s.metadata:
+            counts["rollout/episodes/reissued"] += 1
+            counts["rollout/episodes/process_ended"] += str(s.metadata[REISSUED]).startswith(PROCESS_ENDED)
     return {name: total(n) for name, n in sorted(counts.items()) if n}
 
 
