@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from data_zoo import write_jsonl
 from faults_marker import fault, typed
 from furlong.cli import main
 from furlong.models.tokenizer import build_tokenizer
-from runs import write_prompts
+from runs import write_model, write_prompts
 
 FORGETFUL = (
     "{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -67,11 +67,13 @@ def test_runs_that_part(tmp_path, look):
 
 @pytest.mark.parametrize("value", [math.nan, 0.0])
 def test_weights_that_are_not_finite_or_all_zero(value, tmp_path, look):
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"lm_head.weight": torch.full((2, 2), value)}, tmp_path / "model.safetensors")
-    assert look("check", tmp_path) == (1, ["CKPT04"])
-    save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    assert look("check", tmp_path) == (0, [])
+    path = write_model(tmp_path / "model") / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: torch.full_like(tensors[name], value)}, path)
+    assert look("check", path.parent) == (1, ["CKPT04"])
+    save_file(tensors, path)
+    assert look("check", path.parent) == (0, [])
 
 
 @fault("REW01")

@@ -8,13 +8,15 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
 from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
 from furlong.core.file_kind import require_file
 from furlong.core.files import PARTIAL, write_atomically
+from furlong.core.json_values import TOO_DEEP, parse_json
+from furlong.core.text import shortened
 from furlong.core.verified_tensors import ChangedBlockError, TensorFile
 from furlong.errors import CheckpointError
 
@@ -208,11 +210,24 @@ def _read_tracker(tracker: Path) -> str:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the position of the run in a checkpoint. Raises CheckpointError if it is damaged."""
+    return read_object(folder, STATE)
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a small file of a checkpoint, verified by `read_verified`.
+
+    Raises CheckpointError if it cannot be read, was changed, or contains something else.
+    """
+    path = folder / name
     try:
-        state: dict[str, Any] = json.loads(read_verified(folder, STATE))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {folder / STATE}: {error}; use another --ckpt-step") from error
-    return state
+        value: Any = json.loads(read_verified(folder, name))
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {path}: {error}; use another --ckpt-step") from error
+    except RecursionError:
+        raise CheckpointError(f"cannot read {path}: {TOO_DEEP}; use another --ckpt-step") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} contains {shortened(value)}, expected an object; use another --ckpt-step")
+    return cast("dict[str, Any]", value)
 
 
 def start_problem(start: int | None, folder: Path) -> str | None:
@@ -266,7 +281,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     try:
         require_file(path)
         text = path.read_text()
-        manifest = json.loads(text)
+        manifest = parse_json(text)
         if manifest["format"] == WITHOUT_CHECKSUMS:
             return {str(name): FileRecord(int(size), None) for name, size in manifest["files"].items()}
         if manifest["format"] in (FORMAT, WITHOUT_BLOCKS):
@@ -277,7 +292,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise CheckpointError(
                 f"{folder} has format {manifest['format']!r}, expected {FORMAT}; use the furlong version that wrote it"
             )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupt ({type(error).__name__}: {error}){_other(folder)}") from error
     if not is_intact:
         raise CheckpointError(f"{path} does not have the checksum in its last line: it was changed{_other(folder)}")
@@ -350,11 +365,7 @@ def tensor_files(folder: Path, names: Iterable[str]) -> Generator[list[TensorFil
                     raise
                 except CheckpointError as error:
                     raise CheckpointError(f"cannot read {path}: {error}{_other(checkpoint)}") from error
-            try:
-                yield files
-            finally:  # also if what the body read made it fail
-                for file in files:
-                    file.verify()
+            yield files
         except ChangedBlockError as error:
             raise CheckpointError(f"{error}{_other(checkpoint)}") from error
 

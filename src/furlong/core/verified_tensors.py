@@ -2,16 +2,13 @@
 
 Blocks begin at the start of the file, at the end of the header, at each tensor, and every MiB within these. So a reader
 of whole tensors, or of some of their rows, needs only the blocks that it reads, in any order. What is compared is the
-memory that the reader uses, not the file, which may change between two reads. A thread compares what was read last,
-which is still in the processor's cache, while the next blocks are read.
+memory that the reader uses, not the file, which may change between two reads.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -24,11 +21,7 @@ from furlong.core.safetensors_header import Shard, StoredTensor, header_length, 
 from furlong.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
-BATCH_BYTES = 4 << 20  # of blocks that a thread compares at once
-MAX_BATCHES = 3  # that wait for the thread; what was read first is no longer in the cache after these
 DIGITS = 32  # of a checksum
-
-_Block = tuple[int, int, memoryview]  # number, place in the file, content
 
 
 def block_places(shard: Shard) -> list[int]:
@@ -58,9 +51,8 @@ def open_unverified(path: Path) -> TensorFile:
 class TensorFile:
     """An open safetensors file. Blocks that are read are compared with `checksums`, those of all blocks, joined.
 
-    What `read` filled is verified once `verify` has returned; until then it must not be changed. Raises
-    ChangedBlockError for a block that differs, and CheckpointError if the file cannot be read, if its header is
-    damaged, or if its size is not the one in the header. One thread reads.
+    Raises ChangedBlockError for one that differs, and CheckpointError if the file cannot be read, if its header is
+    damaged, or if its size is not the one in the header.
     """
 
     def __init__(self, path: Path, checksums: str | None) -> None:
@@ -77,17 +69,11 @@ class TensorFile:
             self._file.close()
             raise
         self._places = block_places(self._header)
-        self._thread: ThreadPoolExecutor | None = None
-        self._comparing = deque[tuple[Future[None], list[_Block]]]()
-        self._batch: list[_Block] = []
-        self._batch_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
         self._file.close()
 
     @property
@@ -101,7 +87,7 @@ class TensorFile:
         return dict(self._header.texts)
 
     def read(self, start: int, into: memoryview) -> None:
-        """Read the bytes from `start` of the file into memory, which stays unverified until `verify`.
+        """Read the bytes from `start` of the file into memory.
 
         Of blocks at the ends, the rest is read into memory of its own. Raises as the class does.
         """
@@ -116,44 +102,13 @@ class TensorFile:
             part = into[first - start : last - start]
             block = part if (first, last) == (begin, end) else memoryview(bytearray(end - begin))
             self._fill(block, begin)
-            self._compare_later(index, begin, block)
+            self._compare(index, begin, block)
             if block is not part:
                 part[:] = block[first - begin : last - begin]
             index += 1
 
-    def verify(self) -> None:
-        """Wait until everything that was read is compared. Raises ChangedBlockError for a block that differs."""
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        self._compare_all(batch)
-        while self._comparing:
-            future, batch = self._comparing.pop()
-            if future.cancel():  # the thread has not begun it
-                self._compare_all(batch)
-            else:
-                future.result()
-
-    def _compare_later(self, index: int, place: int, block: memoryview) -> None:
-        """Compare a block in the thread, or here if the thread is behind: the processors are busy then."""
-        self._batch.append((index, place, block))
-        self._batch_bytes += len(block)
-        if self._batch_bytes < BATCH_BYTES:
-            return
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        while self._comparing and self._comparing[0][0].done():
-            self._comparing.popleft()[0].result()
-        if len(self._comparing) >= MAX_BATCHES:
-            self._compare_all(batch)
-            return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        self._comparing.append((self._thread.submit(self._compare_all, batch), batch))
-
-    def _compare_all(self, blocks: list[_Block]) -> None:
-        for block in blocks:
-            self._compare(*block)
-
     def _compare(self, index: int, place: int, block: memoryview) -> None:
-        """Raise ChangedBlockError if a block does not have its checksum."""
+        """Compare a block that was just read, while it is in the processor's cache."""
         expected = (self._checksums or "")[index * DIGITS : (index + 1) * DIGITS]
         actual = xxhash.xxh3_128_hexdigest(block)
         if actual != expected:

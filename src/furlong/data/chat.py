@@ -123,8 +123,8 @@ def syntax_problem(tokenizer: Any) -> str | None:
         render_chat(tokenizer, [{"role": "user", "content": _PROBE}], tools=None, kwargs={})
     except jinja2.TemplateSyntaxError as error:
         return f"cannot be parsed: line {error.lineno}: {error.message}"
-    except TOO_NESTED as error:
-        return f"cannot be compiled, because it is nested too deeply ({type(error).__name__}: {error})"
+    except TOO_NESTED:
+        return "cannot be compiled: it is nested too deeply"
     except TEMPLATE_ERRORS:  # valid Jinja that does not support the probe
         return None
     return None

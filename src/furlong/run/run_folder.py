@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import logging
 import os
 from collections.abc import Generator, Iterator
@@ -15,7 +14,7 @@ from typing import TextIO
 from furlong.config.command_line import Resolved, flags_as_written
 from furlong.config.sections import CheckpointFlags
 from furlong.core.catalogue import Problem
-from furlong.core.checkpoint_folder import STATE, find_checkpoint, find_resume_folder, newest_step
+from furlong.core.checkpoint_folder import find_checkpoint, find_resume_folder, newest_step, read_state
 from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark
 from furlong.errors import CheckpointError, ConfigError
@@ -205,7 +204,7 @@ def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
         return None
     assert checkpoint is not None
     try:
-        check_mark(path, json.loads((checkpoint / STATE).read_text())["ledger"])
+        check_mark(path, read_state(checkpoint)["ledger"])
     except CheckpointError as error:
         return str(error)
     return None

@@ -30,6 +30,8 @@ from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
 from furlong.core.checkpoint_folder import MANIFEST, STATE_FORMAT, TRACKER, folder_name, write_manifest
 from furlong.core.files import atomic_file
+from furlong.core.json_values import parse_json
+from furlong.core.model_config import read_json
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
 from furlong.tracking.rollout_dump import load_samples, save_samples
@@ -138,7 +140,7 @@ def read_bundle(path: Path) -> Bundle:
         raise DataError(f"{path}: no such file; create a bundle with `furlong bundle`")
     try:
         with zipfile.ZipFile(path) as file:
-            values = json.loads(file.read(MANIFEST_NAME))
+            values = parse_json(file.read(MANIFEST_NAME))
         if values.pop("format", None) != FORMAT:
             raise DataError(
                 f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"
@@ -237,7 +239,7 @@ def _shape(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json; use the model's folder with --hf-checkpoint")
-    config = json.loads(path.read_text())
+    config = read_json(path)
     kinds = (int, float, bool)
     values = {k: v for k, v in config.items() if isinstance(v, kinds) and not k.startswith("_")}
     return {"model_type": config.get("model_type")} | values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ import orjson
 from furlong.config.sections import by_field
 from furlong.core.file_kind import require_file
 from furlong.core.files import atomic_file
+from furlong.core.json_values import parse_json
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
 from furlong.tracking.event_fields import is_event, is_step
@@ -146,10 +146,10 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{shown}: no {CONFIG} in that folder ({_listing(folder)}); use the run's --output-dir")
     try:
         require_file(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{shown}: {path} cannot be read ({error.strerror}); use the run's --output-dir") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{shown}: {path} is corrupt ({error}); it is required: copy the run's folder again"
         ) from error

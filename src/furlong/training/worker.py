@@ -31,7 +31,7 @@ from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
 from furlong.core.algorithms import find_algorithm
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
-from furlong.core.checkpoint_folder import files_checked, read_verified
+from furlong.core.checkpoint_folder import files_checked, read_object
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.tracing import heartbeat, tracer
@@ -281,7 +281,10 @@ class RoundWorker:
             raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or not a trainer checkpoint")
         with files_checked(folder.parent, part=self.ranks.rank, parts=self.ranks.world_size):
             self.awake.load(folder)
-            self._old_version = json.loads(read_verified(folder.parent, f"{folder.name}/{WORKER_STATE}"))["old_version"]
+            state = read_object(folder.parent, f"{folder.name}/{WORKER_STATE}")
+            if type(state.get("old_version")) not in (int, type(None)) or "old_version" not in state:
+                raise CheckpointError(f"{folder / WORKER_STATE} has no usable old_version; use another --ckpt-step")
+            self._old_version = state["old_version"]
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         heartbeat.beat("micro-batch")

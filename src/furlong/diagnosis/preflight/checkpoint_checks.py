@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from furlong.core.checkpoint_folder import (
     folder_name,
     is_first_start,
     newest_step,
+    read_object,
     read_state,
     recovery,
     start_problem,
@@ -33,6 +33,7 @@ from furlong.core.verified_tensors import open_unverified
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError
+from furlong.tracking.run_files import read_sections
 from furlong.training.megatron.parallel_layout import Layout, described
 
 SHOWN = 8  # names of a folder's content in a message
@@ -81,7 +82,7 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
             yield unsealed
     flags = context.config.checkpoint
     if flags.load is not None and _is_run(Path(flags.load)):
-        saved = json.loads((Path(flags.load) / "config.json").read_text())["config"]["checkpoint"]["save"]
+        saved = read_sections(Path(flags.load)).get("checkpoint", {}).get("save")
         yield diagnosis(
             "CKPT01",
             f"--load {flags.load} is the folder of a run, not of checkpoints",
@@ -258,11 +259,9 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
 
 def _saved_backend(folder: Path) -> str:
     """Describe the backend and layout that saved a checkpoint."""
-    path = folder / "trainer" / "trainer.json"
-    if not path.is_file():
+    if not (folder / "trainer" / "trainer.json").is_file():
         return described(None)
-    meta = json.loads(path.read_text())
-    return described(meta.get("layout"))
+    return described(read_object(folder, "trainer/trainer.json").get("layout"))
 
 
 def _current_backend(context: PreflightContext) -> str:

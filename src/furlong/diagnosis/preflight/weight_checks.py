@@ -26,6 +26,7 @@ from furlong.tools.template_test import read_tokenizer
 
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN = 3
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = "embed_tokens.weight"  # end of the embedding's name
 
@@ -110,6 +111,8 @@ def _tensors(
         if problem or found or whole is None:
             return
         shapes = whole
+    if all(model.text_config.get(name) is None for name in SIZES):
+        return  # config.json of a family whose sizes have other names, or without any
     if is_complete and _is_loaded(context):
         yield from _shapes(each.flag, model, shapes)
 

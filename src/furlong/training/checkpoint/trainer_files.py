@@ -30,8 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from furlong.core.checkpoint_folder import read_verified
+from furlong.core.checkpoint_folder import read_object
 from furlong.core.files import PendingFiles, save_tensors
+from furlong.core.json_values import parse_json
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
@@ -46,6 +47,7 @@ META = "trainer.json"
 WEIGHTS = "trainer_weights"
 OPTIMIZER = "trainer_optimizer"
 FILE_BYTES = 4 * 2**30
+META_TYPES = {"files": dict, "has_optimizer": bool, "roles": list, "python_random": list, "numpy_random": list}
 
 
 def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> AbstractContextManager[TensorReader]:
@@ -114,14 +116,13 @@ def _rng_file(rank: int) -> str:
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read `trainer.json`. Raises CheckpointError if it is missing or has another format."""
     path = folder / META
-    try:
-        meta: dict[str, Any] = json.loads(read_verified(folder.parent, f"{folder.name}/{META}"))
-    except ValueError as error:
-        raise CheckpointError(f"{folder} is not a trainer checkpoint: {META}: {error}") from error
+    meta = read_object(folder.parent, f"{folder.name}/{META}")
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {meta.get('format')}, but this version reads {FORMAT}; use the version that wrote it"
         )
+    if wrong := [name for name, kind in META_TYPES.items() if not isinstance(meta.get(name), kind)]:
+        raise CheckpointError(f"{path} has no usable {', '.join(wrong)}; use another --ckpt-step")
     return meta
 
 
@@ -137,8 +138,16 @@ def restore_random(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
     with open_reader(folder, [path.name]) as reader:
         states = {name: reader.read(name) for name in reader.names}
         texts = reader.texts
-    if ranks.rank:
-        meta = json.loads(texts["random"])
+    try:
+        _set_random(states, parse_json(texts["random"]) if ranks.rank else meta, ranks)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states in {path} and {META} are damaged ({type(error).__name__}: {error}); use another "
+            "--ckpt-step, or --no-load-rng"
+        ) from error
+
+
+def _set_random(states: Mapping[str, Tensor], meta: Mapping[str, Any], ranks: Ranks) -> None:
     torch.set_rng_state(states["torch"])
     cuda = [states[name] for name in sorted(states, key=_device_index) if name.startswith("cuda_")]
     if cuda and torch.cuda.is_available():
