@@ -111,8 +111,8 @@ def _tensors(
         if problem or found or whole is None:
             return
         shapes = whole
-    if all(model.text_config.get(name) is None for name in SIZES):
-        return  # config.json of a family whose sizes have other names, or without any
+    if any(model.text_config.get(name) is None for name in SIZES):
+        return  # left to the defaults of its family
     if is_complete and _is_loaded(context):
         yield from _shapes(each.flag, model, shapes)
 
