@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
@@ -122,16 +121,19 @@ class LocalCheckpoint:
         return {name: shard.tensors[name] for name in names}
 
     def _patch(self, path: Path, places: Mapping[str, StoredTensor], delta: Delta) -> None:
-        with self._writing(), path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        with self._writing(), path.open("r+b") as file:
             for name, place in places.items():
                 entry = delta.tensors[name]
-                start, end = place.offset, place.offset + place.num_bytes
                 base = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-                bytes_of(base)[:] = np.frombuffer(memory[start:end], np.uint8)
+                file.seek(place.offset)
+                if file.readinto(bytes_of(base)) != place.num_bytes:
+                    raise self._damaged(path, f"it was cut off before byte {place.offset + place.num_bytes}")
                 result = delta.applied(name, base, delta.stored(entry))
                 if entry.size:
-                    memory[start:end] = bytes_of(result).tobytes()
-            memory.flush()
+                    file.seek(place.offset)
+                    file.write(bytes_of(result))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write_version(self, version: int | None) -> None:
         with self._writing():
