@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from furlong.data.byte_places import rows_at
 from furlong.data.prompt_path import PromptDataPath
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
+from furlong.wiring.rollout_parts import prompt_paths
 from furlong.wiring.run_context import RunContext
 
 IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of the tool that wrote the file
@@ -41,7 +42,7 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
     folder, config = context.model_dir, context.config
     source = f"--hf-checkpoint {folder}"
     if context.reads_prompt_file:
-        yield _data(str(config.data.prompt_data))
+        yield prompt_files(prompt_paths(config))
     slow = () if (folder / "tokenizer.json").is_file() else SLOW_TOKENIZER_FILES
     files = [InputFile(folder / name, name) for name in slow if (folder / name).is_file()]
     yield RunInput("tokenizer", source, files, partial(_tokenizer_settings, folder))
@@ -57,11 +58,15 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
         yield _reference(context, Path(config.checkpoint.ref_load))
 
 
-def _data(prompt_data: str) -> RunInput:
-    location = PromptDataPath.parse(prompt_data)
-    files = location.files()
-    named = [InputFile(file, file.name if len(files) > 1 else "", rows_at) for file in files]
-    return RunInput("data", f"--prompt-data {prompt_data}", named)
+def prompt_files(paths: Iterable[str]) -> RunInput:
+    """The files of --prompt-data, or those of several environments, by their place in the list."""
+    named: list[InputFile] = []
+    different = list(dict.fromkeys(paths))
+    for number, path in enumerate(different):
+        files = PromptDataPath.parse(path).files()
+        prefix = f"{number}/" if len(different) > 1 else ""
+        named += [InputFile(file, prefix + (file.name if len(files) > 1 else ""), rows_at) for file in files]
+    return RunInput("data", f"--prompt-data {' '.join(different)}", named)
 
 
 def _reference(context: RunContext, folder: Path) -> RunInput:

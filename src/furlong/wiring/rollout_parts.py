@@ -17,6 +17,7 @@ from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
 from furlong.config.hooks import load_function
+from furlong.config.sections import Config
 from furlong.core.sample import Group
 from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
@@ -75,18 +76,23 @@ def build_source(context: RunContext, ledger: FileLedger) -> DataSource:
     )
 
 
+def prompt_paths(config: Config) -> list[str]:
+    """Return the prompt files of a run: one per environment, which may have its own, or that of --prompt-data."""
+    assert config.data.prompt_data is not None
+    specs = parse_environments(config.session.environment)
+    return [spec.prompt_data or config.data.prompt_data for spec in specs] or [config.data.prompt_data]
+
+
 def _prompts(context: RunContext) -> Prompts:
     data = context.config.data
     if not data.rollout_global_dataset:
         return EmptyPrompts()
-    assert data.prompt_data is not None
-    specs = parse_environments(context.config.session.environment)
-    if len(specs) < 2:
-        own = specs[0].prompt_data if specs else None
-        return _open_prompts(context, own or data.prompt_data)
+    specs, paths = parse_environments(context.config.session.environment), prompt_paths(context.config)
+    if len(paths) == 1:
+        return _open_prompts(context, paths[0])
     parts = [
-        MixturePart(spec.name, spec.weight, _open_prompts(context, spec.prompt_data or data.prompt_data))
-        for spec in specs
+        MixturePart(spec.name, spec.weight, _open_prompts(context, path))
+        for spec, path in zip(specs, paths, strict=True)
     ]
     return PromptMixture(parts, key=ENVIRONMENT, seed=data.rollout_seed if data.rollout_shuffle else None)
 

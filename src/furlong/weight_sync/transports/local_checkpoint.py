@@ -22,7 +22,7 @@ from furlong.core.files import write_atomically
 from furlong.core.json_values import parse_json
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import shortened
-from furlong.core.weights import dtype_of
+from furlong.core.weights import dtype_of, host_bytes
 from furlong.errors import CheckpointError, SyncError
 
 STATE = "furlong_version.json"
@@ -126,12 +126,12 @@ class LocalCheckpoint:
                 entry = delta.tensors[name]
                 base = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
                 file.seek(place.offset)
-                if file.readinto(bytes_of(base)) != place.num_bytes:
+                if file.readinto(host_bytes(base)) != place.num_bytes:
                     raise self._damaged(path, f"it was cut off before byte {place.offset + place.num_bytes}")
                 result = delta.applied(name, base, delta.stored(entry))
                 if entry.size:
                     file.seek(place.offset)
-                    file.write(bytes_of(result))
+                    file.write(bytes_of(result).tobytes())
             file.flush()
             os.fsync(file.fileno())
 
