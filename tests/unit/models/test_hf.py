@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
+from furlong.core.verified_tensors import open_unverified
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf_model as hf
 from furlong.models.hf_folder import check_folder
@@ -27,6 +30,27 @@ def test_a_written_preset_loads_with_the_same_weights_and_keeps_random_states(ti
     loaded = hf.load_model(tiny)
     for (name, a), (_, b) in zip(loaded.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_loaded_model_does_not_depend_on_its_file(tiny):
+    path = tiny / "model.safetensors"
+    expected, model = load_file(path), hf.load_model(tiny)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    os.truncate(path, 10)  # a mapped page of the file would now end the process
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+
+
+def test_a_weight_file_that_is_cut_during_a_load_is_named(tiny, monkeypatch):
+    def open_and_cut(path):
+        file = open_unverified(path)
+        os.truncate(path, path.stat().st_size // 2)
+        return file
+
+    monkeypatch.setattr(hf, "open_unverified", open_and_cut)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was cut off at byte"):
+        hf.load_model(tiny)
 
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 1.0), ("3m", 3.2), ("12m", 11.8)])
