@@ -1,6 +1,6 @@
 """Attack `furlong serve` with one request or many, and measure `/health` and memory meanwhile.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu/server_attacks.py [--connections 2000] [--only NAME ...]
+    OMP_NUM_THREADS=1 python benchmarks/cpu/server_attacks.py [--connections 2000] [--only NAME ...] [--sigterm]
 
 The server has a random model of 1M parameters. A separate process asks `/health` every 20 ms, each time on a new
 connection, and reads the server's memory. After each attack a completion must be generated. The last attack opens many
@@ -8,11 +8,15 @@ connections at once, three times: a third never read their streams, a third stal
 
 Columns: what the server answered, the longest answer of `/health` in seconds, the peak of the server's memory above
 that before the attack, and what is left of it afterwards, in MB.
+
+With `--sigterm`, each attack is instead made on a server of its own, which gets SIGTERM one second after the attack
+began. The columns are then the seconds until it has ended, its exit code and what it left behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import multiprocessing
@@ -22,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -47,7 +52,7 @@ class Server:
     """A running server, its process, and how long `/health` took."""
 
     url: str
-    process: psutil.Process
+    process: psutil.Popen
     health_s: float = 0.0
     late_s: float = 0.0
     peak_bytes: int = 0
@@ -113,7 +118,7 @@ def running_server(folder: Path, *flags: str) -> Generator[Server]:
     words = [sys.executable, "-m", "furlong", "serve", "--model-path", str(folder), "--port", "0", "--threads", "1"]
     with (
         tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen([*words, *flags], stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        psutil.Popen([*words, *flags], stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
         assert process.stdout is not None
         try:
@@ -121,13 +126,14 @@ def running_server(folder: Path, *flags: str) -> Generator[Server]:
             if found is None:
                 log.seek(0)
                 sys.exit(log.read())
-            yield Server(found[1], psutil.Process(process.pid))
+            yield Server(found[1], process)
             log.seek(0)
             if "Traceback" in (text := log.read()):
                 sys.exit(text)
         finally:
-            process.terminate()
-            process.wait(10)
+            if process.poll() is None:
+                process.terminate()
+                process.wait(10)
 
 
 def counted(replies: list[int]) -> str:
@@ -138,6 +144,51 @@ def counted(replies: list[int]) -> str:
 def request(path: str, **body: Any) -> Callable[[Server], str]:
     """An attack of one request."""
     return lambda server: counted([server.post(path, **body).status_code])
+
+
+def raw(content: bytes) -> Callable[[Server], str]:
+    """An attack of bytes that no HTTP client sends; returns the status code, or that the connection was closed."""
+
+    def attack(server: Server) -> str:
+        with server.connect() as peer:
+            with contextlib.suppress(ConnectionError):  # refused while it is being sent
+                peer.sendall(content)
+            with contextlib.suppress(ConnectionError):
+                return peer.recv(64).decode("latin-1")[9:12] or "closed"
+        return "reset"
+
+    return attack
+
+
+def labels(server: Server) -> str:
+    """Version labels that are none, and a generation after each."""
+    codes: list[int] = []
+    for value in ("", "-1", "a\nb", 5.5, 10**30, "9" * 30, -1, None, [], {}, True, "x" * 10_000, "\ud800", "0"):
+        body = json.dumps({"new_version": value}).encode()
+        codes.append(httpx.post(f"{server.url}/update_weight_version", content=body, trust_env=False).status_code)
+        server.post("/generate", text="a", sampling_params={"max_new_tokens": 1}).raise_for_status()
+    return counted(codes)
+
+
+def broken_off_bucket(server: Server) -> str:
+    """A version of which one tensor arrives; generation waits for the others, then all of it is sent."""
+    import torch
+    from safetensors.torch import load_file, save
+
+    def send(tensors: dict[str, torch.Tensor]) -> httpx.Response:
+        parts = [base64.b64encode(save(tensors)).decode()]
+        body = {"load_format": "safetensors", "serialized_named_tensors": parts, "weight_version": "broken"}
+        return server.post("/update_weights_from_tensor", **body)
+
+    folder = Path(server.process.cmdline()[server.process.cmdline().index("--model-path") + 1])
+    weights = load_file(folder / "model.safetensors")
+    name = next(iter(weights))
+    with ThreadPoolExecutor(9) as pool:
+        codes = [send({name: weights[name]}).status_code]
+        waiting = [pool.submit(server.post, "/generate", text="a") for _ in range(8)]
+        time.sleep(2)
+        codes.append(send({n: t for n, t in weights.items() if n != name}).status_code)
+        return counted([*codes, *(reply.result().status_code for reply in waiting)])
 
 
 def at_once(count: int, path: str, **body: Any) -> Callable[[Server], str]:
@@ -153,7 +204,11 @@ def at_once(count: int, path: str, **body: Any) -> Callable[[Server], str]:
 
 def raw_post(body: dict[str, Any], path: str = "/generate") -> bytes:
     """The bytes of a request."""
-    content = json.dumps(body).encode()
+    return raw_bytes(json.dumps(body).encode(), path)
+
+
+def raw_bytes(content: bytes, path: str = "/generate") -> bytes:
+    """The bytes of a request whose body may be no JSON."""
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
@@ -288,6 +343,13 @@ def attacks(*, num_connections: int, scale: int) -> dict[str, Callable[[Server],
         "48 incremental streams": at_once(48 // scale, "/generate", incremental_streaming_output=True, **stream),
         "large replies that nobody reads": unread_replies(500 // scale),
         "12 groups of nobody": groups_of_nobody,
+        "bucket that breaks off": broken_off_bucket,
+        "labels that are none": labels,
+        "JSON of 1M nested lists": raw(raw_bytes(b"[" * (1_000_000 // scale))),
+        "JSON of 10M objects": raw(raw_bytes(b'{"text":[' + b"{}," * (10_000_000 // scale) + b"{}]}")),
+        "body of 10 GB": raw(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000000\r\n\r\n" + b"x" * MIB),
+        "header of 10 MB": raw(b"GET / HTTP/1.1\r\nHost: " + b"x" * 10 * MIB),
+        "100,000 headers": raw(b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 100_000 + b"\r\n"),
         "connections": connections(num_connections, 3),
     }
 
@@ -303,6 +365,27 @@ def measured(server: Server, attack: Callable[[Server], str]) -> tuple[str, floa
     return answers, server.health_s, (server.peak_bytes - before) / MIB, (memory_of(server.process) - before) / MIB
 
 
+def ended(server: Server, attack: Callable[[Server], str]) -> tuple[float, int | None, int]:
+    """Send SIGTERM to a server under attack; returns the seconds until it ended, its code and the processes left."""
+
+    def attacking() -> None:
+        with contextlib.suppress(Exception):  # the server ends meanwhile
+            attack(server)
+
+    server.post("/generate", text="a", sampling_params={"max_new_tokens": 2}).raise_for_status()
+    threading.Thread(target=attacking, daemon=True).start()
+    time.sleep(1)
+    children = server.process.children(recursive=True)
+    began = time.perf_counter()
+    server.process.terminate()
+    code: int | None = None
+    with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+        code = server.process.wait(30)
+    seconds = time.perf_counter() - began
+    time.sleep(0.2)
+    return seconds, code, sum(child.is_running() for child in children)
+
+
 def main() -> None:
     """Print the table."""
     from furlong.models.presets import write_preset  # not in the process that observes
@@ -313,18 +396,34 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="NAME", help="attacks whose names contain one of these"
     )
+    parser.add_argument("--sigterm", action="store_true", help="measure how long SIGTERM takes during each attack")
     args = parser.parse_args()
-    print(f"{'attack':34} {'health s':>8} {'peak MB':>8} {'left MB':>8}  answers")
+    chosen = {
+        name: attack
+        for name, attack in attacks(num_connections=args.connections, scale=args.scale).items()
+        if not args.only or any(word in name for word in args.only)
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_preset("tiny", Path(scratch) / "model")
+        if args.sigterm:
+            print_ends(folder, chosen)
+            return
+        print(f"{'attack':34} {'health s':>8} {'peak MB':>8} {'left MB':>8}  answers")
         with running_server(folder, *FLAGS) as server:
             warm_up = {"text": "a", "sampling_params": {**GREEDY, "max_new_tokens": 2000}}
             server.post("/generate", **warm_up).raise_for_status()
-            for name, attack in attacks(num_connections=args.connections, scale=args.scale).items():
-                if args.only and not any(word in name for word in args.only):
-                    continue
+            for name, attack in chosen.items():
                 answers, health_s, peak, left = measured(server, attack)
                 print(f"{name:34} {health_s:8.2f} {peak:8.0f} {left:8.0f}  {answers}", flush=True)
+
+
+def print_ends(folder: Path, chosen: dict[str, Callable[[Server], str]]) -> None:
+    """Print the table of SIGTERM."""
+    print(f"{'attack':34} {'SIGTERM s':>9} {'code':>4} {'processes left':>14}")
+    for name, attack in chosen.items():
+        with running_server(folder, *FLAGS) as server:
+            seconds, code, left = ended(server, attack)
+            print(f"{name:34} {seconds:9.2f} {code!s:>4} {left:14}", flush=True)
 
 
 if __name__ == "__main__":

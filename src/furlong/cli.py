@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any
 
 from furlong.commands.output import problems_text, show
 from furlong.commands.train import train
+from furlong.core.sigterm import sigterm_unwinds
 from furlong.core.text import did_you_mean, redact_credentials
-from furlong.errors import ConfigError, FurlongError
+from furlong.errors import ConfigError, EndedBySignal, FurlongError
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ending_user_processes():
             return run(words[1:])
 
-    return _leave(_exit_code(f"furlong {words[0]}", call), owns_process=argv is None)
+    return _run(f"furlong {words[0]}", call, owns_process=argv is None)
 
 
 def check_encoding(words: Sequence[str]) -> None:
@@ -124,6 +126,12 @@ def _locale_problem(encoding: str, path: str) -> str:
         f"the locale decodes file names as {encoding}, but {path!a} is not ASCII; set PYTHONUTF8=1, or a "
         "UTF-8 locale such as LC_ALL=C.UTF-8"
     )
+
+
+def _run(name: str, command: Callable[[], int], *, owns_process: bool) -> int:
+    """Run a command; returns its exit code. In a process of its own, SIGTERM ends it in good order."""
+    with sigterm_unwinds() if owns_process else contextlib.nullcontext():
+        return _leave(_exit_code(name, command), owns_process=owns_process)
 
 
 def _exit_code(name: str, command: Callable[[], int]) -> int:
@@ -147,6 +155,9 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except EndedBySignal as error:  # before a run, or in another command
+        print(f"{name}: ended by SIGTERM", file=sys.stderr)
+        return int(error.code or 0)
     except SystemExit as error:  # of a run that SIGTERM ended
         if not isinstance(error.code, int):
             raise
@@ -179,7 +190,7 @@ def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
         check_encoding(words)
         return train(words, preset)
 
-    return _leave(_exit_code("furlong", call), owns_process=argv is None)
+    return _run("furlong", call, owns_process=argv is None)
 
 
 def _usage() -> str:

@@ -151,6 +151,10 @@ class TerminatedError(BaseException):
     """
 
 
+class EndedBySignal(SystemExit):
+    """SIGTERM ends a command that has no event loop of a run; its code is the exit code."""
+
+
 class DiagnosisError(FurlongError):
     """A diagnosis ended the run in good order, because of --on-diagnosis; the message is its text."""
 

@@ -10,6 +10,7 @@ import time
 import httpx
 
 from furlong.agent import policy, session
+from furlong.chat.parsers.parsed_reply import ParsedReply
 from furlong.environments.protocol import Step
 from furlong.errors import InfraError
 
@@ -72,6 +73,24 @@ async def gives_up_at_times(base_url, prompt, request_kwargs):
     async with httpx.AsyncClient(timeout=60) as client:
         body = {"messages": [{"role": "user", "content": "1+2="}], **request_kwargs}
         await client.post(f"{base_url}/v1/chat/completions", json=body)
+
+
+async def asks_once(base_url, prompt, request_kwargs, metadata):
+    async with httpx.AsyncClient(timeout=60) as client:
+        body = {"messages": [{"role": "user", "content": "1+2="}], **request_kwargs}
+        await client.post(f"{base_url}/v1/chat/completions", json=body)
+
+
+def any_message(message):
+    return message["role"]
+
+
+def all_leaves(leaves):
+    return leaves
+
+
+def no_tools(text, tools):
+    return ParsedReply(text)
 
 
 class Sleepy:

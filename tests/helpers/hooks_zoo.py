@@ -187,6 +187,24 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
     return reduce
 
 
+def megatron_init(args):
+    pass
+
+
+def provider(pre_process, post_process):
+    from furlong.training.megatron.model_build import default_model
+
+    return default_model(pre_process, post_process)
+
+
+def before_log_prob(args, model, store_prefix):
+    pass
+
+
+def before_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    pass
+
+
 def rollout_function(args, rollout_id, data_source, evaluation=False):
     """Build responses without an engine: the letter a or b, repeated according to the sample index."""
     if evaluation:

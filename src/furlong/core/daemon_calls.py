@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from furlong.core.forked_processes import forks_end_here
+
 
 def call_in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
     """Run `call` in a new daemon thread; the future is (value, exception). Called on an event loop.
@@ -22,7 +24,8 @@ def call_in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tupl
 
     def run() -> None:
         try:
-            result = (call(), None)
+            with forks_end_here():
+                result = (call(), None)
         except BaseException as error:  # noqa: BLE001  passed to the event loop, where it becomes an outcome
             result = (None, error)
         if not loop.is_closed():

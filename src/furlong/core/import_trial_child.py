@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import psutil  # noqa: F401  # pyright: ignore[reportUnusedImport]  compared by ProcessState
 
 from furlong.core.import_trial import REPORT, STACKS
+from furlong.core.process_exit import FATAL_SIGNALS
 from furlong.core.process_state import TORCH_DEFAULTS, ProcessState, imported_replacements, torch_settings
 from furlong.core.process_tree import die_with_parent
 from furlong.core.user_code import describe_exception, is_user_file
@@ -35,6 +36,8 @@ def main() -> None:
     report = _Report(Path(request["folder"]) / REPORT)
     stacks = (Path(request["folder"]) / STACKS).open("w")
     faulthandler.enable(stacks)
+    for number in FATAL_SIGNALS:
+        faulthandler.register(number, stacks, chain=True)
     faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=stacks)
     report.report_exits()
     for path in request["paths"]:

@@ -19,14 +19,14 @@ from furlong.core.user_processes import kill_user_processes
 EXIT_WITHIN_S = 15.0
 STDERR = 2
 # Signals that end a process by default and that timers, limits and schedulers send.
-_FATAL = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
+FATAL_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
 
 
 @contextlib.contextmanager
 def fatal_signals_print_stacks() -> Generator[None]:
     """Print the stacks of all threads to stderr when a signal such as SIGSEGV or SIGALRM ends this process."""
     was_enabled = faulthandler.is_enabled()
-    registered = [number for number in _FATAL if signal.getsignal(number) == signal.SIG_DFL]
+    registered = [number for number in FATAL_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     if not was_enabled:
         faulthandler.enable(STDERR)
     for number in registered:

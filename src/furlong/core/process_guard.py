@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
+from furlong.core.forked_processes import end_if_forked
 from furlong.core.process_state import ProcessState
 from furlong.errors import FurlongError, HookError
 
 WAKE_UP = signal.SIGURG  # ignored without a handler
 
-_exit = os._exit  # pyright: ignore[reportPrivateUsage]  `exits_raise` replaces it
 _set_recursion_limit, _recursion_limit = sys.setrecursionlimit, sys.getrecursionlimit
 
 
@@ -38,7 +38,7 @@ class ProcessGuard:
         self._is_watching = False
         self._state: ProcessState | None = None
         self._limit = 0
-        self._finding = ""
+        self._finding = ""  # kept after `watching`
         self._pid = self._thread = 0
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
 
@@ -48,8 +48,24 @@ class ProcessGuard:
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
         self._last, self._thread = None, threading.get_ident()
         try:
-            with _interruptible():
+            with _interruptible(), self.blaming():
                 yield
+        finally:
+            self._is_watching = False
+            if self._state is not None:
+                self._state.close()
+                self._state = None
+
+    @contextlib.contextmanager
+    def blaming(self) -> Generator[None]:
+        """Replace a failure of furlong itself in the body by the change of the process that user code made before it.
+
+        Around `watching` this is for what furlong does at the end of a run.
+        """
+        if not self._is_watching:
+            self._finding = ""  # of an earlier run
+        try:
+            yield
         except Exception as error:
             if self._state is not None:
                 self._state.restore_builtins()
@@ -57,11 +73,10 @@ class ProcessGuard:
             if self._finding and not isinstance(error, FurlongError):
                 raise ProcessChangedError(self._finding) from error
             raise
-        finally:
-            self._is_watching = False
-            if self._state is not None:
-                self._state.close()
-                self._state = None
+
+    def last_called(self) -> str:
+        """Return flag and location of the function that was called last; "" if none was."""
+        return "" if self._last is None else f"{self._last[1]} ({location_of(self._last[0])})"
 
     def begin(self, function: Callable[..., Any] | None = None, name: str = "") -> None:
         """Record the state, before the first call of user code. `note` gets name and location of the function."""
@@ -74,16 +89,13 @@ class ProcessGuard:
         """Raise ProcessChangedError, with the location of `function`, if the state has changed; restores it.
 
         `is_step`: after a step of an async function between two awaits; functions of libraries are not compared then.
-        A process that `function` forked and that returns from it ends here: it would continue the run a second time.
+        A process that `function` forked and that returns from it ends here.
         """
         if self._state is None:
             return
         self._state.restore_builtins()
         self._last = function, name
-        if os.getpid() != self._pid:
-            text = f"{name} ({location_of(function)}) forked, and its child process returned; call os._exit() in it\n"
-            os.write(2, text.encode())
-            _exit(1)
+        end_if_forked(self._pid)
         if _recursion_limit() < self._limit:  # at once: a low limit fails in any code
             _set_recursion_limit(self._limit)
             self._finding = self._text(function, name, ["it lowered the recursion limit"])
@@ -133,6 +145,9 @@ process_guard = ProcessGuard()
 def location_of(function: Callable[..., Any]) -> str:
     """Return `file:line` of a function's definition, or its name."""
     inner = inspect.unwrap(function)
-    method = inspect.getattr_static(type(inner), "__call__", None)
-    code = getattr(inner, "__code__", None) or getattr(method, "__code__", None)
+    methods = (
+        [*vars(inner).values()] if isinstance(inner, type) else [inspect.getattr_static(type(inner), "__call__", None)]
+    )
+    codes = [getattr(each, "__code__", None) for each in (inner, *methods)]
+    code = next((code for code in codes if code is not None), None)
     return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -75,6 +76,7 @@ class ProcessState:
         self._print = print
         self._namespace, self._replaced_builtins = builtins.__dict__, list[str]()
         self._recursion_limit = sys.getrecursionlimit()
+        self._raising_warnings = _raising_warnings()
         self._modules = {name: module for name in MODULES if (module := sys.modules.get(name)) is not None}
         self._functions: dict[str, _Functions] = {name: _public(vars(m)) for name, m in self._modules.items()}
         self._libraries = {} if is_worker else _library_functions()
@@ -124,6 +126,9 @@ class ProcessState:
         _restore_torch(self._torch)
         if sys.getrecursionlimit() < self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
+        for each in _raising_warnings():
+            if each not in self._raising_warnings:
+                warnings.filters.remove(each)  # pyright: ignore[reportAttributeAccessIssue]  a list, of any kind for pyright
         if self._place:
             with contextlib.suppress(OSError):
                 os.chdir(self._place[DIRECTORY])
@@ -207,6 +212,8 @@ class ProcessState:
 
     def _moved(self) -> Iterator[str]:
         limit = sys.getrecursionlimit()
+        if any(each not in self._raising_warnings for each in _raising_warnings()):
+            yield "it made warnings of any module exceptions"
         if limit < self._recursion_limit:
             yield f"it lowered the recursion limit from {self._recursion_limit} to {limit}"
         if self._umask is not None and (mask := os.umask(self._umask)) != self._umask:  # restores it
@@ -215,6 +222,11 @@ class ProcessState:
         for name, before in self._place.items():
             if now[name] != before:
                 yield f"it changed {name} from {_shown(before)} to {_shown(now[name])}"
+
+
+def _raising_warnings() -> list[tuple[Any, ...]]:
+    """Return the filters that make warnings of every module and message exceptions."""
+    return [each for each in warnings.filters if each[0] == "error" and each[1] is None and each[3] is None]
 
 
 def _public(names: dict[str, Any]) -> _Functions:

@@ -20,9 +20,18 @@ def abbreviate(values: Sequence[object], count: int = 8, *, separator: str = ", 
     return separator.join(map(str, values[:count])) + (f" and {more} more" if more > 0 else "")
 
 
-_USER_INFO = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/@"'<>?#]+(?:@[^\s/@"'<>?#]+)*@""")
+# User name and password before a host: after a scheme or `//`, whose slashes JSON may escape, and before a port. A
+# password with a slash is one where a port must be a number.
+_USER_INFO = re.compile(
+    r"""((?:\b[A-Za-z][A-Za-z0-9+.-]*:)?(?:\\?/){2})"""
+    r"""(?:[^\s/@"'<>?#\\]+(?:@[^\s/@"'<>?#\\]+)*|[^\s/@:"'<>]*:(?!\d+(?:[/?#\s"']|$))[^\s@"'<>]*)@"""
+)
+_BARE_USER_INFO = re.compile(
+    r"""(?<![\w/@.:*-])[\w.%+~-]+:[^\s/@"'<>,]+@(?=(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}\b)"""
+)
 _SECRET_PARAMETER = re.compile(
-    r"""([?&;][\w.-]*(?:key|token|secret|passw(?:or)?d|auth|credential|signature|\bsig)[\w.-]*=)[^\s&;"'<>#]+""",
+    r"""([?&;#][\w.-]*(?:key|token|secret|pass|pwd|\bpw|auth|credential|signature|\bsig|jwt|\bcode|session|bearer)"""
+    r"""[\w.-]*=)[^\s&"'<>#]+""",
     re.IGNORECASE,
 )
 
@@ -33,9 +42,9 @@ def redact_credentials(text: str) -> str:
     >>> redact_credentials("POST http://me:pass@host/score?api_key=abc&n=2: HTTP 500")
     'POST http://***@host/score?api_key=***&n=2: HTTP 500'
     """
-    if "://" not in text:
-        return text
-    return _SECRET_PARAMETER.sub(r"\1***", _USER_INFO.sub(r"\1***@", text))
+    if "@" in text:
+        text = _BARE_USER_INFO.sub("***@", _USER_INFO.sub(r"\1***@", text))
+    return _SECRET_PARAMETER.sub(r"\1***", text) if "://" in text or ":\\/" in text else text
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

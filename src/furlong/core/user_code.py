@@ -17,8 +17,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from furlong.core.forked_processes import end_if_forked
 from furlong.core.process_guard import process_guard
-from furlong.errors import FurlongError, HookError, TerminatedError
+from furlong.errors import EndedBySignal, FurlongError, HookError, TerminatedError
 
 FRAMES = 3  # frames of a traceback that are shown
 MAX_CHARS = 600  # of a message or a line of code
@@ -68,11 +69,19 @@ def describe_exception(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of an exception, whose class may be one of user code that fails to build it."""
+    """Return the text of an exception, whose class may be one of user code that fails to build it.
+
+    Characters that logs and terminals cannot show, such as surrogates and escape sequences, are written as escapes.
+    """
     try:
-        return str(error)
+        text = str(error)
     except Exception as failure:  # noqa: BLE001  code of the user
         return f"its text could not be built, __str__ raised {type(failure).__name__}"
+    return text if text.isprintable() else "".join(_shown(character) for character in text[: 2 * MAX_CHARS])
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
 
 
 def _short(text: str) -> str:
@@ -96,6 +105,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
         @functools.wraps(function)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             process_guard.begin(function, name)
+            pid = os.getpid()
             try:
                 return await function(*args, **kwargs)
             except BaseException as error:
@@ -103,6 +113,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
                     raise
                 raise HookError(f"{name} raised {describe_exception(error)}") from error
             finally:
+                end_if_forked(pid)
                 process_guard.check(function, name)
 
         return call_async
@@ -110,6 +121,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         process_guard.begin(function, name)
+        pid = os.getpid()
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -117,14 +129,15 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
                 raise
             raise HookError(f"{name} raised {describe_exception(error)}") from error
         finally:
+            end_if_forked(pid)
             process_guard.check(function, name)
 
     return call
 
 
 def _passes(error: BaseException) -> bool:
-    """Return whether callers handle the exception: furlong's own, and out-of-memory errors (PyTorch's, by name)."""
-    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    """Return whether callers handle the exception: furlong's own, and PyTorch's out-of-memory error, by name."""
+    is_memory = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, FurlongError) or is_memory or not is_raised_by_user(error)
 
 
@@ -142,7 +155,7 @@ def is_raised_by_user(error: BaseException) -> bool:
         return task is not None and not task.cancelling()
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return _is_from_raise_statement(error)
-    return not isinstance(error, TerminatedError)
+    return not isinstance(error, TerminatedError | EndedBySignal)
 
 
 def _is_from_raise_statement(error: BaseException) -> bool:

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 from furlong.core import slime_modules
+from furlong.core.forked_processes import forks_end_here
 from furlong.core.user_code import describe_exception, message_of
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, EndedBySignal
 
 
 def split_path(path: str) -> tuple[str, tuple[str, ...]]:
@@ -50,7 +51,8 @@ def import_module_of(path: str) -> ModuleType:
     """
     slime_modules.install()
     module_name, _ = split_path(path)
-    return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
+    with forks_end_here():
+        return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
 
 
 def _module(path: str, name: str) -> ModuleType:
@@ -64,7 +66,7 @@ def _module(path: str, name: str) -> ModuleType:
                 f"{path}: importing {name} needs the module {error.name}, which is not installed; install it"
             ) from error
         raise ConfigError(f"{path}: no module {error.name}; {_module_fix(path, name)}") from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EndedBySignal):
         raise
     except Exception as error:
         raise ConfigError(
@@ -102,7 +104,7 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | EndedBySignal):
             raise
         if isinstance(error, slime_modules.NotInFurlongError):
             raise ConfigError(f"{path}: {file}: {error}") from error

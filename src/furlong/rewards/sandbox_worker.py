@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
+import functools
 import os
 import resource
 import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import orjson
 
+from furlong.core.forked_processes import forks_end_here, forks_leave_loop
 from furlong.core.outcome import Outcome
 from furlong.core.process_guard import location_of
 from furlong.core.process_state import ProcessState
@@ -61,8 +64,29 @@ def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
     write({"style": function.style, "is_async": function.is_async})
     signal.signal(signal.SIGUSR1, lambda *_: _report_hang(write))
     state = ProcessState(is_worker=True)
+    function = dataclasses.replace(function, call=_restoring(function.call, state))
     args = SandboxArgs(setup["args"], setup["omitted"])
     asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
+
+
+def _restoring(call: Callable[..., Any], state: ProcessState) -> Callable[..., Any]:
+    """Wrap a function to undo its replacements of built-in functions at once, which furlong needs to report them."""
+
+    async def awaited(value: Awaitable[Any]) -> Any:
+        try:
+            return await value
+        finally:
+            state.restore_builtins()
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = call(*args, **kwargs)
+        finally:
+            state.restore_builtins()
+        return awaited(value) if isinstance(value, Awaitable) else value  # pyright: ignore[reportUnknownArgumentType]
+
+    return called
 
 
 @dataclass(frozen=True)
@@ -79,15 +103,17 @@ class _RewardCall:
 async def _serve(call: _RewardCall, source: int) -> None:
     """Answer requests: concurrently for an async function, one by one for a sync function."""
     requests: asyncio.Queue[Message] = asyncio.Queue()
-    threading.Thread(target=_listen, args=(source, asyncio.get_running_loop(), requests), daemon=True).start()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_listen, args=(source, loop, requests), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
-    while True:
-        request = await requests.get()
-        task = asyncio.create_task(_answer(call, request))
-        running.add(task)
-        task.add_done_callback(running.discard)
-        if not call.function.is_async:
-            await task
+    with forks_leave_loop(loop):
+        while True:
+            request = await requests.get()
+            task = asyncio.create_task(_answer(call, request))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            if not call.function.is_async:
+                await task
 
 
 def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
@@ -125,13 +151,8 @@ async def _answer(call: _RewardCall, request: Message) -> None:
 
 async def _score(call: _RewardCall, samples: list[Sample]) -> list[Outcome]:
     """Call the function. A process that it forked and that returns from it ends here."""
-    pid = os.getpid()
-    outcomes = await call.function.score(call.args, samples)
-    if os.getpid() != pid:
-        where = location_of(call.function.call)
-        os.write(2, f"the reward function ({where}) forked, and its child returned; call os._exit() in it\n".encode())
-        exit_process(1)
-    return outcomes
+    with forks_end_here():
+        return await call.function.score(call.args, samples)
 
 
 def _reply(

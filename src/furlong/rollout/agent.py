@@ -22,18 +22,22 @@ import functools
 import inspect
 import itertools
 import math
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from numbers import Integral, Real
 from time import perf_counter
 from typing import Any, TypeVar
 
 from furlong.config.args_view import Args
+from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.core.forked_processes import end_if_forked
 from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
-from furlong.core.user_code import is_raised_by_user, message_of
+from furlong.core.user_code import is_raised_by_user, is_user_file, message_of
+from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
@@ -84,6 +88,18 @@ class GenerateFunctionError(Exception):
         self.cause = cause
 
 
+def _user_function(function: Function, args: Any, sample: Sample) -> tuple[Function, str]:
+    """Return the user's function or class that a generate function runs, and its name in messages."""
+    if is_user_file(getattr(function, "__code__", _user_function.__code__).co_filename):
+        return function, "the custom generate function"
+    if getattr(args, "agent_function_path", None) is not None:
+        return load_function(args.agent_function_path), "the agent function"
+    if specs := parse_environments(getattr(args, "environment", ())):
+        named = [spec for spec in specs if spec.name == sample.metadata.get(ENVIRONMENT)]
+        return load_function((named or specs)[0].path), "the environment"
+    return function, "the custom generate function"
+
+
 async def call_generate_function(
     function: Function,
     sample: Sample,
@@ -105,11 +121,12 @@ async def call_generate_function(
         _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = current.set(policy)
-    process_guard.begin(function, "the custom generate function")
+    users = _user_function(function, args, sample)
+    process_guard.begin(*users)
     try:
         result = await timer.timed(
             lambda: function(args, sample, sampling_params, **extra),
-            after_step=lambda: process_guard.check(function, "the custom generate function", is_step=True),
+            after_step=lambda: process_guard.check(*users, is_step=True),
         )
     except BaseException as error:
         if isinstance(error, ProcessChangedError) or not is_raised_by_user(error):
@@ -406,10 +423,11 @@ class _Steps(Generator[Any, Any, T]):
         return self._timed(self.cr_await.throw, *error)
 
     def _timed(self, step: Callable[..., Any], *values: Any) -> Any:
-        started = perf_counter()
+        started, pid = perf_counter(), os.getpid()
         try:
             return step(*values)
         finally:
+            end_if_forked(pid)
             self._timer.count(perf_counter() - started)
             try:
                 self._after_step()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from furlong.config.hooks import accepted_keywords, load_function
+from furlong.core.forked_processes import forks_end_here
 from furlong.core.sample import Sample
 from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
@@ -64,7 +65,9 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
         }
         keywords = {name: values[name] for name in accepted_keywords(function, tuple(values))}
         try:
-            return await function(**keywords) if is_async(function) else await asyncio.to_thread(function, **keywords)
+            if is_async(function):
+                return await function(**keywords)
+            return await asyncio.to_thread(_called, function, keywords)
         except asyncio.CancelledError:
             if (abort := hook_beside(args.agent_function_path, "abort")) is not None:
                 await asyncio.shield(asyncio.create_task(call_hook(abort, sample)))
@@ -79,6 +82,11 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
     }
     task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
     return await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
+
+
+def _called(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+    with forks_end_here():
+        return function(**keywords)
 
 
 def _record_error(args: Any, sample: Sample, error: BaseException) -> None:

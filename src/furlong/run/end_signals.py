@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Literal
 
 from furlong.core.event_loop import LoopProbe, user_frame
+from furlong.core.sigterm import EXIT_CODE, ends_child, ignore_signal
 from furlong.core.user_code import exit_process
 from furlong.core.user_processes import kill_user_processes
 from furlong.errors import TerminatedError
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Reason = Literal["Ctrl-C", "SIGTERM"]
 REASONS: dict[int, Reason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-EXIT_CODES: dict[Reason, int] = {"SIGTERM": 128 + signal.SIGTERM, "Ctrl-C": 128 + signal.SIGINT}
+EXIT_CODES: dict[Reason, int] = {"SIGTERM": EXIT_CODE, "Ctrl-C": 128 + signal.SIGINT}
 ANSWER_S = 3.0  # for the event loop to run; then TerminatedError is raised in the user code that blocks it
 INTERRUPT_S = 15.0  # to raise it; then the process exits
 PAUSE_S = 0.02  # between two attempts
@@ -37,6 +39,7 @@ class EndSignals:
     def __init__(self, *, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s
         self._reason: Reason | None = None
+        self._pid = os.getpid()
         self._is_interrupting = False
         self._done = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,7 +62,7 @@ class EndSignals:
         self._done.set()
         for number, before in self._before.items():
             is_ending = self._reason == "SIGTERM" and number == signal.SIGTERM
-            signal.signal(number, (lambda *_: None) if is_ending else before)
+            signal.signal(number, ignore_signal if is_ending else before)
         if self._watcher is not None:
             self._watcher.join()
 
@@ -74,6 +77,8 @@ class EndSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, in the main thread between two instructions of whatever it runs."""
+        if ends_child(number, self._pid):
+            return
         if self._is_interrupting:
             if user_frame(frame) is not None:
                 raise TerminatedError(self._reason)

@@ -16,11 +16,12 @@ from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.catalogue import Diagnosis, Problem
 from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
+from furlong.core.forked_processes import forks_leave_loop
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import before_exit, exits_fail_the_run
 from furlong.core.user_processes import ending_user_processes
-from furlong.errors import ConfigError, DiagnosisError, FurlongError, TerminatedError
+from furlong.errors import ConfigError, DiagnosisError, FurlongError, HookError, TerminatedError
 from furlong.machine import (
     Threads,
     choose_threads,
@@ -106,7 +107,8 @@ def run_in_folder(
     saving = lock_save_folder(config.checkpoint.save)
     ending = ending_user_processes() if owns_process else contextlib.nullcontext()
     beside = _witnessed(folder / RUN_LOG) if owns_process else contextlib.nullcontext()
-    with log_run(config.track.log_level, folder / RUN_LOG), beside, ending, saving, fixed:
+    logging_run = log_run(config.track.log_level, folder / RUN_LOG)
+    with process_guard.blaming(), logging_run, beside, ending, saving, fixed:
         is_async = bool(config.rollout.async_buffer_size)
         log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
@@ -133,8 +135,9 @@ def run_in_folder(
             for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            built = build(resolved, folder)
             with process_guard.watching():
+                built = build(resolved, folder)
+            with process_guard.watching():  # anew: the run has handlers of its own for signals
                 return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
 
 
@@ -187,7 +190,7 @@ def _run_built(
         ):
             started = time.monotonic()
             begin = partial(write_config, folder, resolved)
-            step = asyncio.run(_drive(built, hang, (signals, interrupt), on_start=begin))
+            step = asyncio.run(_driven(built, hang, (signals, interrupt), on_start=begin))
             logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
             return step
     except TerminatedError as error:
@@ -222,6 +225,13 @@ def _reason_of_cancel(built: Built, ended_by: list[Reason], lost: list[FurlongEr
     if (diagnosis := built.watch.ended_by) is not None:
         return DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}")
     return None
+
+
+async def _driven(
+    built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
+) -> int:
+    with forks_leave_loop(asyncio.get_running_loop()):
+        return await _drive(built, hang, ends, on_start=on_start)
 
 
 async def _drive(
@@ -273,6 +283,8 @@ async def _drive(
     except asyncio.CancelledError:
         if (error := _reason_of_cancel(built, ended_by, lost)) is not None:
             raise error from None
+        if caller := process_guard.last_called():
+            raise HookError(f"user code cancelled the task of the run; {caller} was called last") from None
         raise
     finally:
         closing.append(True)  # a signal from now on would replace the error that ended the run

@@ -98,7 +98,7 @@ class _RunLog(logging.FileHandler):
     """The run's log file. If it cannot be written (full disk), the run continues after one warning."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name

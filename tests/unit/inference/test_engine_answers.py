@@ -325,3 +325,44 @@ def test_a_stream_is_checked_while_it_arrives(rows):
         reader.put_progress(request, {"meta_info": {"output_token_logprobs": [[-0.5, 2, None], *rows]}})
     assert request.stream is not None
     assert request.stream.tokens == [2]
+
+
+ODD = (
+    None, True, 0, -1, 1 << 63, 10**30, 1.5, float("nan"), float("inf"), "", "1", str(1 << 63), "\ud800", [], [[]],
+    [None], [1], [[1, 2]], {}, {"a": [1]}, [[-0.5, 1, None]] * 9,
+)  # fmt: skip
+
+
+def places_in(value, path=()):
+    """Yield the path of every value within a JSON value."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places_in(value[key], (*path, key))
+
+
+def replaced(value, path, new):
+    """Return a JSON value with another one at `path`."""
+    if not path:
+        return new
+    copied = value.copy()
+    copied[path[0]] = replaced(copied[path[0]], path[1:], new)
+    return copied
+
+
+def test_a_value_of_any_kind_at_any_place_is_an_error_with_the_address_or_harmless():
+    answer = {**reply([1, 2, 3], version="3", cached_tokens=1, token_versions=[3, 3, 3]), "text": "abc"}
+    num_refused = 0
+    for path in places_in(answer):
+        for value in ODD:
+            found = refused = None
+            try:
+                found = completion(replaced(answer, path, value))
+            except EngineError as error:
+                refused = str(error)
+                num_refused += 1
+            assert found is not None or "http://e" in (refused or "")
+            if found is not None:
+                assert found.tokens == [1, 2, 3], (path, value)
+                assert [log_prob <= 0 for log_prob in found.log_probs] == [True] * 3, (path, value)
+                assert all(type(each) is int and each < 1 << 63 for each in found.versions), (path, value)
+    assert num_refused > 300

@@ -22,8 +22,8 @@ HOST_ERRORS = ("can't allocate memory", "Cannot allocate memory")
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether GPU or host memory ran out."""
-    is_typed = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
-    return is_typed or any(words in str(error) for words in HOST_ERRORS)
+    is_typed = any(isinstance(each, MemoryError) for each in (error, error.__cause__))
+    return is_typed or "OutOfMemory" in type(error).__name__ or any(words in str(error) for words in HOST_ERRORS)
 
 
 class OutOfMemoryReport:

@@ -243,7 +243,7 @@ def _check_version(request: InFlightRequest, label: str, newest: int | None) -> 
 
 def _number(label: str) -> int:
     """The version number of a label; UNKNOWN_VERSION for a label that furlong did not assign."""
-    is_number = label.isascii() and label.isdecimal() and len(label) < 20
+    is_number = label.isascii() and label.isdecimal() and len(label) < 20 and int(label) <= MAX_VERSION
     return int(label) if is_number else UNKNOWN_VERSION
 
 

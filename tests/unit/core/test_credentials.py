@@ -1,0 +1,31 @@
+"""Credentials in the URLs of a text are replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from furlong.core.text import redact_credentials
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://u:SECRET@h/p", "http://SECRET@h", "redis://:SECRET@h/0", "http://u:a@SECRET@h", "http://u:SE/CRET@h",
+        "http://u:SECRET@[::1]:80/", "//u:SECRET@h/", r"http:\/\/u:SECRET@h", "u:SECRET@h:80", "u:SECRET@[::1]:80",
+        "http://h/?token=SECRET", "http://h/?n=1&X-Amz-Signature=SECRET", "http://h/#access_token=SECRET",
+        "http://h/?token=a;SECRET", "http://h/?pw=SECRET", "http://h/?code=SECRET", r"http:\/\/h\/?api_key=SECRET",
+    ],
+)  # fmt: skip
+def test_a_credential_is_replaced(text):
+    assert "CRET" not in redact_credentials(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://h:80/a@b", "http://h:30000", "http://[::1]:80/x", "git@github.com:x/y.git", "me@example.com",
+        "at file.py:12 in f", "http://h/?n=2&top_k=5", "//comment a@b", '{"url": "http://h:1/x@y"}',
+    ],
+)  # fmt: skip
+def test_other_texts_stay(text):
+    assert redact_credentials(text) == text

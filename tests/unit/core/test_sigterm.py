@@ -1,0 +1,56 @@
+"""SIGTERM ends commands in good order, and reaches processes that user code forks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from furlong.core.sigterm import EXIT_CODE
+from furlong.run.end_signals import EndSignals
+
+COMMAND = """
+import sys, tempfile, time
+from furlong import cli
+def slow():
+    with tempfile.TemporaryDirectory() as folder:
+        print(folder, flush=True)
+        {wait}
+sys.exit(cli._run("furlong slow", slow, owns_process=True))
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["time.sleep(60)", "import threading; threading.Event().wait()", "while True: pass"],
+    ids=["sleep", "wait", "loop"],
+)
+def test_a_command_deletes_its_temporary_files(wait):
+    words = [sys.executable, "-c", COMMAND.format(wait=wait)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        folder = process.stdout.readline().strip()
+        assert folder
+        for _ in range(3):  # more than one must not interrupt the end
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        _, error = process.communicate(timeout=10)
+    assert process.returncode == EXIT_CODE
+    assert error == "furlong slow: ended by SIGTERM\n"
+    assert not Path(folder).exists()
+
+
+def test_a_pool_that_user_code_forks_can_be_ended():
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+    with EndSignals():
+        process = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+        process.start()
+        assert runs.wait(10)  # a signal that arrives while a process is forked is lost
+        process.terminate()
+        process.join(10)
+    assert process.exitcode == -signal.SIGTERM
