@@ -3,8 +3,8 @@
 Each cell is one `furlong train` of a tiny model, in a process of its own, whose hook attacks when it is called, or
 whose module does when it is imported (`tests/helpers/hook_attacks.py`). A cell passes if the run ends within the limit
 with an exit code other than 0, an error that names the file of the function and its line, no traceback of furlong, a
-clean ledger, and no process, temporary folder or second copy of a message left. An attack without effect on the run, such
-as a child process that ends by itself, may also leave the run to end with code 0 and all its steps.
+clean ledger, and no process, temporary folder or second copy of a message left. An attack without effect on the run,
+such as a child process that ends by itself, may also leave the run to end with code 0 and all its steps.
 """
 
 from __future__ import annotations

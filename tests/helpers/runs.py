@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import psutil
@@ -183,18 +184,19 @@ def free_ports(count: int) -> list[int]:
     return asyncio.run(found())
 
 
-def start(words: list[str], cwd: Path, *, script: str | None = None, **options: Any) -> subprocess.Popen[str]:
+def start(
+    words: list[str], cwd: Path, *, script: str | None = None, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     """Start `python script ...` or `python -m furlong ...` in another folder with an empty home."""
     cwd.mkdir(parents=True, exist_ok=True)
     entry = ["-m", "furlong"] if script is None else [str(REPOSITORY / script)]
     return subprocess.Popen(
         [sys.executable, *entry, *words],
         cwd=cwd,
-        env=environment(cwd / "home"),
+        env=environment(cwd / "home") | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **options,
     )
 
 

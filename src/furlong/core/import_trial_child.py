@@ -58,8 +58,9 @@ def main() -> None:
             _EXIT(1)
         finally:
             sys.settrace(None)
-        if changes := _changes(state):
-            place = "" if tracer is None or tracer.place is None else f" at {tracer.place}"
+        traced = None if tracer is None else tracer.place
+        if (changes := _changes(state)) or traced:  # a comparison undoes some changes, so a traced one may be gone
+            place = "" if traced is None else f" at {traced}"
             report.write(event="changes", path=path, changes=changes, place=place)
             break  # later modules would be imported in a changed process
     report.write(event="end")

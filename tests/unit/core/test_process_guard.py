@@ -11,13 +11,14 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from furlong.core.process_guard import ProcessChangedError, process_guard
+from furlong.core.process_guard import ProcessChangedError, location_of, process_guard
 from furlong.core.user_code import exits_fail_the_run, exits_raise, with_hook_errors
 from furlong.errors import HookError
 
@@ -56,6 +57,10 @@ def fake_process():
 
 def patch_paths():
     Path.write_text = lambda *_: 0
+
+
+def raise_warnings():
+    warnings.simplefilter("error", ResourceWarning)
 
 
 def set_dtype():
@@ -104,6 +109,7 @@ def remove_streams():
         (remove_process, "psutil.Process"),
         (fake_process, "psutil.Process"),
         (patch_paths, "pathlib.Path.write_text"),
+        (raise_warnings, "warnings of any module"),
         (set_dtype, "default dtype from torch.float32 to torch.float64"),
         (limit_files, "RLIMIT_NOFILE"),
     ],
@@ -177,6 +183,30 @@ def test_a_failure_of_furlong_after_a_change_names_the_function():
 
     with pytest.raises(ProcessChangedError, match=r"--x-path: f .*monotonic"):
         fail_as_the_loop_does()
+
+
+def test_a_failure_of_furlong_at_the_end_of_a_run_names_the_function():
+    def fail_as_a_lock_does():
+        with process_guard.blaming():
+            try:
+                with process_guard.watching():
+                    with_hook_errors(patch_clock, "--x-path: f")()
+            finally:
+                raise OSError("bad file descriptor")
+
+    with pytest.raises(ProcessChangedError, match=r"--x-path: f .*monotonic"):
+        fail_as_a_lock_does()
+    with pytest.raises(OSError, match="of another run"), process_guard.blaming():
+        raise OSError("of another run")
+
+
+def test_a_class_is_located():
+    assert location_of(Environment) == f"{__file__}:{Environment.step.__code__.co_firstlineno}"
+
+
+class Environment:
+    def step(self):
+        """Located by its first method."""
 
 
 def test_outside_a_run_nothing_is_compared(monkeypatch, tmp_path):

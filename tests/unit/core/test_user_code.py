@@ -119,6 +119,10 @@ def test_a_long_message_is_truncated():
     assert reason == f"ValueError: {'x' * 600}... (50,000 characters)"
 
 
+def test_characters_that_a_log_cannot_show_are_escapes():
+    assert describe_exception(ValueError("a\ud800\x1b[2J\n\tb")) == r"ValueError: a\ud800\x1b[2J" + "\n\tb"
+
+
 def test_description_includes_a_line_of_user_code():
     def reads_an_answer() -> None:
         json.loads("{")
