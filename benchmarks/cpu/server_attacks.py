@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -66,6 +66,22 @@ class Server:
         where = urlsplit(self.url)
         return socket.create_connection((where.hostname, where.port), timeout=30)
 
+    def stream(self) -> bytes:
+        """Return the bytes of a request for a stream."""
+        return raw_post({"text": "a", "stream": True, "sampling_params": {**GREEDY, "max_new_tokens": 200}})
+
+    def check(self) -> None:
+        """Generate a completion."""
+        self.post("/generate", text="a", sampling_params={"max_new_tokens": 2}).raise_for_status()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request runs."""
+        while self.process.is_running():
+            load = httpx.get(f"{self.url}/get_load", timeout=300, trust_env=False)
+            if load.status_code == 200 and not load.json()[0]["num_reqs"]:
+                return
+            time.sleep(0.05)
+
     @contextlib.contextmanager
     def observed(self) -> Generator[None]:
         """Ask `/health` and read the memory all the time, in a separate process."""
@@ -80,6 +96,10 @@ class Server:
             here.send("stop")
             self.health_s, self.late_s, self.peak_bytes = here.recv()
             observer.join()
+
+
+Attack = Callable[[Server], str]  # returns what was answered
+Attacks = Mapping[str, Attack]
 
 
 def memory_of(process: psutil.Process) -> int:
@@ -141,12 +161,12 @@ def counted(replies: list[int]) -> str:
     return ", ".join(f"{count} × {code}" if count > 1 else str(code) for code, count in Counter(replies).items())
 
 
-def request(path: str, **body: Any) -> Callable[[Server], str]:
+def request(path: str, **body: Any) -> Attack:
     """An attack of one request."""
     return lambda server: counted([server.post(path, **body).status_code])
 
 
-def raw(content: bytes) -> Callable[[Server], str]:
+def raw(content: bytes) -> Attack:
     """An attack of bytes that no HTTP client sends; returns the status code, or that the connection was closed."""
 
     def attack(server: Server) -> str:
@@ -191,7 +211,7 @@ def broken_off_bucket(server: Server) -> str:
         return counted([*codes, *(reply.result().status_code for reply in waiting)])
 
 
-def at_once(count: int, path: str, **body: Any) -> Callable[[Server], str]:
+def at_once(count: int, path: str, **body: Any) -> Attack:
     """An attack of equal requests at once."""
 
     def attack(server: Server) -> str:
@@ -212,7 +232,7 @@ def raw_bytes(content: bytes, path: str = "/generate") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def unread_replies(num_tokens: int) -> Callable[[Server], str]:
+def unread_replies(num_tokens: int) -> Attack:
     """Large replies whose clients read nothing."""
 
     def attack(server: Server) -> str:
@@ -225,7 +245,7 @@ def unread_replies(num_tokens: int) -> Callable[[Server], str]:
         for peer in peers:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             peer.sendall(raw_post(body))
-        wait_until_idle(server)
+        server.wait_until_idle()
         time.sleep(1)
         for peer in peers:
             peer.close()
@@ -251,7 +271,7 @@ def groups_of_nobody(server: Server) -> str:
         return counted([join.result().status_code for join in joins])
 
 
-def beside_others(body: dict[str, Any]) -> Callable[[Server], str]:
+def beside_others(body: dict[str, Any]) -> Attack:
     """An attack that must not slow down other requests: returns how many times longer they take."""
 
     def attack(server: Server) -> str:
@@ -270,21 +290,11 @@ def beside_others(body: dict[str, Any]) -> Callable[[Server], str]:
     return attack
 
 
-def wait_until_idle(server: Server) -> None:
-    """Wait until no request runs."""
-    while server.process.is_running():
-        load = httpx.get(f"{server.url}/get_load", timeout=300, trust_env=False)
-        if load.status_code == 200 and not load.json()[0]["num_reqs"]:
-            return
-        time.sleep(0.05)
-
-
-def connections(count: int, rounds: int) -> Callable[[Server], str]:
+def connections(count: int, rounds: int) -> Attack:
     """Slow readers, slow writers and resets at once; returns descriptors and memory after each round."""
 
     def attack(server: Server) -> str:
-        body = {"text": "a", "stream": True, "sampling_params": {**GREEDY, "max_new_tokens": 200}}
-        data, sizes, files = raw_post(body), list[int](), list[int]()
+        data, sizes, files = server.stream(), list[int](), list[int]()
         for _ in range(rounds):
             peers: list[socket.socket] = []
             for i in range(count):
@@ -302,7 +312,7 @@ def connections(count: int, rounds: int) -> Callable[[Server], str]:
             time.sleep(4)  # beyond the time limits
             for peer in peers:
                 peer.close()
-            wait_until_idle(server)
+            server.wait_until_idle()
             files.append(server.process.num_fds())
             sizes.append(memory_of(server.process) // MIB)
         return f"{count} × {rounds}; MB after each round {sizes}, open files {files}"
@@ -310,7 +320,7 @@ def connections(count: int, rounds: int) -> Callable[[Server], str]:
     return attack
 
 
-def attacks(*, num_connections: int, scale: int) -> dict[str, Callable[[Server], str]]:
+def attacks(*, num_connections: int, scale: int) -> dict[str, Attack]:
     """All attacks by name; sizes are divided by `scale`."""
     bomb = "{% for i in range(30) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
     grow = "{% set x = namespace(y='a') %}" + bomb
@@ -347,32 +357,39 @@ def attacks(*, num_connections: int, scale: int) -> dict[str, Callable[[Server],
         "labels that are none": labels,
         "JSON of 1M nested lists": raw(raw_bytes(b"[" * (1_000_000 // scale))),
         "JSON of 10M objects": raw(raw_bytes(b'{"text":[' + b"{}," * (10_000_000 // scale) + b"{}]}")),
-        "body of 10 GB": raw(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000000\r\n\r\n" + b"x" * MIB),
-        "header of 10 MB": raw(b"GET / HTTP/1.1\r\nHost: " + b"x" * 10 * MIB),
-        "100,000 headers": raw(b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 100_000 + b"\r\n"),
+        **protocol_attacks(),
         "connections": connections(num_connections, 3),
     }
 
 
-def measured(server: Server, attack: Callable[[Server], str]) -> tuple[str, float, float, float]:
+def protocol_attacks() -> dict[str, Attack]:
+    """Attacks before a request is read, by name."""
+    return {
+        "body of 10 GB": raw(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000000\r\n\r\n" + b"x" * MIB),
+        "header of 10 MB": raw(b"GET / HTTP/1.1\r\nHost: " + b"x" * 10 * MIB),
+        "100,000 headers": raw(b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 100_000 + b"\r\n"),
+    }
+
+
+def measured(server: Server, attack: Attack) -> tuple[str, float, float, float]:
     """Run one attack; returns the answers, the slowest `/health` in seconds, and MB at the peak and afterwards."""
-    server.post("/generate", text="a", sampling_params={"max_new_tokens": 2}).raise_for_status()
+    server.check()
     before = memory_of(server.process)
     with server.observed():
         answers = attack(server)
-        wait_until_idle(server)
-    server.post("/generate", text="a", sampling_params={"max_new_tokens": 2}).raise_for_status()
+        server.wait_until_idle()
+    server.check()
     return answers, server.health_s, (server.peak_bytes - before) / MIB, (memory_of(server.process) - before) / MIB
 
 
-def ended(server: Server, attack: Callable[[Server], str]) -> tuple[float, int | None, int]:
+def ended(server: Server, attack: Attack) -> tuple[float, int | None, int]:
     """Send SIGTERM to a server under attack; returns the seconds until it ended, its code and the processes left."""
 
     def attacking() -> None:
         with contextlib.suppress(Exception):  # the server ends meanwhile
             attack(server)
 
-    server.post("/generate", text="a", sampling_params={"max_new_tokens": 2}).raise_for_status()
+    server.check()
     threading.Thread(target=attacking, daemon=True).start()
     time.sleep(1)
     children = server.process.children(recursive=True)
@@ -390,38 +407,58 @@ def main() -> None:
     """Print the table."""
     from furlong.models.presets import write_preset  # not in the process that observes
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = arguments(__doc__ or "")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_preset("tiny", Path(scratch) / "model")
+        chosen = args.chosen(attacks(num_connections=args.connections, scale=args.scale))
+        if args.sigterm:
+            print_ends(lambda: running_server(folder, *FLAGS), chosen)
+            return
+        with running_server(folder, *FLAGS) as server:
+            warm_up = {"text": "a", "sampling_params": {**GREEDY, "max_new_tokens": 2000}}
+            server.post("/generate", **warm_up).raise_for_status()
+            print_measured(server, chosen)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    connections: int
+    scale: int
+    only: list[str]
+    sigterm: bool
+
+    def chosen(self, attacks: Attacks) -> Attacks:
+        """Return the attacks with these names."""
+        return {name: attack for name, attack in attacks.items() if not self.only or any(w in name for w in self.only)}
+
+
+def arguments(text: str) -> Arguments:
+    """Read the command line of a script with this documentation."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=2000, help="connections at once in the last attack")
     parser.add_argument("--scale", type=int, default=1, help="divide the sizes of the attacks by this")
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="NAME", help="attacks whose names contain one of these"
     )
     parser.add_argument("--sigterm", action="store_true", help="measure how long SIGTERM takes during each attack")
-    args = parser.parse_args()
-    chosen = {
-        name: attack
-        for name, attack in attacks(num_connections=args.connections, scale=args.scale).items()
-        if not args.only or any(word in name for word in args.only)
-    }
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = write_preset("tiny", Path(scratch) / "model")
-        if args.sigterm:
-            print_ends(folder, chosen)
-            return
-        print(f"{'attack':34} {'health s':>8} {'peak MB':>8} {'left MB':>8}  answers")
-        with running_server(folder, *FLAGS) as server:
-            warm_up = {"text": "a", "sampling_params": {**GREEDY, "max_new_tokens": 2000}}
-            server.post("/generate", **warm_up).raise_for_status()
-            for name, attack in chosen.items():
-                answers, health_s, peak, left = measured(server, attack)
-                print(f"{name:34} {health_s:8.2f} {peak:8.0f} {left:8.0f}  {answers}", flush=True)
+    return Arguments(**vars(parser.parse_args()))
 
 
-def print_ends(folder: Path, chosen: dict[str, Callable[[Server], str]]) -> None:
+def print_measured(server: Server, chosen: Attacks) -> None:
+    """Print the table of `/health` and memory."""
+    print(f"{'attack':34} {'health s':>8} {'peak MB':>8} {'left MB':>8}  answers")
+    for name, attack in chosen.items():
+        answers, health_s, peak, left = measured(server, attack)
+        print(f"{name:34} {health_s:8.2f} {peak:8.0f} {left:8.0f}  {answers}", flush=True)
+
+
+def print_ends(start: Callable[[], contextlib.AbstractContextManager[Server]], chosen: Attacks) -> None:
     """Print the table of SIGTERM."""
     print(f"{'attack':34} {'SIGTERM s':>9} {'code':>4} {'processes left':>14}")
     for name, attack in chosen.items():
-        with running_server(folder, *FLAGS) as server:
+        with start() as server:
             seconds, code, left = ended(server, attack)
             print(f"{name:34} {seconds:9.2f} {code!s:>4} {left:14}", flush=True)
 

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.slow
         ("data_postprocess", "KeyboardInterrupt", "KeyboardInterrupt: mine"),
         ("convert", "chdir", "it changed the working directory"),
         ("log", "SIGTERM ignored", "it changed the handler of SIGTERM"),
+        ("source", "descriptors", "it closed descriptor"),
+        ("sample_hook", "tasks cancelled", "user code cancelled the task of the run"),
+        ("tis", "MemoryError", "MemoryError: mine"),
+        ("reducer", "surrogates", r"ValueError: \udcff"),
     ],
 )
 def test_an_attack_is_an_error_that_names_the_function(hook, attack, words, model, data, tmp_path):
