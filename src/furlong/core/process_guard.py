@@ -35,7 +35,7 @@ class ProcessGuard:
 
     def __init__(self) -> None:
         self.note: Callable[[str], object] | None = None
-        self._is_watching = False
+        self._is_watching = self._is_of_call = False
         self._state: ProcessState | None = None
         self._limit = 0
         self._finding = ""  # kept after `watching`
@@ -43,18 +43,21 @@ class ProcessGuard:
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
 
     @contextlib.contextmanager
-    def watching(self) -> Generator[None]:
-        """Compare in the body. A change that made furlong itself fail replaces that failure."""
+    def watching(self, *, each_call: bool = False) -> Generator[None]:
+        """Compare in the body. A change that made furlong itself fail replaces that failure.
+
+        each_call: compare with the state before each call instead of the first one, as furlong and libraries change it
+        in between.
+        """
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
+        self._is_of_call = each_call
         self._last, self._thread = None, threading.get_ident()
         try:
             with _interruptible(), self.blaming():
                 yield
         finally:
             self._is_watching = False
-            if self._state is not None:
-                self._state.close()
-                self._state = None
+            self._forget()
 
     @contextlib.contextmanager
     def blaming(self) -> Generator[None]:
@@ -93,21 +96,31 @@ class ProcessGuard:
         """
         if self._state is None:
             return
-        self._state.restore_builtins()
+        try:
+            self._compare(self._state, function, name, is_step=is_step)
+        finally:
+            if self._is_of_call and not is_step:
+                self._forget()
+
+    def _compare(self, state: ProcessState, function: Callable[..., Any], name: str, *, is_step: bool) -> None:
+        state.restore_builtins()
         self._last = function, name
         end_if_forked(self._pid)
         if _recursion_limit() < self._limit:  # at once: a low limit fails in any code
             _set_recursion_limit(self._limit)
             self._finding = self._text(function, name, ["it lowered the recursion limit"])
             raise ProcessChangedError(self._finding)
-        if changes := self._state.changes(libraries=not is_step):
-            self._state.restore()
+        if changes := state.changes(libraries=not is_step):
+            state.restore()
             self._finding = self._text(function, name, changes)
-            if threading.get_ident() != self._thread:
-                signal.pthread_kill(
-                    self._thread, WAKE_UP
-                )  # the descriptors by which it would learn of it may be closed
+            if threading.get_ident() != self._thread:  # the descriptors by which it would learn of it may be closed
+                signal.pthread_kill(self._thread, WAKE_UP)
             raise ProcessChangedError(self._finding)
+
+    def _forget(self) -> None:
+        if self._state is not None:
+            self._state.close()
+            self._state = None
 
     def _replaced(self) -> str:
         """Describe functions that are replaced now; "" if none is. They are attributed to the last call."""

@@ -135,9 +135,9 @@ def run_in_folder(
             for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            with process_guard.watching():
+            with process_guard.watching(each_call=True):
                 built = build(resolved, folder)
-            with process_guard.watching():  # anew: the run has handlers of its own for signals
+            with process_guard.watching():
                 return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
 
 
