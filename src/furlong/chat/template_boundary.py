@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.chat.messages import Message, MessageError
+from furlong.chat.prompt_size import longest_token
 from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 
 MARK = "ZqMARKqZ"  # stands for the text of an answer; no template trims or splits it
@@ -75,6 +76,11 @@ class ChatFormat:
         self._kwargs = kwargs | ({"chat_template": chat_template} if chat_template else {})
         self._proof: Proof | None = None
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the tokenizer's longest token."""
+        return longest_token(self.tokenizer)
 
     def render(
         self,

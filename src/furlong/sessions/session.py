@@ -17,6 +17,7 @@ import xxhash
 from furlong.chat.messages import KeyFunction, Message, checked_messages, key_of
 from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
 from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
+from furlong.chat.prompt_size import num_chars
 from furlong.chat.template_boundary import ChatFormat
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
@@ -40,6 +41,7 @@ class Complete(Protocol):
 
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
+FEW, SMALL = 64, 1 << 15  # messages, and their characters, that are processed on the event loop
 ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -173,11 +175,12 @@ class Session:
         and EndedError after `end`.
         """
         self._check_open()
+        await self._prove()
+        size = await self._checked_size(messages, tools)
         checked = checked_messages(list(messages))
         kwargs = dict(template_kwargs or {})
         request = self._request(checked, tools, kwargs, role)
-        await self._prove()
-        prompt = self._prompt(request, tools, kwargs)
+        prompt = await self._prompt(request, tools, kwargs, size)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
         tools = tools if reads_calls else None
@@ -220,10 +223,11 @@ class Session:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """Return the number of prompt tokens that `chat` would have."""
+        await self._prove()
+        size = await self._checked_size(messages, tools)
         kwargs = dict(template_kwargs or {})
         request = self._request(checked_messages(list(messages)), tools, kwargs, "")
-        await self._prove()
-        return len(self._prompt(request, tools, kwargs).ids)
+        return len((await self._prompt(request, tools, kwargs, size)).ids)
 
     def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> ChatRequest:
         return self.tree.request(messages, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
@@ -238,10 +242,25 @@ class Session:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
+    async def _checked_size(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
+        """Return the characters of messages and tools. Raises FullContextError if they cannot fit into the context."""
+        values = (list(messages), tools)
+        size = num_chars(*values) if len(messages) <= FEW else await asyncio.to_thread(num_chars, *values)
+        longest = self.chat_format.longest_token
+        if self.context_len is not None and size > self.context_len * longest:
+            self.counts["full_contexts"] += 1
+            raise FullContextError(
+                f"the messages and tools have {size} characters, which cannot fit: the context length is "
+                f"{self.context_len} tokens and a token has at most {longest} characters; end the episode, or shorten "
+                "the messages"
+            )
+        return size
+
     async def _prove(self) -> None:
         """Prove the template before the first request of the run."""
         if self.chat_format.is_proven:
             return
+        await asyncio.to_thread(lambda: self.chat_format.longest_token)
         proof = await asyncio.to_thread(self.chat_format.proof)
         for (has_tools, role), reason in proof.reasons.items():
             logger.warning(
@@ -250,9 +269,22 @@ class Session:
                 role, "with" if has_tools else "without", reason,
             )  # fmt: skip
 
-    def _prompt(self, request: ChatRequest, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> _Prompt:
-        """Find where the request attaches, and return its ids."""
+    async def _prompt(
+        self, request: ChatRequest, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any], size: int
+    ) -> _Prompt:
+        """Find where the request attaches, and return its ids. A large one is rendered and tokenized in a thread."""
         candidates = list(self.tree.candidates(request))
+        if size <= SMALL:
+            return self._prompt_after(candidates, request, tools, kwargs)
+        return await asyncio.to_thread(self._prompt_after, candidates, request, tools, kwargs)
+
+    def _prompt_after(
+        self,
+        candidates: Sequence[TreeNode],
+        request: ChatRequest,
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> _Prompt:
         proof = self.chat_format.proof()
         if self.settings.history == "keep":
             for node in candidates:

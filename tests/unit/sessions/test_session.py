@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session import EndedError, FullContextError, Reply, Session, SessionSettings
+from furlong.sessions.session import SMALL, EndedError, FullContextError, Reply, Session, SessionSettings
 
 USER = {"role": "user", "content": "what is the sum?"}
 
@@ -260,6 +261,30 @@ def test_an_ended_session_and_a_full_context_are_errors():
     session.end()
     with pytest.raises(EndedError, match="has ended"):
         talk(session, 1)
+
+
+def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized(monkeypatch):
+    session = session_of(Script(bpe_tokenizer("plain"), "one"), context_len=8)
+    talk_once = session.chat([{"role": "user", "content": "a" * 8 * session.chat_format.longest_token}])
+    asyncio.run(session._prove())
+    monkeypatch.setattr(session.chat_format, "render", lambda *_, **__: pytest.fail("it was rendered"))
+    with pytest.raises(FullContextError, match="cannot fit: the context length is 8"):
+        asyncio.run(talk_once)
+
+
+def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
+    session = session_of(Script(bpe_tokenizer("plain"), "one", "two"))
+    encode, threads = session.chat_format.encode, list[bool]()
+
+    def noted(text):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(text)
+
+    asyncio.run(session._prove())
+    monkeypatch.setattr(session.chat_format, "encode", noted)
+    for size in (10, 2 * SMALL):
+        asyncio.run(session.chat([{"role": "user", "content": "a" * size}]))
+    assert threads == [True, False]
 
 
 @pytest.mark.parametrize(

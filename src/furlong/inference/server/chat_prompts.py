@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import orjson
 
+from furlong.chat.prompt_size import longest_token, num_chars
 from furlong.core.chat_template import apply_template, template_messages
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
@@ -36,7 +37,7 @@ class PromptEncoder:
         self._tokenizer: Any = engine.tokenizer
         self._context_len, self._limits, self._trusts_templates = engine.context_len, limits, trusts_templates
         self._processes = asyncio.Semaphore(CONCURRENT_TEMPLATES)
-        self.max_chars = self._context_len * _longest_token(self._tokenizer)
+        self.max_chars = self._context_len * longest_token(self._tokenizer)
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize texts. Raises RequestError without a tokenizer, or if a text cannot fit into the context."""
@@ -53,9 +54,7 @@ class PromptEncoder:
         messages = messages_of(body.get("messages"))
         tools = _tools_of(body.get("tools"))
         source, values = self._request_template(body)
-        size = (
-            await asyncio.to_thread(_num_chars, messages, tools) if len(messages) > 64 else _num_chars(messages, tools)
-        )
+        size = await asyncio.to_thread(num_chars, messages, tools) if len(messages) > 64 else num_chars(messages, tools)
         self._check_chars(size, "the messages and tools")
         if getattr(self._tokenizer, "chat_template", None) is None and source is None:
             raise RequestError("the tokenizer has no chat template; use /v1/completions or /generate")
@@ -164,30 +163,6 @@ class PromptEncoder:
                 f"{self._limits.chat_template_bytes} bytes ({flag_of('chat_template_bytes')})"
             }
         return await off_loop(len(output), orjson.loads, output)
-
-
-def _longest_token(tokenizer: Any) -> int:
-    """Return the characters of the longest token, at least 16."""
-    if tokenizer is None or not hasattr(tokenizer, "get_vocab"):
-        return 16
-    return max(16, max(map(len, tokenizer.get_vocab()), default=0))
-
-
-def _num_chars(*values: Any) -> int:
-    """Return the number of characters in the strings of nested values, and one for each container."""
-    total, left = 0, list(values)
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            total += len(value)
-        elif isinstance(value, dict):
-            left += value.keys()
-            left += value.values()
-            total += 1
-        elif isinstance(value, list):
-            left += value
-            total += 1
-    return total
 
 
 def _tools_of(value: Any) -> list[Any] | None:
