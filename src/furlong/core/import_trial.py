@@ -106,8 +106,15 @@ class _Child:
         }
         self.last_path: str | None = None
         self.place = ""
+        try:
+            self._process = self._started_process(request)
+        except BaseException:  # SIGTERM at this moment, too
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _started_process(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         with (self._folder / "output.txt").open("wb") as output:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(request)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MARK = "_FURLONG_STARTED_BY"
 _KILLED_WITHIN_S = 5
 _PASSES = 6  # a process may start another one while it is looked for
+_OWN = "from furlong."  # in commands of furlong's helpers, which a signal may leave at the moment of their start
 _MAX_CHARS = 120  # of a command that is logged
 _REAPER = str(Path(__file__).with_name("user_process_reaper.py"))
 _PACKAGES = (str(Path(__file__).parent.parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -129,10 +130,10 @@ class _Started:
                 with contextlib.suppress(NoSuchProcess):
                     process.kill()
             wait_procs(list(found), timeout=_KILLED_WITHIN_S)
-        if ended:
-            shown = abbreviate([f"{command} (process {process.pid})" for process, command in ended.items()])
-            count = f"{len(ended)} process{'es' * (len(ended) != 1)}"
-            logger.warning("killed %s that user code had started and that still ran: %s", count, shown)
+        shown = [f"{command} (process {each.pid})" for each, command in ended.items() if _OWN not in command]
+        if shown:
+            count = f"{len(shown)} process{'es' * (len(shown) != 1)}"
+            logger.warning("killed %s that user code had started and that still ran: %s", count, abbreviate(shown))
 
     def _find(self) -> dict[Process, str]:
         """Return the processes to kill, with their commands."""
@@ -214,5 +215,5 @@ def _is_of_package(words: list[str]) -> bool:
 
 
 def _shown(words: list[str]) -> str:
-    command = shlex.join(words)
+    command = _OWN if any(_OWN in word for word in words) else shlex.join(words)
     return command if len(command) <= _MAX_CHARS else f"{command[:_MAX_CHARS]}..."
