@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="share of the cells, chosen at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--keep", type=Path, help="folder to keep the files of failed cells in")
     flags = parser.parse_args(argv)
     sys.path.insert(0, str(TESTS / "helpers"))
@@ -76,9 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, data = _files(folder)
     outcomes: list[Outcome] = []
     with concurrent.futures.ThreadPoolExecutor(flags.parallel) as pool:
-        jobs = [pool.submit(judge, cell, folder / str(i), model, data) for i, cell in enumerate(cells)]
+        end = time.monotonic() + flags.seconds
+        jobs = [pool.submit(judge, cell, folder / str(i), model, data, end) for i, cell in enumerate(cells)]
         for i, job in enumerate(jobs):
-            outcome = job.result()
+            if (outcome := job.result()) is None:
+                continue
             outcomes.append(outcome)
             if outcome.faults:
                 print(_line(outcome), flush=True)
@@ -107,8 +110,10 @@ def all_cells() -> list[Cell]:
     return [*cells, *(Cell(at_import[i % 3], "source", name) for i, name in enumerate(own.SOURCES))]
 
 
-def judge(cell: Cell, folder: Path, model: Path, data: Path) -> Outcome:
-    """Run a cell and compare its end with what must hold."""
+def judge(cell: Cell, folder: Path, model: Path, data: Path, end: float) -> Outcome | None:
+    """Run a cell and compare its end with what must hold; None if it would start after `end`."""
+    if time.monotonic() > end:
+        return None
     import hook_attacks as own
     from runs import FORKED, MARK, flags, marked_processes
 

@@ -8,6 +8,7 @@ with limits.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import orjson
 
 from furlong.chat.prompt_size import longest_token, num_chars
 from furlong.core.chat_template import apply_template, template_messages
+from furlong.core.daemon_calls import call_in_thread
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.bodies import off_loop
@@ -143,20 +145,23 @@ class PromptEncoder:
         return reply["text"]
 
     async def _run_worker(self, task: bytes) -> dict[str, Any]:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *worker_command(), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-        )
         limit_s = self._limits.chat_template_timeout
+        # Not a process of asyncio, whose end needs the event loop: this one may end with the server.
+        process = subprocess.Popen(
+            worker_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         try:
-            async with asyncio.timeout(limit_s):
-                output, _ = await process.communicate(task)
-        except TimeoutError:
-            return {"error": f"no text within {limit_s} s ({flag_of('chat_template_timeout')})"}
+            said, error = await call_in_thread(
+                lambda: process.communicate(task, timeout=limit_s)[0], name="furlong-template"
+            )
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            process.kill()
+        if isinstance(error, subprocess.TimeoutExpired):
+            process.wait()
+            return {"error": f"no text within {limit_s} s ({flag_of('chat_template_timeout')})"}
+        if error is not None:
+            raise error
+        output: bytes = said
         if process.returncode != 0 or not output:
             return {
                 "error": f"the process ended with code {process.returncode}; the limits are {limit_s} s and "
