@@ -93,17 +93,18 @@ async def _trim_when_idle(counts: Counts) -> None:
 
 async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, agents: AgentEndpoints | None) -> None:
     """Serve until SIGINT or SIGTERM, then close the engine, within `EXIT_S`."""
-    stop = asyncio.Event()
+    stop, loop, ends = asyncio.Event(), asyncio.get_running_loop(), list[threading.Timer]()
 
-    def exit_soon() -> None:
-        if not stop.is_set():
-            stop.set()
-            end = threading.Timer(EXIT_S, _end_process)
-            end.daemon = True
-            end.start()
+    def exit_soon(number: int, frame: object) -> None:  # noqa: ARG001  signature of signal handlers
+        if not ends:
+            ends.append(threading.Timer(EXIT_S, _end_process))
+            ends[0].daemon = True
+            ends[0].start()
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(stop.set)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, exit_soon)
+    for number in (signal.SIGINT, signal.SIGTERM):  # not through the loop: a large request may keep it for seconds
+        signal.signal(number, exit_soon)
     try:
         async with running_server(
             engine,
