@@ -3,13 +3,17 @@
     python benchmarks/cpu/agent_turns.py sessions
     python benchmarks/cpu/agent_turns.py cache
 
-`sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. Columns:
-turns per second, median and 99th percentile of a turn in ms, longest time in ms that the event loop was held, and
-memory in MiB before and after. The client runs in the same process, and its work is part of the HTTP row.
+`sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. The agents over
+HTTP are in another process (`lean_clients.py`). The first two rows have no time between turns, so that they show how
+many turns a second the process manages; in the last two a tool takes --tool-ms after each turn, and they show the time
+of a turn at the same load. Columns: turns per second, CPU time of this process per turn, median and 99th percentile of
+a turn in ms, longest time in ms that the event loop was held, memory in MiB before, and after by before.
 
 `cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine.
 Columns: prefilled tokens by new ones, ms of the first turns after the first and of the last ones, and their ratio.
 """
+
+# ruff: noqa: ARG002  stand-ins have the signatures of the interfaces
 
 from __future__ import annotations
 
@@ -17,29 +21,34 @@ import argparse
 import asyncio
 import dataclasses
 import gc
+import json
 import random
 import statistics
+import sys
 import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import torch
+from lean_clients import QUESTION, next_question
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.chat.template_boundary import ChatFormat
+from furlong.core.outcome import Outcome
+from furlong.core.sample import Sample
+from furlong.core.weights import WeightSource
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.interfaces import Completion, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
-from furlong.sessions.session import Session
+from furlong.rollout.generate import Generation
+from furlong.rollout.policy import Policy
+from furlong.rollout.sample_session import policy_of_sample
 from furlong.sessions.session_server import SessionServer
 
 OBSERVED, SAMPLED, EPISODES = 8, 2, 8
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _longest_block(stop: asyncio.Event) -> float:
@@ -53,63 +62,171 @@ async def _longest_block(stop: asyncio.Event) -> float:
     return longest * 1e3
 
 
-async def measure_sessions(arguments: argparse.Namespace, *, over_http: bool) -> list[str]:
-    """Run the episodes; return the columns."""
-    tokenizer: Any = load_tokenizer(model_folder())
-    chat_format, answer = ChatFormat(tokenizer), [*tokenizer.encode("12", add_special_tokens=False), 3]
-    chat_format.proof()
-    server = SessionServer()
-    await server.start()
-    permits, turns, seconds = asyncio.Semaphore(arguments.at_a_time), arguments.turns, list[float]()
+class TimedEngine(Engine):
+    """Answers each request with the same tokens after `turn_s`. A pause waits for the requests."""
 
-    async def complete(ids: list[int], params: SamplingParams, part: int | None) -> Completion:
-        del ids, params, part
-        await asyncio.sleep(arguments.engine_ms / 1000)
-        return Completion(list(answer), [-0.5] * len(answer), [0] * len(answer), "stop", text="12")
+    def __init__(self, turn_s: float, answer: Sequence[int] = (7,)) -> None:
+        self.turn_s, self.answer, self.version, self._busy = turn_s, list(answer), 0, 0
+        self._gate = asyncio.Event()
+        self._gate.set()
 
-    async def episode(number: int, client: httpx.AsyncClient) -> None:
-        async with permits:
-            session = Session(chat_format, complete, name=str(number), params=SamplingParams())
-            opened = server.open(session, _nothing)
-            messages: list[Any] = [{"role": "user", "content": "1+2="}]
-            for turn in range(turns):
-                began = time.perf_counter()
-                if over_http:
-                    reply = await client.post(f"{opened.url}/v1/chat/completions", json={"messages": messages})
-                    message = reply.json()["choices"][0]["message"]
-                else:
-                    message = (await session.chat(messages)).message
-                seconds.append(time.perf_counter() - began)
-                messages += [message, {"role": "user", "content": f"{turn}+4="}]
-            await server.end(opened)
+    async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
+        """Return the answer."""
+        await self._gate.wait()
+        self._busy += 1
+        version = self.version
+        try:
+            await asyncio.sleep(self.turn_s)
+        finally:
+            self._busy -= 1
+        size = len(self.answer)
+        return Completion(
+            list(self.answer), [-0.5] * size, [version] * size, "stop" if size > 1 else "length", text="x"
+        )
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Wait for the requests."""
+        self._gate.clear()
+        while self._busy:
+            await asyncio.sleep(0.001)
+
+    async def resume(self) -> None:
+        """Accept requests again."""
+        self._gate.set()
+
+    async def abort(self, sessions: Collection[str]) -> None:
+        """Do nothing: no rollout over-samples."""
+
+    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
+        """Do nothing."""
+        return {}
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class _Clients:
+    """A process of `lean_clients.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process, self._waiting = process, dict[str, asyncio.Future[list[float]]]()
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, arguments: argparse.Namespace) -> _Clients:
+        """Start the process."""
+        command = [sys.executable, str(Path(__file__).with_name("lean_clients.py"))]
+        command += ["--turns", str(arguments.turns), "--tool-ms", str(arguments.tool_ms)]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 24))
+
+    async def play(self, url: str) -> list[float]:
+        """Let it play an episode; return the seconds of the turns."""
+        assert self._process.stdin is not None
+        done = self._waiting[url] = asyncio.get_running_loop().create_future()
+        self._process.stdin.write(url.encode() + b"\n")
+        return await done
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            url, seconds = json.loads(line)
+            self._waiting.pop(url).set_result(seconds)
+        for waiting in self._waiting.values():
+            waiting.set_exception(RuntimeError("the process of the clients has ended"))
+
+    async def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reading
+
+
+class _FixedReward:
+    """Needed by a run, and not called here."""
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Outcome]:
+        """Score 0."""
+        return [Outcome.scored(0.0) for _ in group]
+
+
+class _SessionBench:
+    """Plays episodes against a stand-in engine, over HTTP from another process or with `policy().chat`."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        tokenizer: Any = load_tokenizer(model_folder())
+        answer = [*tokenizer.encode("12", add_special_tokens=False), tokenizer.eos_token_id]
+        self.arguments = arguments
+        self.server, self.clients = SessionServer(), None
+        self.generation = Generation(
+            TimedEngine(arguments.engine_ms / 1000, answer), tokenizer, _FixedReward(), SamplingParams(),
+            chat_format=ChatFormat(tokenizer), session_server=self.server,
+        )  # fmt: skip
+
+    async def chat(self, policy: Policy) -> list[float]:
+        """Play an episode in process; return the seconds of its turns."""
+        messages, seconds = list[Any]([{"role": "user", "content": QUESTION}]), list[float]()
+        for turn in range(self.arguments.turns):
+            began = time.perf_counter()
+            message = (await policy.chat(messages)).message
+            seconds.append(time.perf_counter() - began)
+            messages += [message, {"role": "user", "content": next_question(turn)}]
+            await asyncio.sleep(self.arguments.tool_ms / 1000)
+        return seconds
+
+    async def episodes(self, count: int) -> list[float]:
+        """Play `count` episodes; return the seconds of all turns."""
+        permits, seconds = asyncio.Semaphore(self.arguments.at_a_time), list[float]()
+
+        async def episode(number: int) -> None:
+            async with permits:
+                sample, params = Sample(index=number), self.generation.params
+                policy = policy_of_sample(sample, self.generation, params, lambda: True, session=str(number))
+                url = policy.open_session().url
+                seconds.extend(await (self.chat(policy) if self.clients is None else self.clients.play(url)))
+                await policy.end_session()
+
+        await asyncio.gather(*(episode(i) for i in range(count)))
+        return seconds
+
+
+async def measure_sessions(arguments: argparse.Namespace, *, over_http: bool) -> list[float]:
+    """Run the episodes after a warm-up; return the columns."""
+    bench = _SessionBench(arguments)
+    await bench.server.start()
+    if over_http:
+        bench.clients = await _Clients.start(arguments)
+    await bench.episodes(arguments.at_a_time)
     gc.collect()
     before = psutil.Process().memory_info().rss / 2**20
     stop = asyncio.Event()
     watch = asyncio.create_task(_longest_block(stop))
-    began = time.perf_counter()
-    limits = httpx.Limits(max_connections=arguments.at_a_time, max_keepalive_connections=arguments.at_a_time)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        await asyncio.gather(*(episode(i, client) for i in range(arguments.count)))
-    whole = time.perf_counter() - began
+    began, cpu_s = time.perf_counter(), time.process_time()
+    seconds = sorted(await bench.episodes(arguments.count))
+    whole, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
     stop.set()
     blocked = await watch
-    await server.close()
     gc.collect()
     after = psutil.Process().memory_info().rss / 2**20
-    ordered = sorted(seconds)
-    tail = ordered[int(len(ordered) * 0.99)]
-    numbers = (len(seconds) / whole, statistics.median(ordered) * 1e3, tail * 1e3, blocked, before, after)
-    return [f"{number:.1f}" for number in numbers]
+    if bench.clients is not None:
+        await bench.clients.close()
+    await bench.server.close()
+    tail = seconds[int(len(seconds) * 0.99)]
+    rates = len(seconds) / whole, cpu_s / len(seconds) * 1e3
+    return [*rates, statistics.median(seconds) * 1e3, tail * 1e3, blocked, before, after / before]
 
 
 def compare_sessions(arguments: argparse.Namespace) -> None:
-    """Print one line for each way to talk to the policy."""
-    names = ("turns/s", "median ms", "p99 ms", "blocked ms", "MiB before", "MiB after")
-    print(f"{'':18}" + "".join(f"{name:>12}" for name in names))
-    for name, over_http in (("policy().chat", False), ("session over HTTP", True)):
-        columns = asyncio.run(measure_sessions(arguments, over_http=over_http))
-        print(f"{name:18}" + "".join(f"{column:>12}" for column in columns))
+    """Print one line for each way to talk to the policy, without and with tools that take time."""
+    names = ("turns/s", "CPU ms", "median ms", "p99 ms", "blocked ms", "MiB before", "after")
+    print(f"{'':26}" + "".join(f"{name:>12}" for name in names))
+    for tool_ms in dict.fromkeys((0.0, arguments.tool_ms)):
+        chosen = argparse.Namespace(**{**vars(arguments), "tool_ms": tool_ms})
+        for name, over_http in (("policy().chat", False), ("session over HTTP", True)):
+            *columns, after = asyncio.run(measure_sessions(chosen, over_http=over_http))
+            label = name + (f", {tool_ms:.0f} ms" if tool_ms else "")
+            print(f"{label:26}" + "".join(f"{column:12.2f}" for column in columns) + f"{after:12.3f}", flush=True)
 
 
 def _engine(arguments: argparse.Namespace) -> EmbeddedEngine:
@@ -173,6 +290,7 @@ def add_commands(commands: Any) -> None:
     sessions.add_argument("--at-a-time", type=int, default=512)
     sessions.add_argument("--turns", type=int, default=6)
     sessions.add_argument("--engine-ms", type=float, default=5.0)
+    sessions.add_argument("--tool-ms", type=float, default=2000.0)
     sessions.set_defaults(run=compare_sessions)
     cache = commands.add_parser("cache", help="the prefix cache against none")
     cache.add_argument("--turns", type=int, default=200)

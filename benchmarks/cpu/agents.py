@@ -23,13 +23,14 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import agent_turns
+from agent_turns import TimedEngine
 
 from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
@@ -39,7 +40,7 @@ from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.weights import SyncReport, WeightSource
-from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
+from furlong.interfaces import DeviceSharing, Parts, SamplingParams, Trainer, WeightSync
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import train
@@ -58,46 +59,6 @@ MEDIAN_TURNS, SIGMA, MAX_TURNS = 27, 0.9, 200
 def turns_of(index: int) -> int:
     """Return the number of turns of an episode."""
     return max(1, min(MAX_TURNS, round(random.Random(index).lognormvariate(0.0, SIGMA) * MEDIAN_TURNS)))
-
-
-class TimedEngine(Engine):
-    """Answers each request with one token after `turn_s`. A pause waits for the requests."""
-
-    def __init__(self, turn_s: float) -> None:
-        self.turn_s, self.version, self._busy = turn_s, 0, 0
-        self._gate = asyncio.Event()
-        self._gate.set()
-
-    async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
-        """Return one token."""
-        await self._gate.wait()
-        self._busy += 1
-        version = self.version
-        try:
-            await asyncio.sleep(self.turn_s)
-        finally:
-            self._busy -= 1
-        return Completion([7], [-0.5], [version], "length", text="x")
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Wait for the requests."""
-        self._gate.clear()
-        while self._busy:
-            await asyncio.sleep(0.001)
-
-    async def resume(self) -> None:
-        """Accept requests again."""
-        self._gate.set()
-
-    async def abort(self, sessions: Collection[str]) -> None:
-        """Do nothing: no rollout over-samples."""
-
-    async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:
-        """Do nothing."""
-        return {}
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 class TimedTrainer(Trainer):
@@ -209,7 +170,7 @@ class Counted:
     ended: int = 0
     most: int = 0
     seconds: float = 0.0
-    _since: float = field(default_factory=time.perf_counter)
+    _since: float = field(default_factory=lambda: time.perf_counter())
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import json_response, read_object
+from furlong.inference.server.bodies import has_left, json_response, read_object
 from furlong.inference.server.limits import RefusedError
 from furlong.sessions.endpoints.handlers import OpenSession, error_reply, key_of_client
 
@@ -79,7 +79,7 @@ class SessionOffers:
         if offer is None:
             text = "no session is waiting: the run trains, or all episodes are taken; ask again"
             return error_reply(http, text, 503, "no_session")
-        if await http.is_disconnected():
+        if await has_left(http):
             self._waiting.appendleft(offer)
             async with self._changed:
                 self._changed.notify()

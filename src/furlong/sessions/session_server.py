@@ -8,20 +8,17 @@ serve`.
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 from collections import OrderedDict
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from furlong.core.addresses import host_and_port
 from furlong.inference.server.bodies import json_response
-from furlong.inference.server.limits import Counts, LimitRequests, RefusedError, ServerLimits
+from furlong.inference.server.limits import HEALTH_PATH, Counts, LimitRequests, RefusedError, ServerLimits
 from furlong.inference.server.listener import LoopServer
 from furlong.sessions.endpoints.handlers import (
     Abort,
@@ -63,7 +60,14 @@ class SessionServer(SessionEndpoints):
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # with the reason
-        self._server = LoopServer(self._app(), host, port, self._counts)
+        posts = {("POST", path): handler for path, handler in self.posts.items()}
+        self._by_path: dict[tuple[str, str], Handler] = {**posts, ("GET", "/v1/models"): self.models}
+        both = {**self._by_path, ("POST", "/end"): self._end}
+        self._by_path_of_session = both | {
+            (method, path.removeprefix("/v1")): both[method, path] for method, path in both
+        }
+        app = LimitRequests(self._app, self._counts, lambda text, status: error_reply(None, text, status))
+        self._server = LoopServer(app, host, port, self._counts)
         self.address = self._server.address
 
     async def start(self) -> None:
@@ -107,26 +111,26 @@ class SessionServer(SessionEndpoints):
 
     # -- routes ------------------------------------------------------------------------------------------------
 
-    def _app(self) -> Starlette:
-        posts: dict[str, Handler] = {**self.posts, "/end": self._end}
-        routes = [Route("/health", _health)]
-        if self.offers is not None:
-            routes.append(Route("/sessions", self.offers.answer, methods=["POST"]))
-        for path, handler in posts.items():
-            endpoint = functools.partial(self.guarded, handler)
-            for each in {path, path.removeprefix("/v1")}:
-                for prefix in ("/sessions/{id}", "/sessions/{id}/roles/{role}"):
-                    routes.append(Route(prefix + each, endpoint, methods=["POST"]))
-            if path != "/end":
-                routes.append(Route(path, endpoint, methods=["POST"]))
-        models = functools.partial(self.guarded, self.models)
-        bases = ("/sessions/{id}/v1", "/sessions/{id}", "/sessions/{id}/roles/{role}/v1", "/v1")
-        paths = [f"{base}/models" for base in bases]
-        routes += [Route(path, models, methods=["GET"]) for path in paths]
-        middleware = [
-            Middleware(LimitRequests, counts=self._counts, refuse=lambda text, status: error_reply(None, text, status))
-        ]
-        return Starlette(routes=routes, middleware=middleware, exception_handlers={404: not_found, 405: not_found})
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI app."""
+        response = await self._answer(HttpRequest(scope, receive, send))
+        await response(scope, receive, send)
+
+    async def _answer(self, http: HttpRequest) -> Response:
+        path: str = http.scope["path"]
+        if path == HEALTH_PATH:
+            return json_response({"status": "ok"})
+        if path == "/sessions" and self.offers is not None and http.method == "POST":
+            return await self.offers.answer(http)
+        params = http.scope["path_params"] = dict[str, str]()
+        handlers, rest = self._by_path, path
+        if path.startswith("/sessions/"):
+            params["id"], _, rest = path.removeprefix("/sessions/").partition("/")
+            if rest.startswith("roles/"):
+                params["role"], _, rest = rest.removeprefix("roles/").partition("/")
+            handlers, rest = self._by_path_of_session, "/" + rest
+        handler = handlers.get((http.method, rest))
+        return not_found(http) if handler is None else await self.guarded(handler, http)
 
     def find(self, http: HttpRequest) -> OpenSession:
         """Return the session that the path or the key names. Raises RefusedError (401 or 404) and EndedError."""
@@ -148,7 +152,3 @@ class SessionServer(SessionEndpoints):
         if offer is not None:
             offer.is_ended.set()
         return json_response({"status": "ended"})
-
-
-async def _health(_http: HttpRequest) -> Response:
-    return json_response({"status": "ok"})

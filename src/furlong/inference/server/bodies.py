@@ -25,6 +25,7 @@ SMALL_BYTES = 32 * 1024  # bodies and texts up to this size are processed on the
 MAX_CONTAINERS = 1_000_000  # lists and objects in a body; each takes 64 bytes or more
 PIECE_BYTES = 64 * 1024  # of a reply, at least
 MESSAGE_CHARS = 1000  # of an error
+WHOLE = "furlong.whole"  # key of the scope of a request that arrived whole: what answers it
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,10 +47,22 @@ async def read_object(http: HttpRequest) -> dict[str, Any]:
     return await off_loop(len(raw), decode_object, raw, guard.limits.max_json_depth)
 
 
-async def _read(http: HttpRequest, guard: RequestGuard) -> bytearray:
+async def has_left(http: HttpRequest) -> bool:
+    """Return whether the client has disconnected; the body must have been read."""
+    whole = http.scope.get(WHOLE)
+    return await http.is_disconnected() if whole is None else whole.disconnected
+
+
+async def _read(http: HttpRequest, guard: RequestGuard) -> bytes | bytearray:
     declared = http.headers.get("content-length", "0")
     guard.check_declared(int(declared) if declared.isdecimal() else 0)
     raw = bytearray()
+    if WHOLE in http.scope:
+        message = await http.receive()  # does not wait
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        guard.add_body(len(message["body"]))
+        return message["body"]
     try:
         async with asyncio.timeout(guard.limits.body_timeout):
             async for part in http.stream():
@@ -67,7 +80,7 @@ async def _read(http: HttpRequest, guard: RequestGuard) -> bytearray:
     return raw
 
 
-def decode_object(raw: bytearray, max_depth: int) -> dict[str, Any]:
+def decode_object(raw: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     """Decode a JSON object. Raises RequestError for other JSON, too many containers, and too deep nesting."""
     if (count := raw.count(b"[") + raw.count(b"{")) > MAX_CONTAINERS:
         raise RequestError(f"the body has {count} lists and objects, the limit is {MAX_CONTAINERS}; send less at once")

@@ -25,6 +25,7 @@ from furlong.inference.server.limits import (
     flag_of,
 )
 from furlong.inference.server.turns import Turns
+from furlong.inference.server.whole_requests import WholeCycle, WholeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class _LimitedProtocol(H11Protocol):
     _write_timer: asyncio.TimerHandle | None = None
     _answer_timer: asyncio.TimerHandle | None = None
     _num_waiting = 0  # pieces that wait for a turn
+    _is_whole = False  # the request that is answered arrived whole, and h11 does not know of it
+    _early = b""  # what arrived meanwhile
 
     def connection_made(self, transport: Any) -> None:  # the base class names asyncio.Transport
         """Serve a connection beyond the limit `/health` only, and close the oldest of them if they are many."""
@@ -145,17 +148,38 @@ class _LimitedProtocol(H11Protocol):
 
     def _process(self, piece: bytes) -> None:
         """Parse; headers must be complete within `header_timeout` of their first byte."""
-        super().data_received(piece)
+        if self._is_whole:
+            self._early += piece
+            self.flow.pause_reading()
+            return
+        if not self._answer_whole(piece):
+            super().data_received(piece)
         if self.transport.is_closing() or self._is_answering():
             self._header_timer = _stopped(self._header_timer)
             self._limit_answer()
         elif self._header_timer is None:
             self._await_headers()
 
+    def _answer_whole(self, piece: bytes) -> bool:
+        """Begin to answer if `piece` is a whole request, and h11 has no part of one."""
+        is_between = self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE
+        if not is_between or self.conn.trailing_data[0] or (request := WholeRequest.parse(piece)) is None:
+            return False
+        self._unset_keepalive_if_required()
+        self._is_whole = True
+        self.cycle = WholeCycle(request, self)
+        task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        return True
+
     def on_response_complete(self) -> None:
         """Allow the next request. A body that is still arriving is discarded, for a limited time."""
         self._answer_timer = _stopped(self._answer_timer)
+        early, self._is_whole, self._early = self._early, False, b""
         super().on_response_complete()
+        if early:
+            self.data_received(early)
         self._limit_answer()
         is_sending = self.conn.their_state is h11.SEND_BODY and not self._is_answering()
         if is_sending and not self.transport.is_closing():

@@ -53,6 +53,11 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "logit_bias": None,
 }
 MAX_SAMPLES = 1024  # of one prompt in one request
+SAMPLING_DEFAULTS = {
+    f.name: getattr(SamplingParams(), f.name)
+    for f in dataclasses.fields(SamplingParams)
+    if f.name not in ("return_routed_experts", "prefix_key")
+}
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
 
 
@@ -98,16 +103,15 @@ def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Convert SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
     reject_unsupported(fields, UNSUPPORTED_SAMPLING)
-    known = {
-        f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("return_routed_experts", "prefix_key")
-    }
-    unknown = sorted(set(fields) - set(known) - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
+    unknown = sorted(set(fields) - SAMPLING_DEFAULTS.keys() - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
     if unknown:
-        raise RequestError(f"sampling_params has unknown fields {quote(unknown)}; known are {sorted(known)}")
-    values = {name: value for name, value in fields.items() if name in known and value is not None}
+        raise RequestError(
+            f"sampling_params has unknown fields {quote(unknown)}; known are {sorted(SAMPLING_DEFAULTS)}"
+        )
+    values = {name: value for name, value in fields.items() if name in SAMPLING_DEFAULTS and value is not None}
     values.setdefault("no_stop_trim", False)  # SGLang's default
     for name, value in values.items():
-        default = getattr(SamplingParams(), name)
+        default = SAMPLING_DEFAULTS[name]
         if name == "stop":
             values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str, MAX_STOPS)
             longest = max(map(len, values[name]), default=0)

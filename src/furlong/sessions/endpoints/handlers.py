@@ -22,7 +22,7 @@ from furlong.chat.messages import MessageError
 from furlong.errors import EngineError, RolloutError
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import json_response, printable, read_object
+from furlong.inference.server.bodies import has_left, json_response, printable, read_object
 from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.inference.server.streaming import event_stream, sse
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
@@ -159,7 +159,7 @@ class SessionEndpoints(ABC):
         """Start a call, or return the one that a client's retry repeats."""
         role = _role_of(http)
         body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
-        key = role + xxhash.xxh3_128_hexdigest(http.url.path.encode() + body)
+        key = role + xxhash.xxh3_128_hexdigest(http.scope["path"].encode() + body)
         known = opened.requests.get(key)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
         if known is None or (known.task.done() and known.is_delivered and not is_retry) or known.is_over:
@@ -176,7 +176,7 @@ class SessionEndpoints(ABC):
 
         The engine's call belongs to the session, and continues if the client disconnects.
         """
-        return await self._call(http, opened, call).replies(http.is_disconnected)
+        return await self._call(http, opened, call).replies(functools.partial(has_left, http))
 
     async def _streamed(
         self,
@@ -189,7 +189,7 @@ class SessionEndpoints(ABC):
         guard: RequestGuard = http.state.guard
         known = self._call(http, opened, call)
         await known.begun()
-        if await http.is_disconnected():
+        if await has_left(http):
             known.leave()
             raise ClientDisconnect
         parts = known.parts(guard.deadline_s)
@@ -288,10 +288,9 @@ async def _with_errors(
             yield kind + sse(error_body(http, text, status, code))
 
 
-async def not_found(http: HttpRequest, error: Exception) -> Response:
+def not_found(http: HttpRequest) -> Response:
     """Answer a request for a path that there is not."""
-    status = int(getattr(error, "status_code", 404))
-    return error_reply(http, f"{http.method} {http.url.path[:200]} is not served here", status)
+    return error_reply(http, f"{http.method} {http.url.path[:200]} is not served here", 404)
 
 
 def error_reply(http: HttpRequest | None, message: str, status: int, code: str | None = None) -> Response:
