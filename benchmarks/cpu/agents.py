@@ -1,18 +1,20 @@
-"""Measure the scheduling of episodes whose durations differ widely.
+"""Measure agents: schedules of episodes whose durations differ widely, turns over HTTP, and the prefix cache.
 
-    python benchmarks/cpu/agents.py pool
+    python benchmarks/cpu/agents.py all         # everything below, with defaults
+    python benchmarks/cpu/agents.py pool        # shared groups against rollouts with groups of their own
     python benchmarks/cpu/agents.py sessions    # session over HTTP against policy().chat (agent_turns.py)
     python benchmarks/cpu/agents.py cache       # prefix cache against none (agent_turns.py)
-    python benchmarks/cpu/agents.py all         # all three, one after the other
 
-The loop, the rollout and the ledger's calls are those of a run. Stand-ins replace the engine (a turn takes --turn-ms),
-the trainer (a step takes --train-ms) and the weight update. Episodes have log-normal numbers of turns (median 27, sigma
-0.9, at most 200), drawn by the number of the sample, so that every row has the same ones. Each step trains on 32
-episodes, and 32 are wanted in flight.
+`pool`: the loop, the rollout and the ledger's calls are those of a run. Stand-ins replace the engine (a turn takes
+--turn-ms), the trainer (a step takes --train-ms) and the weight update. Episodes have log-normal numbers of turns
+(median 27, sigma 0.9, at most 200), drawn by the number of the sample, so that every row has the same ones. Each step
+trains on 32 episodes, and 32 are wanted in flight. Time is simulated, so that rows do not depend on other work of the
+machine; with --real-time it is that of the clock, and all rows together take seven minutes.
 
-The rows alternate: a synchronous run, one rollout ahead, and the pool with bounds of the token staleness of 4 and 5.
-Columns: episodes in flight on average and at most; episodes trained per second; oldest token in weight versions;
-episodes started and not completed before the end; mean number of turns that were trained, relative to those drawn.
+The rows are a synchronous run, one rollout ahead, and the pool with bounds of the token staleness of 4 and 5. Columns:
+episodes in flight on average, until the last one starts, and at most; episodes trained per second; oldest token in
+weight versions; episodes started and not completed before the end; mean number of turns that were trained, relative to
+those drawn; CPU seconds of the process.
 """
 
 # ruff: noqa: ARG001, ARG002, ARG005  stand-ins have the signatures of the interfaces
@@ -25,12 +27,13 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import agent_turns
 from agent_turns import TimedEngine
+from simulated_time import run_simulated
 
 from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
@@ -162,15 +165,13 @@ class FixedReward:
         return [Outcome.scored(float((s.index or 0) % 2)) for s in group]
 
 
-@dataclass
 class Counted:
-    """Episodes in flight over time."""
+    """Episodes in flight over the time of the event loop. `mean`: until the last one started."""
 
-    started: int = 0
-    ended: int = 0
-    most: int = 0
-    seconds: float = 0.0
-    _since: float = field(default_factory=lambda: time.perf_counter())
+    def __init__(self) -> None:
+        self.started = self.ended = self.most = self._now = 0
+        self._began = self._since = asyncio.get_running_loop().time()
+        self._seconds = self.mean = 0.0
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -184,14 +185,28 @@ class Counted:
             self._change(-1)
 
     def _change(self, change: int) -> None:
-        now = time.perf_counter()
-        self.seconds += (now - self._since) * getattr(self, "_now", 0)
-        self._since, self._now = now, getattr(self, "_now", 0) + change
+        now = asyncio.get_running_loop().time()
+        self._seconds += (now - self._since) * self._now
+        self._since, self._now = now, self._now + change
+        if change > 0 and now > self._began:
+            self.mean = self._seconds / (now - self._began)
         self.most = max(self.most, self._now)
 
 
-async def measure(arguments: argparse.Namespace, *, ahead: int, bound: int | None) -> list[str]:
-    """Run one schedule; return its columns."""
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one schedule. length_bias: mean trained turns by mean drawn ones, minus 1."""
+
+    in_flight: float
+    most_in_flight: int
+    episodes_per_s: float
+    oldest: float
+    num_lost: int
+    length_bias: float
+
+
+async def measure(arguments: argparse.Namespace, *, ahead: int, bound: int | None) -> Measured:
+    """Run one schedule."""
     counted, log = Counted(), Ignored()
     engine, trainer = TimedEngine(arguments.turn_ms / 1000), TimedTrainer(arguments.train_ms / 1000)
     batch_size = WANTED // arguments.samples_per_prompt
@@ -222,16 +237,16 @@ async def measure(arguments: argparse.Namespace, *, ahead: int, bound: int | Non
         trainer=trainer, sync=VersionSync(engine), rollout=rollout, source=source, ledger=log,
         device_sharing=DeviceSharing(), trackers=[log], observer=log, engine=engine, pool=rollout,
     )  # fmt: skip
-    started = time.perf_counter()
+    started = asyncio.get_running_loop().time()
     await train(parts, RunSchedule(num_rollout=arguments.steps, ahead=ahead), Checkpoints())
-    seconds = time.perf_counter() - started
+    seconds = asyncio.get_running_loop().time() - started
     drawn = [turns_of(i) for i in range(counted.started)]
     bias = (sum(trainer.lengths) / len(trainer.lengths)) / (sum(drawn) / len(drawn)) - 1
     oldest = max(row.get("rollout/staleness/max", 0) for row in log.rows)
-    return [
-        f"{counted.seconds / seconds:.1f}", str(counted.most), f"{len(trainer.lengths) / seconds:.1f}",
-        f"{oldest:.0f}", str(counted.started - counted.ended), f"{bias:+.1%}",
-    ]  # fmt: skip
+    return Measured(
+        counted.mean, counted.most, len(trainer.lengths) / seconds, oldest,
+        counted.started - counted.ended, bias,
+    )  # fmt: skip
 
 
 def compare_pool(arguments: argparse.Namespace) -> None:
@@ -240,11 +255,17 @@ def compare_pool(arguments: argparse.Namespace) -> None:
         ("synchronous", 0, None), ("one rollout ahead", 1, None),
         ("pool, staleness 4", 4, 4), ("pool, staleness 5", 5, 5),
     ]  # fmt: skip
-    print(f"{'schedule':20}{'in flight':>12}{'at most':>10}{'episodes/s':>12}{'oldest':>8}{'lost':>6}{'length':>9}")
+    heads = ("in flight", "at most", "episodes/s", "oldest", "lost", "length", "CPU s")
+    print(f"{'schedule':20}" + "".join(f"{head:>12}" for head in heads))
+    run = asyncio.run if arguments.real_time else run_simulated
     for name, ahead, bound in schedules:
-        columns = asyncio.run(measure(arguments, ahead=ahead, bound=bound))
-        widths = (12, 10, 12, 8, 6, 9)
-        print(f"{name:20}" + "".join(f"{c:>{w}}" for c, w in zip(columns, widths, strict=True)))
+        began = time.process_time()
+        row = run(measure(arguments, ahead=ahead, bound=bound))
+        columns = (
+            f"{row.in_flight:.1f}", str(row.most_in_flight), f"{row.episodes_per_s:.1f}", f"{row.oldest:.0f}",
+            str(row.num_lost), f"{row.length_bias:+.1%}", f"{time.process_time() - began:.1f}",
+        )  # fmt: skip
+        print(f"{name:20}" + "".join(f"{column:>12}" for column in columns), flush=True)
 
 
 def main() -> None:
@@ -256,6 +277,7 @@ def main() -> None:
     pool.add_argument("--turn-ms", type=float, default=30.0)
     pool.add_argument("--train-ms", type=float, default=50.0)
     pool.add_argument("--samples-per-prompt", type=int, default=1, choices=(1, 2, 4, 8))
+    pool.add_argument("--real-time", action="store_true", help="wait for real")
     pool.set_defaults(run=compare_pool)
     agent_turns.add_commands(commands)
 

@@ -285,8 +285,9 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
             counts["rollout/episodes/agent_error"] += 1
         elif outcome is not None and outcome.stage == "generate" and outcome.kind != "scored":
             counts["rollout/episodes/infra" if outcome.kind == "infra" else "rollout/episodes/agent_error"] += 1
-        if SILENT in s.metadata:
-            counts["rollout/episodes/silent"] += 1
+        elif s.status is Status.TRUNCATED and EPISODE in s.metadata:  # the last answer was cut, or had no room
+            counts["rollout/episodes/policy_limit"] += 1
+        counts["rollout/episodes/silent"] += SILENT in s.metadata
         if REISSUED in s.metadata:
             counts["rollout/episodes/reissued"] += 1
             counts["rollout/episodes/process_ended"] += str(s.metadata[REISSUED]).startswith(PROCESS_ENDED)

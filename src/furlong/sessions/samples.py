@@ -122,7 +122,7 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
     sample.rollout_log_probs, sample.token_versions = log_probs, versions
     sample.weight_versions = [str(node.completion.versions[-1]) for node in leaf.path if node.completion.versions]
     sample.response = _text(session, response)
-    sample.status = Status.TRUNCATED if leaf.is_cut else STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
+    sample.status = Status.COMPLETED if leaf.is_cut else STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
     sample.metadata = {**origin.metadata, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
     sample.rollout_routed_experts = None
     for node in leaf.path:

@@ -34,6 +34,7 @@ from furlong.sessions.session_offers import SessionOffers, read_result
 
 # All agents of a run have one address, and any of them may stream.
 LIMITS = ServerLimits(max_requests_per_client=4096, max_concurrent_streams=4096, max_streams_per_client=4096)
+KEEP_ALIVE_S = 75  # agents' tools may take long, and a client may send just when an idle connection is closed
 MAX_ENDED = 65536  # ids of ended sessions that are known to have ended
 
 
@@ -67,7 +68,7 @@ class SessionServer(SessionEndpoints):
             (method, path.removeprefix("/v1")): both[method, path] for method, path in both
         }
         app = LimitRequests(self._app, self._counts, lambda text, status: error_reply(None, text, status))
-        self._server = LoopServer(app, host, port, self._counts)
+        self._server = LoopServer(app, host, port, self._counts, keep_alive_s=KEEP_ALIVE_S)
         self.address = self._server.address
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
 from furlong.rollout.sample_metrics import eval_metrics, is_repetitive, pass_at_k, reward_label, rollout_metrics
+from furlong.sessions.samples import EPISODE
 
 
 def sample(reward=None, *, length=4, status=Status.COMPLETED, **fields):
@@ -59,6 +60,14 @@ def test_lengths_of_correct_samples_are_measured_on_request():
     metrics = shown(rollout_metrics(groups, TrackFlags(log_correct_samples=True)))
     assert metrics["rollout/correct_response_len/mean"] == 2
     assert metrics["rollout/correct_response_len/max"] == 2
+
+
+def test_a_conversation_whose_last_answer_was_cut_counts_as_ended_by_a_limit():
+    episode = {"leaves": 1, "turns": 2, "prefix_kept_frac": 1.0, "versions": 1, "continued": 1}
+    metadata = {EPISODE: {**episode, "branches": {}, "counts": {}}}
+    cut, whole = (sample(1.0, status=s, metadata=metadata) for s in (Status.TRUNCATED, Status.COMPLETED))
+    metrics = shown(rollout_metrics([Group(0, [cut, whole, sample(1.0, status=Status.TRUNCATED)])]))
+    assert metrics["rollout/episodes/policy_limit"] == 1
 
 
 def test_seconds_that_generate_functions_wrote_into_samples_are_shown_if_there_are_any():

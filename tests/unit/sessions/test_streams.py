@@ -136,7 +136,7 @@ def test_a_client_that_leaves_ends_the_answer_and_a_retry_replaces_it():
         assert (cut.is_cut, cut.is_delivered, cut.completion.finish_reason) == (True, False, "abort")
         assert 0 < len(cut.sampled) < whole
         (sample,) = samples_from_session(opened.session, Sample(index=0))
-        assert sample.status is Status.TRUNCATED
+        assert sample.status is Status.COMPLETED
         assert sum(sample.loss_mask or ()) == len(cut.sampled)
         request = {"messages": [USER], "stream": True}
         retry = {"x-stainless-retry-count": "1"}

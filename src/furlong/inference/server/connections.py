@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # for requests to end once the server exits; their connections are then closed
 CANCEL_S = 2.5  # after it starts to exit, uvicorn cancels the requests that are left
+KEEP_ALIVE_S = 5
 ACCEPTS = 256  # connections accepted in one iteration of the event loop
 BACKLOG = 4096  # connections that the kernel accepts meanwhile; it uses net.core.somaxconn if that is less
 PIECE_BYTES = 16 * 1024  # parsed at once
@@ -132,6 +133,7 @@ class _LimitedProtocol(H11Protocol):
         if not self._num_waiting and data.startswith(HEALTH_REQUEST) and len(data) <= PIECE_BYTES:
             self._process(data)
             return
+        self._unset_keepalive_if_required()  # now: the turn may come after the connection would be closed as idle
         for start in range(0, len(data), PIECE_BYTES):
             self._num_waiting += 1
             self.sharing.turns.add(functools.partial(self._process_waiting, data[start : start + PIECE_BYTES]))
@@ -272,8 +274,8 @@ class LimitedServer(uvicorn.Server):
                 transport.abort()
 
 
-def build_server(app: Any, counts: Counts) -> LimitedServer:
-    """Return a server of `app`; it listens on sockets that the caller binds."""
+def build_server(app: Any, counts: Counts, *, keep_alive_s: int = KEEP_ALIVE_S) -> LimitedServer:
+    """Return a server of `app`, which listens on sockets that the caller binds and closes connections that are idle."""
     config = uvicorn.Config(
         app,
         http=limited_protocol(counts),
@@ -281,6 +283,7 @@ def build_server(app: Any, counts: Counts) -> LimitedServer:
         lifespan="off",
         log_config=None,
         backlog=ACCEPTS,
+        timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=CANCEL_S,  # pyright: ignore[reportArgumentType]  passed to asyncio.wait_for
     )
     return LimitedServer(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.core.addresses import bound_socket, host_and_port
 from furlong.errors import EngineError
-from furlong.inference.server.connections import build_server
+from furlong.inference.server.connections import KEEP_ALIVE_S, build_server
 from furlong.inference.server.limits import Counts
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -17,14 +17,14 @@ BACKLOG = 2048  # connections that wait to be accepted
 class LoopServer:
     """Serves `app`. `address` is the bound host and port; port 0 chooses a free one.
 
-    Raises EngineError if the address cannot be bound.
+    Connections that are idle for `keep_alive_s` are closed. Raises EngineError if the address cannot be bound.
     """
 
-    def __init__(self, app: Any, host: str, port: int, counts: Counts) -> None:
+    def __init__(self, app: Any, host: str, port: int, counts: Counts, *, keep_alive_s: int = KEEP_ALIVE_S) -> None:
         self._listener = bound_socket(host, port)
         self._listener.listen(BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._server = build_server(app, counts)
+        self._server = build_server(app, counts, keep_alive_s=keep_alive_s)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
