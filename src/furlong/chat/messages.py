@@ -20,6 +20,7 @@ KeyFunction = Callable[[Message], str]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # of DeepSeek, SGLang and vLLM, and of newer vLLM
+_UNSUPPORTED_FIELDS = ("function_call", "audio")  # before tool_calls, and of models that speak
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _END_OF_THOUGHT = "</think>"
 
@@ -52,6 +53,11 @@ def _checked(value: Any, name: str) -> Message:
             if not isinstance(thought, str):
                 raise MessageError(f"{name}.{field} is {_shown(thought)}, must be text")
             message["reasoning_content"] = thought
+    for field in _UNSUPPORTED_FIELDS:
+        if message.get(field):
+            raise MessageError(
+                f"{name}.{field} is {_shown(message[field])}, which is not supported; use tool_calls and text"
+            )
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _checked_calls(calls, f"{name}.tool_calls")
     return message

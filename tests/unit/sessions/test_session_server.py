@@ -205,7 +205,14 @@ def test_an_ended_session_aborts_its_requests_and_is_gone():
         ("v1/chat/completions", {"tools": [{"type": "web_search"}]}, 400, r"tools[0]"),
         ("v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 400}]}, 400, "context length"),
+        ("v1/chat/completions", {"separate_reasoning": False}, 400, "separate_reasoning"),
+        ("v1/chat/completions", {"stream_options": {"continuous_usage_stats": True}}, 400, "continuous_usage_stats"),
+        ("v1/chat/completions", {"messages": [{**USER, "function_call": {"name": "f"}}]}, 400, "function_call"),
         ("v1/messages", {"messages": [USER]}, 400, "max_tokens"),
+        ("v1/messages", {"max_tokens": 5, "output_config": {"effort": "low"}}, 400, "output_config"),
+        ("v1/messages", {"max_tokens": 5, "tools": [{"name": "f", "input_examples": [1]}]}, 400, "input_examples"),
+        ("v1/messages", {"max_tokens": 5, "messages": [USER, {**USER, "role": "assistant"}]}, 400, "messages[1].role"),
+        ("v1/responses", {"input": "x", "reasoning": {"mode": "x"}, "messages": None}, 400, "reasoning.mode"),
         ("v1/responses", {"input": "x", "background": True, "messages": None}, 400, "background"),
         ("inference/v1/generate", {"token_ids": ["a"], "messages": None}, 400, "token_ids"),
         ("v1/embeddings", {}, 404, "not served"),
@@ -220,6 +227,17 @@ def test_what_is_not_supported_is_refused_by_name(path, fields, status, named):
             assert reply.json()["error"]["code"] == "context_length_exceeded"
 
     run(qwen(), body)
+
+
+def test_constraints_that_the_policy_does_not_have_are_counted():
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        tool = {"name": "f", "input_schema": {}, "strict": True, "cache_control": {"type": "ephemeral"}}
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        request = {"messages": [USER], "max_tokens": 5, "tools": [tool], "thinking": thinking}
+        assert (await client.post(f"{opened.url}/v1/messages", json=request)).status_code == 200
+        assert opened.session.counts["overridden_strict"] == opened.session.counts["overridden_budget_tokens"] == 1
+
+    run(qwen("one"), body)
 
 
 def test_a_key_and_an_id_are_required():

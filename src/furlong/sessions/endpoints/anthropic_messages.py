@@ -13,7 +13,15 @@ from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import boolean, quote
 from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
-from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.endpoints.client_call import (
+    ClientCall,
+    check_fields,
+    check_keys,
+    checked_tools,
+    objects,
+    strict_tools,
+    token_limit,
+)
 from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply
 
@@ -21,8 +29,18 @@ HONORED = {
     *("model", "messages", "system", "max_tokens", "tools", "tool_choice", "temperature", "top_p", "top_k"),
     *("stop_sequences", "stream", "thinking"),
 }
-NEUTRAL = {"metadata", "service_tier", "betas", "anthropic_version"}
-OFF: Mapping[str, Sequence[Any]] = {"container": (), "mcp_servers": (), "context_management": ()}
+NEUTRAL = {
+    *("metadata", "service_tier", "betas", "anthropic_version", "cache_control", "diagnostics", "inference_geo"),
+    *("user_profile_id", "workspace_id"),
+}
+OFF: Mapping[str, Sequence[Any]] = {
+    "container": (),
+    "mcp_servers": (),
+    "context_management": (),
+    "output_config": (),
+    "speed": ("standard",),
+}
+TOOL_FIELDS = ("type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict")
 
 
 def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
@@ -33,7 +51,9 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     choice: Any = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict):
         raise RequestError(f"tool_choice is {quote(choice)}, must be an object with a type")
-    tools = [_tool(i, tool) for i, tool in enumerate(objects(body, "tools"))]
+    given = objects(body, "tools")
+    tools = [_tool(i, tool) for i, tool in enumerate(given)]
+    overridden = strict_tools(given)
     kind: Any = cast("dict[str, Any]", choice).get("type")
     thinking: Any = body.get("thinking") or {}
     kwargs = {}
@@ -41,6 +61,8 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
         mode = cast("dict[str, Any]", thinking).get("type") if isinstance(thinking, dict) else None
         if mode not in ("enabled", "disabled", "adaptive"):
             raise RequestError(f"thinking is {quote(thinking)}, must be an object with type enabled or disabled")
+        check_keys(cast("dict[str, Any]", thinking), ("type", "budget_tokens"), "thinking")
+        overridden += ["budget_tokens"] if "budget_tokens" in thinking else []
         kwargs = {"enable_thinking": mode != "disabled"}
     return ClientCall(
         messages=checked_messages(_messages(body)),
@@ -54,6 +76,7 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
         is_stream=boolean(body, "stream"),
         reads_calls=read_tool_choice(kind if kind in ("auto", "none") else choice, has_tools=bool(tools)),
         max_calls=1 if boolean(cast("dict[str, Any]", choice), "disable_parallel_tool_use") else None,
+        overridden=overridden,
         body=body,
     )
 
@@ -61,6 +84,7 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
 def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise RequestError(f"tools[{i}].type is {quote(tool['type'])}; only tools with an input_schema are supported")
+    check_keys(tool, TOOL_FIELDS, f"tools[{i}]")
     function = {key: tool[key] for key in ("name", "description") if key in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
 
@@ -68,6 +92,11 @@ def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(body: Mapping[str, Any]) -> list[Message]:
     """Return the messages in OpenAI's form."""
     system, given = body.get("system"), objects(body, "messages")
+    if given and given[-1].get("role") == "assistant":
+        raise MessageError(
+            f"messages[{len(given) - 1}].role is 'assistant', but the policy does not continue an answer that a client "
+            "began; end with a user's message"
+        )
     messages: list[Message] = [{"role": "system", "content": text_of(system, "system")}] if system else []
     for i, message in enumerate(given):
         content: Any = message.get("content")
@@ -115,7 +144,8 @@ def _user(blocks: list[Any], name: str, role: Any) -> list[Message]:
                 texts.append(block["text"])
             case "tool_result":
                 text = text_of(block.get("content"), f"{name}[{j}].content")
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+                result: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+                results.append(result | ({"is_error": True} if block.get("is_error") else {}))  # for templates
             case kind:
                 raise MessageError(f"{name}[{j}] has type {kind!r}; only text and tool_result are supported")
     if texts or not results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from furlong.chat.messages import checked_messages
 from furlong.inference.embedded.request import RequestError
@@ -12,7 +12,15 @@ from furlong.inference.server.fields import boolean, quote
 from furlong.inference.server.generate_api import num_samples
 from furlong.inference.server.streaming import DONE, sse
 from furlong.sessions.endpoints.answered_call import StreamPart
-from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.endpoints.client_call import (
+    ClientCall,
+    check_fields,
+    check_keys,
+    checked_tools,
+    objects,
+    strict_tools,
+    token_limit,
+)
 from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply, Session
 
@@ -33,7 +41,7 @@ HONORED = {
 }
 NEUTRAL = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("request_id", "rid", "separate_reasoning", "stream_reasoning", "include_reasoning"),
+    *("prompt_cache_options", "request_id", "rid", "stream_reasoning"),
 }
 OFF: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
@@ -49,6 +57,9 @@ OFF: Mapping[str, Sequence[Any]] = {
     "prediction": (),
     "web_search_options": (),
     "verbosity": ("medium",),
+    "moderation": (),
+    "separate_reasoning": (True,),
+    "include_reasoning": (True,),
     "echo": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -70,8 +81,9 @@ def read(body: Mapping[str, Any]) -> ClientCall:
     for name in ("logprobs", "return_token_ids"):
         boolean(body, name)
     options: Any = body.get("stream_options") or {}
-    if not isinstance(options, dict) or set(options) - {"include_usage", "continuous_usage_stats"}:
+    if not isinstance(options, dict):
         raise RequestError(f"stream_options is {quote(options)}, must be an object with include_usage")
+    check_keys(cast("dict[str, Any]", options), ("include_usage", "include_obfuscation"), "stream_options")
     stop = body.get("stop")
     return ClientCall(
         messages=checked_messages(body.get("messages")),
@@ -92,6 +104,7 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         is_stream=boolean(body, "stream"),
         reads_calls=reads_calls,
         max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,
+        overridden=strict_tools(tools or ()),
         body=body,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, cast
@@ -24,6 +24,7 @@ class ClientCall:
     """A request in any protocol. `messages` are in OpenAI's form; a request of token ids has `ids` instead.
 
     sampling: sampling parameters that the client sent, under SGLang's names. reads_calls: tool calls are parsed.
+    overridden: fields that constrain sampling in other ways; the policy samples freely, and the session counts them.
     """
 
     messages: Sequence[Message] = ()
@@ -36,6 +37,7 @@ class ClientCall:
     is_stream: bool = False
     reads_calls: bool = True
     max_calls: int | None = None
+    overridden: Sequence[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def params(self, session: Session, *, client_sampling: bool) -> SamplingParams:
@@ -59,6 +61,7 @@ class ClientCall:
                     changes[name] = getattr(wanted, name)
                 else:
                     session.counts[f"overridden_{name}"] += 1
+        session.counts.update(f"overridden_{name}" for name in self.overridden)
         if (seed := wanted.sampling_seed) is not None:
             if run.sampling_seed is None:
                 changes["sampling_seed"] = seed
@@ -103,6 +106,21 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in cast("list[Any]", value)):
         raise RequestError(f"{name} is {quote(value)}, must be a list of objects")
     return cast("list[dict[str, Any]]", value)
+
+
+def check_keys(given: Mapping[str, Any], allowed: Collection[str], name: str) -> None:
+    """Raise RequestError for a nested field that would be ignored."""
+    unknown = next(
+        (key for key, value in given.items() if key not in allowed and value not in (None, False, [], {})), None
+    )
+    if unknown is not None:
+        raise RequestError(f"{name}.{unknown} is {quote(given[unknown])}, which is not supported here; remove it")
+
+
+def strict_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return `overridden` for tools whose calls the client wants to be constrained to their schema."""
+    is_strict = any(tool.get("strict") or cast("Any", tool.get("function") or {}).get("strict") for tool in tools)
+    return ["strict"] if is_strict else []
 
 
 def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -13,7 +13,15 @@ from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.fields import boolean, quote
 from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
-from furlong.sessions.endpoints.client_call import ClientCall, check_fields, checked_tools, objects, token_limit
+from furlong.sessions.endpoints.client_call import (
+    ClientCall,
+    check_fields,
+    check_keys,
+    checked_tools,
+    objects,
+    strict_tools,
+    token_limit,
+)
 from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.session import Reply, Session
 
@@ -23,7 +31,7 @@ HONORED = {
 }
 NEUTRAL = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("stream_options", "client_metadata"),
+    *("stream_options", "client_metadata", "prompt_cache_options"),
 }
 OFF: Mapping[str, Sequence[Any]] = {
     "text": (
@@ -38,15 +46,23 @@ OFF: Mapping[str, Sequence[Any]] = {
     "max_tool_calls": (),
     "conversation": (),
     "prompt": (),
+    "moderation": (),
+    "context_management": (),
+    "background_options": (),
 }
 
 
 def read(body: Mapping[str, Any], session: Session) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
     check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
-    tools = checked_tools([_tool(i, tool) for i, tool in enumerate(objects(body, "tools"))])
+    given = objects(body, "tools")
+    tools = checked_tools([_tool(i, tool) for i, tool in enumerate(given)])
     reasoning: Any = body.get("reasoning") or {}
-    effort = cast("dict[str, Any]", reasoning).get("effort") if isinstance(reasoning, dict) else None
+    if not isinstance(reasoning, dict):
+        raise RequestError(f"reasoning is {quote(reasoning)}, must be an object with effort")
+    # The reasoning itself is returned, so there is no summary of it.
+    check_keys(cast("dict[str, Any]", reasoning), ("effort", "summary", "generate_summary"), "reasoning")
+    effort: Any = cast("dict[str, Any]", reasoning).get("effort")
     instructions: list[Message] = []
     if body.get("instructions"):
         instructions.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -60,6 +76,7 @@ def read(body: Mapping[str, Any], session: Session) -> ClientCall:
         is_stream=boolean(body, "stream"),
         reads_calls=read_tool_choice(body.get("tool_choice"), has_tools=tools is not None),
         max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,
+        overridden=strict_tools(given),
         body=body,
     )
 
@@ -67,6 +84,7 @@ def read(body: Mapping[str, Any], session: Session) -> ClientCall:
 def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
+    check_keys(tool, ("type", "name", "description", "parameters", "strict"), f"tools[{i}]")
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
