@@ -39,14 +39,17 @@ class EvalFile:
         """Append the records of one task with one write; the first one begins the file."""
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(_line(self._header))
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(_line, records)))
+            self.path.write_bytes(_line(self._header))
+        with self.path.open("ab") as file:
+            file.write(b"".join(map(_line, records)))
 
     def _read(self) -> None:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         whole = text[: text.rfind("\n") + 1]
-        lines = [self._decoded(number, line) for number, line in enumerate(whole.splitlines(), 1)]
+        if not whole and _line(self._header).startswith(text.encode()):  # the first write was interrupted
+            self.path.unlink()
+            return
+        lines = [self._decoded(number, line) for number, line in enumerate(whole.split("\n")[:-1], 1)]
         if not lines or "furlong_eval" not in lines[0]:
             raise ConfigError(f"--output {self.path} is not a file of furlong eval: its first line has no header")
         differing = [key for key in {*lines[0], *self._header} if lines[0].get(key) != self._header.get(key)]
@@ -64,7 +67,7 @@ class EvalFile:
             del self.done[key]
         kept = [self._header, *(record for records in self.done.values() for record in records)]
         draft = self.path.with_name(f"{self.path.name}.tmp")
-        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        draft.write_bytes(b"".join(map(_line, kept)))
         draft.replace(self.path)
 
     def _decoded(self, number: int, line: str) -> Record:
@@ -141,5 +144,6 @@ def _answer(sample: Sample) -> dict[str, Any]:
     return {"role": "assistant", "content": sample.response}
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, default=str) + "\n"
+def _line(record: Mapping[str, Any]) -> bytes:
+    """Return one line of UTF-8; half of a surrogate pair becomes JSON's escape of it."""
+    return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"

@@ -94,7 +94,7 @@ def test_commands_daemons_and_forks_end_after_sigkill():
     deadline = time.monotonic() + 10
     while alive(started) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(started) == 4
+    assert len(started) >= 4
     assert alive([*started, before]) == [before], "what ran before is left alone"
     psutil.Process(before).kill()
 

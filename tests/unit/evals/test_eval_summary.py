@@ -74,3 +74,17 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=r"s\.jsonl"):
             EvalFile(path, header, resume=True)
+
+
+def test_transcripts_with_any_text_and_an_interrupted_header_are_read_again(tmp_path):
+    path, header = tmp_path / "s.jsonl", {"samples": 1}
+    texts = ["\u2028 \x85 \x1c\n", "half a pair \ud83d", "日本"]
+    EvalFile(path, header, resume=False).append([record(i, 0, 1.0, transcript=text) for i, text in enumerate(texts)])
+    again = EvalFile(path, header, resume=True)
+    assert [again.done["s", i][0]["transcript"] for i in range(3)] == texts
+    for size in (1, 10):
+        path.write_bytes(path.read_bytes()[:size])
+        again = EvalFile(path, header, resume=True)
+        assert not again.done
+        again.append([record(0, 0, 1.0)])
+        assert len(EvalFile(path, header, resume=True).done) == 1
