@@ -16,6 +16,7 @@ from furlong.errors import DataError
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
 ROLE = "role"  # metadata: which of several agents of an episode the sample is of
+ROLE_GROUP = "role_group"  # metadata: the roles of one episode that the sample's role is compared with
 UNNAMED_ROLE = "policy"  # the role of agents that name none
 
 
@@ -247,6 +248,10 @@ def _is_json(value: Any) -> bool:
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
+def _or_roles(sample: Sample) -> str:
+    return f", or return a dict by role, with a key {sample.metadata[ROLE]!r}" if ROLE in sample.metadata else ""
+
+
 def scalar_reward(sample: Sample, reward_key: str | None) -> float:
     """Return the scalar reward of a sample. Raises DataError naming the sample, the reward and the key."""
     reward = sample.reward
@@ -254,7 +259,7 @@ def scalar_reward(sample: Sample, reward_key: str | None) -> float:
         if reward_key is None:
             raise DataError(
                 f"sample {sample.index} has a dict reward with keys {sorted(reward)}, but --reward-key is not set; "
-                "set --reward-key to one of them"
+                f"set --reward-key to one of them{_or_roles(sample)}"
             )
         if reward_key not in reward:
             raise DataError(f"sample {sample.index}: --reward-key {reward_key} is not in {sorted(reward)}")

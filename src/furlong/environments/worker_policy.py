@@ -73,9 +73,9 @@ class WorkerPolicy:
         """Answer chat messages, as `policy().chat`."""
         return WorkerReply(**await asyncio.wrap_future(self._ask("chat", {"messages": list(messages), **options})))
 
-    def role(self, name: str, *, trainable: bool = True) -> WorkerRole:
+    def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> WorkerRole:
         """Return the policy as one of several agents of the episode."""
-        self._ask("role", {"name": name, "trainable": trainable}).result()
+        self._ask("role", {"name": name, "trainable": trainable, "group": group}).result()
         return WorkerRole(self, name)
 
     async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> WorkerCompletion:

@@ -11,7 +11,7 @@ import numpy as np
 
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
-from furlong.rollout.roles import by_role
+from furlong.rollout.roles import by_baseline
 from furlong.rollout.sample_metrics import reward_label
 
 
@@ -57,7 +57,7 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
 
     With several roles, the rewards of one of them must differ.
     """
-    parts = by_role(s for s in samples if s.status not in (Status.FAILED, Status.ABORTED)).values()
+    parts = by_baseline(s for s in samples if s.status not in (Status.FAILED, Status.ABORTED))
     compared = [[s.get_reward_value(args) for s in part] for part in parts]
     if all(len(rewards) < 2 for rewards in compared):
         return DynamicFilterOutput(False, "too_few_scored")

@@ -123,12 +123,17 @@ class Policy:
             done = await self._full_context([0] * (self.context_len or 0))
         return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
 
-    def role(self, name: str, *, trainable: bool = True) -> RolePolicy:
-        """Return the policy as one of several agents of the episode, whose rewards are compared with its own.
+    def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RolePolicy:
+        """Return the policy as one of several agents of the episode.
 
-        Answers of a role that is not `trainable` are not trained on. Raises RolloutError for an unusable name.
+        Its rewards are compared with those of the same role in other episodes; with `group`, with those of the roles of
+        this episode that have the same one. Answers of a role that is not `trainable` are not trained on.
+        Raises RolloutError for an unusable name.
         """
         check_role(name)
+        if group is not None:
+            check_role(group)
+            self.session_tree.role_groups[name] = group
         if not trainable:
             self.session_tree.frozen_roles.add(name)
         return RolePolicy(self, name)

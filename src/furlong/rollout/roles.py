@@ -1,7 +1,8 @@
 """Roles: several agents in one episode, each with its rewards and its baseline.
 
 A sample's role is in its metadata (`ROLE`), from the session or set by a generate function. Rewards are normalized
-within (prompt group, role), so a solver is compared with solvers of the same prompt only.
+within (prompt group, role), so a solver is compared with solvers of the same prompt only. Roles with a `ROLE_GROUP` are
+compared within their episode, such as solvers of the problem that the proposer of the episode wrote.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.outcome import Outcome
-from furlong.core.sample import ROLE, UNNAMED_ROLE, Group, Sample, Status, scalar_reward
+from furlong.core.sample import ROLE, ROLE_GROUP, UNNAMED_ROLE, Group, Sample, Status, scalar_reward
 from furlong.sessions.samples import ROLES
 
 
@@ -25,16 +26,38 @@ def role_of(sample: Sample) -> str:
 
 def has_roles(samples: Iterable[Sample]) -> bool:
     """Return whether any sample has a role."""
-    return any(ROLE in sample.metadata for sample in samples)
+    return any(ROLE in sample.metadata or ROLE_GROUP in sample.metadata for sample in samples)
 
 
 def baseline_groups(samples: Sequence[Sample], group_ids: Sequence[int]) -> NDArray[np.int64]:
-    """Return a number for each sample that is equal for samples of one prompt group and role, [N]."""
+    """Return a number for each sample that is equal for samples whose rewards are compared, [N]."""
+    if not has_roles(samples):
+        return _numbered(group_ids)
+    return _numbered([(group, _compared(sample)) for group, sample in zip(group_ids, samples, strict=True)])
+
+
+def completions_of_roles(samples: Sequence[Sample], rollout_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Return a number for each sample that is equal for samples of one role in one completion, [N]."""
+    return _numbered([(number, role_of(sample)) for number, sample in zip(rollout_ids, samples, strict=True)])
+
+
+def _numbered(keys: Sequence[Hashable]) -> NDArray[np.int64]:
     numbers: dict[Hashable, int] = {}
-    keys: Iterable[Hashable] = group_ids
-    if has_roles(samples):
-        keys = zip(group_ids, map(role_of, samples), strict=True)
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _compared(sample: Sample) -> Hashable:
+    """Return what samples of one prompt group share whose rewards are compared: the role, or episode and group."""
+    group = sample.metadata.get(ROLE_GROUP)
+    return role_of(sample) if group is None else (sample.index, str(group))
+
+
+def by_baseline(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the samples of one prompt group whose rewards are compared with each other."""
+    parts: dict[Hashable, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        parts[_compared(sample)].append(sample)
+    return [*parts.values()]
 
 
 def by_role(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

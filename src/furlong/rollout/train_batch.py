@@ -18,7 +18,7 @@ from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
 from furlong.rollout.returned_numbers import MAX_ID, returned_integers, returned_numbers, returned_rows
-from furlong.rollout.roles import baseline_groups
+from furlong.rollout.roles import baseline_groups, completions_of_roles
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED
 
 CONVERSION = "--custom-convert-samples-to-train-data-path"
@@ -122,7 +122,7 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion:
         group_ids_N=baseline_groups(
             [samples[i] for i in scored], [_required_id(samples[i].group_index) for i in scored]
         ),
-        rollout_ids_N=np.array([_rollout_key(samples[i]) for i in scored], np.int64),
+        rollout_ids_N=completions_of_roles([samples[i] for i in scored], [_rollout_key(samples[i]) for i in scored]),
         response_lengths_N=np.array([samples[i].response_length for i in scored], np.int64),
         max_response_len=conversion.rollout.rollout_max_response_len or 0,
     )

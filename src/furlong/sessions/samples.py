@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from furlong.core.routing import extend_routes
-from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, UNKNOWN_VERSION, UNNAMED_ROLE, Sample, Status
+from furlong.core.sample import (
+    ROLE,
+    ROLE_GROUP,
+    STATUS_BY_FINISH_REASON,
+    UNKNOWN_VERSION,
+    UNNAMED_ROLE,
+    Sample,
+    Status,
+)
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion
 from furlong.sessions.session import Session
@@ -65,6 +73,8 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
         last.metadata[ROLES] = {leaf.role or UNNAMED_ROLE: leaf.conversation() for leaf in all_leaves}
         for leaf, sample in zip(kept, samples, strict=True):
             sample.metadata[ROLE] = leaf.role or UNNAMED_ROLE
+            if leaf.role in session.role_groups:
+                sample.metadata[ROLE_GROUP] = session.role_groups[leaf.role]
     if session.counts["full_contexts"] and last.status is Status.COMPLETED:
         last.status = Status.TRUNCATED
     return samples

@@ -150,6 +150,7 @@ class Session:
         self.counts: Counter[str] = Counter()  # of ill-formed calls, overridden parameters and kept prefixes
         self.end_reason = ""  # why it has ended; "" while it is open
         self.frozen_roles: set[str] = set()  # whose answers are not trained on
+        self.role_groups: dict[str, str] = {}  # of roles that are compared within the episode
         self._complete = complete
         self._started: Counter[int] = Counter()  # calls by the number of the node that they attach to
         self._asked: Counter[int] = Counter()  # calls by the hash of their prompt

@@ -137,6 +137,29 @@ def test_a_function_may_name_the_roles_of_its_samples():
     assert np.allclose(batch.rewards, [1.5, -0.5, -0.5, -0.5, 0, 0], atol=1e-5)
 
 
+def test_roles_of_a_group_are_compared_within_their_episode():
+    async def propose_and_solve(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        proposed = await policy().role("proposer").chat([{"role": "user", "content": "write a problem"}])
+        for i in range(3):
+            solver = policy().role(f"solver-{i}", group="solver")
+            await solver.chat([{"role": "user", "content": proposed.content}])
+        return sample
+
+    class ByAttempt:
+        async def __call__(self, group: Any) -> list[Outcome]:
+            rows = [(1.0, [1.0, 0.0, 0.0]), (0.0, [1.0, 1.0, 1.0])]  # of the two episodes
+            return [Outcome.scored({"proposer": own, **{f"solver-{i}": each for i, each in enumerate(solved)}})
+                    for own, solved in rows]  # fmt: skip
+
+    samples = play(propose_and_solve, say, num_samples=2, reward=ByAttempt())
+    batch = batch_from_groups(0, [Group(0, samples)], Conversion(algo=AlgoFlags(grpo_std_normalization=False)))
+    assert batch.rewards.tolist() == pytest.approx([0.5, 2 / 3, -1 / 3, -1 / 3, -0.5, 0, 0, 0], abs=1e-6)
+    assert batch.rollout_ids.tolist() == [0] * 4 + [1] * 4, "an episode is one completion"
+    equal = [sample for sample in samples if sample.index == 1]
+    assert not check_reward_nonzero_std(None, equal).keep
+    assert check_reward_nonzero_std(None, samples).keep
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "a/b", "ä"])
 def test_a_role_that_cannot_be_part_of_a_url_is_refused(name: str):
     async def ask(args: Any, sample: Sample, sampling_params: Any) -> Sample:

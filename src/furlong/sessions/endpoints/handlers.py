@@ -57,13 +57,15 @@ class OpenSession:
     requests: OrderedDict[str, AnsweredCall] = field(default_factory=OrderedDict[str, AnsweredCall], repr=False)
     result: dict[str, Any] | None = None
 
-    def role(self, name: str, *, trainable: bool = True) -> RoleAddress:
-        """Return the address of one of several agents of the episode, whose rewards are compared with its own.
+    def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RoleAddress:
+        """Return the address of one of several agents of the episode, as `policy().role`.
 
-        Answers of a role that is not `trainable` are no training samples. Raises RolloutError for a name with other
-        characters than letters, digits, `_`, `-` and `.`.
+        Raises RolloutError for a name with other characters than letters, digits, `_`, `-` and `.`.
         """
         check_role(name)
+        if group is not None:
+            check_role(group)
+            self.session.role_groups[name] = group
         if not trainable:
             self.session.frozen_roles.add(name)
         return RoleAddress(name, f"{self.url}/roles/{name}", f"{self.key}:{name}")
