@@ -89,7 +89,7 @@ def test_an_environment_in_a_process_may_lead_the_conversation():
     assert places[0] - {None} == {os.getpid()} != places[1] - {None}
     assert [facts(sample) for sample in workers] == [facts(sample) for sample in threads]
     assert workers[0].metadata["said"] == "0 is said"
-    assert {sample.metadata["role"] for sample in workers} == {"", "judge"}
+    assert {sample.metadata["role"] for sample in workers} == {"policy", "judge"}
 
 
 FAULTS = {

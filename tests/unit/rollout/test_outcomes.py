@@ -47,7 +47,7 @@ for turn in range(1000):
     if turn == 2 and task["metadata"]["do"] == "hang":
         time.sleep(1000)
     if task["metadata"]["do"] == "wait":
-        time.sleep(0.5 if turn else 0)
+        time.sleep(0.9 if turn else 0)
     messages.append({"role": "user", "content": f"turn {turn}"})
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     url, body = os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps({"messages": messages}).encode()
@@ -118,7 +118,9 @@ class Playing:
         return Step(f"turn {self.turn}", 0.0)
 
 
-def ended(generate: Any, tmp_path: Path, *, ends: dict[str, Any], **flags: Any) -> list[Sample]:
+def ended(
+    generate: Any, tmp_path: Path, *, ends: dict[str, Any], limits: EpisodeLimits = LIMITS, **flags: Any
+) -> list[Sample]:
     """Play one group whose samples behave differently, and return its samples."""
     names, running = list(ends), [0]
 
@@ -138,7 +140,7 @@ def ended(generate: Any, tmp_path: Path, *, ends: dict[str, Any], **flags: Any) 
     lost.clear()
     chat_format()  # its template is proven here, outside the limits
     return play(
-        told, lambda _: "3", num_samples=len(names), label=0.5, args=defaults | flags, limits=LIMITS,
+        told, lambda _: "3", num_samples=len(names), label=0.5, args=defaults | flags, limits=limits,
         session_server=server,
     )  # fmt: skip
 
@@ -162,14 +164,13 @@ def test_of_a_generate_function(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_of_an_environment(kind: str, tmp_path: Path):
     samples = ended(
-        environment_episode.generate, tmp_path, ends=ENDS, environment=(f"{__file__}:Playing",), env_workers=(kind, "4")
+        environment_episode.generate, tmp_path, ends=ENDS, environment=(f"{__file__}:Playing",), env_workers=(kind, "8")
     )
     check(samples, ENDS, COUNTS)
 
 
-def test_of_an_agent_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(agent_function, "load_function", lambda path: solve)
-    samples = ended(agent_function.generate, tmp_path, ends=ENDS, agent_function_path="agent.py:solve")
+def test_of_an_agent_function(tmp_path: Path):
+    samples = ended(agent_function.generate, tmp_path, ends=ENDS, agent_function_path=f"{__file__}:solve")
     scored = ENDS | {"raise": ("", "", Status.COMPLETED)}
     check(samples, scored, COUNTS)
 
@@ -179,6 +180,7 @@ def test_of_a_command(tmp_path: Path):
     ends = {name: end for name, end in ENDS.items() if not name.startswith("lose")}
     ends["raise"] = ("", "", Status.COMPLETED)
     command = f"{sys.executable} -I -S {tmp_path}/agent.py"
-    samples = ended(agent_function.generate, tmp_path, ends=ends, agent_command=command)
+    limits = EpisodeLimits(max_turns=9, tool_s=4.0, episode_s=6.0)  # programs take a while to start
+    samples = ended(agent_function.generate, tmp_path, ends=ends, agent_command=command, limits=limits)
     check(samples, ends, {"policy_limit": 2, "agent_error": 2})
     assert json.dumps(samples[4].metadata["agent_error"])
