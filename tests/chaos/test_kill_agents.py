@@ -8,15 +8,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 from furlong.core.sample_file import load_samples
 from furlong.data.audit import audit
 from furlong.data.ledger import parse_event
 from furlong.loop.checkpoints import GROUPS
-from furlong.sandboxes.supervised_process import MARK
 from runs import Child, flags, free_ports, num_rows, write_prompts
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow
 
@@ -44,24 +43,11 @@ print(json.dumps({"reward": float(os.getpid() % 2)}))
 """
 
 
-def live_agents() -> list[str]:
-    """Return the marks of the commands whose processes run."""
-    found: list[str] = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(MARK)
-            if mark is not None and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(mark)
-        except psutil.Error:
-            continue
-    return found
-
-
 def assert_nothing_is_left(port: int, temporary: Path) -> None:
     deadline = time.monotonic() + 10
-    while (live_agents() or list(temporary.iterdir())) and time.monotonic() < deadline:
+    while (live_commands() or list(temporary.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert live_agents() == []
+    assert live_commands() == {}
     assert list(temporary.iterdir()) == []
     with socket.create_server(("127.0.0.1", port)):
         pass
@@ -84,7 +70,7 @@ def test_run_killed_with_twenty_agents_in_flight_resumes_with_a_clean_ledger(mod
         while run.process.is_alive() and num_rows(tmp_path) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         assert run.process.is_alive(), run.log.read_text()
-        assert len({*live_agents()}) >= 5, "agents were running"
+        assert len(live_commands()) >= 5, "agents were running"
         run.kill()
         assert_nothing_is_left(port, temporary)
         saved = load_samples(max((tmp_path / "save").glob("iter_*[0-9]")) / GROUPS)

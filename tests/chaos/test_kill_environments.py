@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from furlong.data.audit import audit
-from furlong.sandboxes.supervised_process import MARK
 from runs import Child, differences, flags, num_rows, reproducible, rows, write_prompts
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow
 
@@ -67,18 +66,6 @@ def command(model: Path, folder: Path) -> list[str]:
     return [*words, "--environment", *(f"{folder}/environments.py:{entry}" for entry in entries)]
 
 
-def live_processes() -> list[str]:
-    """Return the commands of live processes of environments."""
-    found: list[str] = []
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_a_killed_mixture_of_environments_resumes_exactly_and_accounts_for_every_prompt(model, tmp_path, forked):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
@@ -93,12 +80,12 @@ def test_a_killed_mixture_of_environments_resumes_exactly_and_accounts_for_every
         while run.process.is_alive() and num_rows(killed) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         assert run.process.is_alive(), run.log.read_text()
-        assert live_processes(), "environments run in processes"
+        assert live_commands(), "environments run in processes"
         run.kill()
         deadline = time.monotonic() + 10
-        while live_processes() and time.monotonic() < deadline:
+        while live_commands() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert live_processes() == []
+        assert live_commands() == {}
     last = Child(forked, argv, killed, "last")
     last.process.join(180)
     assert last.process.exitcode == 0, last.log.read_text()

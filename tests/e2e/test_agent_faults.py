@@ -7,14 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from furlong.cli import main
 from furlong.core.sample import Status
-from furlong.sandboxes.supervised_process import MARK
 from furlong.tracking.rollout_dump import load_samples
 from runs import flags, free_ports, rows, train
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # two faults last until the time limit
 
@@ -66,18 +65,6 @@ print(json.dumps({"said": fault or "well"}))
 """
 
 
-def live_commands() -> list[str]:
-    """Return the commands of live processes of agents."""
-    found: list[str] = []
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_each_fault_is_an_outcome_and_leaves_no_process_port_or_folder(model, data, tmp_path, monkeypatch):
     program, launches, temporary = tmp_path / "agent.py", tmp_path / "launches", tmp_path / "temporary"
     program.write_text(AGENT)
@@ -116,7 +103,7 @@ def test_each_fault_is_an_outcome_and_leaves_no_process_port_or_folder(model, da
     assert (row["rollout/episodes/agent_error"], row["rollout/episodes/policy_limit"]) == (3, 2)
     assert main(["report", str(tmp_path / "run"), "--finished"]) == 0
 
-    assert live_commands() == []
+    assert live_commands() == {}
     assert list(temporary.iterdir()) == []
     with socket.create_server(("127.0.0.1", port)):
         pass

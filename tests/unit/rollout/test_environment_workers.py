@@ -7,7 +7,6 @@ import os
 import time
 from typing import Any
 
-import psutil
 import pytest
 
 import process_environments
@@ -15,8 +14,8 @@ from furlong.core.sample import Sample, Status
 from furlong.rollout.environment_episode import generate
 from furlong.rollout.environment_workers import EnvironmentWorkers, close_environment_workers
 from furlong.rollout.episode_limits import EpisodeLimits
-from furlong.sandboxes.supervised_process import MARK
 from scripted_episodes import play
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # starts processes
 FILE = process_environments.__file__
@@ -43,23 +42,12 @@ def played(
 
     running: set[Any] = set()
     samples = play(closing, lambda text: f"{_number(text)} is said", args=args, **options)
-    assert left_behind() == []
+    assert live_commands() == {}
     return samples
 
 
 def _number(conversation: str) -> str:
     return conversation.partition("begin 1+2= ")[2].partition(" ")[0] or "0"
-
-
-def left_behind() -> list[str]:
-    found: list[str] = []
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
 
 
 def processes(samples: list[Sample]) -> list[int]:
@@ -146,7 +134,7 @@ def test_processes_start_when_they_are_needed_and_again_after_they_end():
         fields = {"path": f"{FILE}:Counting", "instance": 0}
         async with workers.seat() as (first, _):
             await first.call("load", fields, lambda: None)
-            assert len(left_behind()) == 2, "a supervisor and one process"
+            assert [len(each) for each in live_commands().values()] == [2], "a supervisor and one process"
             async with workers.seat() as (second, _):
                 assert second is not first
                 await first.end()
@@ -156,7 +144,7 @@ def test_processes_start_when_they_are_needed_and_again_after_they_end():
         await workers.close()
 
     asyncio.run(main())
-    assert left_behind() == []
+    assert live_commands() == {}
 
 
 def test_cpu_bound_steps_leave_the_event_loop_free():
