@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from typing import Any
 
 import pytest
@@ -122,10 +121,9 @@ def test_each_fault_ends_its_episode_and_no_other():
 
 
 def test_time_that_other_episodes_occupy_a_process_does_not_count():
-    samples = played(
-        "Counting?rounds=3&work_s=0.15", workers=("process", "1"), num_samples=6, limits=EpisodeLimits(tool_s=0.6)
-    )
-    assert [sample.reward for sample in samples] == [6.0] * 6
+    entry, limits = "Counting?rounds=1&wait_s=0.4", EpisodeLimits(tool_s=2.5)
+    samples = played(entry, workers=("process", "1"), num_samples=8, limits=limits)
+    assert [sample.reward for sample in samples] == [1.0] * 8
 
 
 def test_processes_start_when_they_are_needed_and_again_after_they_end():
@@ -145,17 +143,3 @@ def test_processes_start_when_they_are_needed_and_again_after_they_end():
 
     asyncio.run(main())
     assert live_commands() == {}
-
-
-def test_cpu_bound_steps_leave_the_event_loop_free():
-    longest = 0.0
-
-    async def pulse() -> None:
-        nonlocal longest
-        for _ in range(60):
-            before = time.thread_time(), time.monotonic()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - before[1] - 0.005)
-
-    played("Counting?rounds=2&work_s=0.3", num_samples=4, client=pulse)
-    assert longest < 0.25, "a step held the event loop"
