@@ -18,8 +18,8 @@ from furlong.errors import InfraError
 class Counting:
     """Rewards each answer by its number; ends after `rounds`."""
 
-    def __init__(self, rounds: int = 2, work_s: float = 0.0, wait_s: float = 0.0) -> None:
-        self.rounds, self.work_s, self.wait_s, self.turn = rounds, work_s, wait_s, 0
+    def __init__(self, rounds: int = 2, wait_s: float = 0.0) -> None:
+        self.rounds, self.wait_s, self.turn = rounds, wait_s, 0
 
     def reset(self, task: Task, seed: int) -> str:
         return f"begin {task.prompt} {task.label} {seed}"
@@ -27,8 +27,6 @@ class Counting:
     def step(self, message: Any) -> Step:
         self.turn += 1
         time.sleep(self.wait_s)
-        if self.work_s:
-            sum(range(int(self.work_s * 3e7)))  # holds the interpreter
         info = {"rounds": self.turn, "process": os.getpid()}
         return Step(f"turn {self.turn}: {message['content']}", float(self.turn), self.turn == self.rounds, info=info)
 
