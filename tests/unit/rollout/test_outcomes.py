@@ -68,7 +68,7 @@ async def behave(do: str, turn: int, key: int) -> bool:
     if do == "raise":
         raise ValueError("a bug")
     if do == "lose" or (do == "lose_once" and key not in lost):
-        lost.add(key)
+        lost.update([key] if do == "lose_once" else [])
         raise InfraError("the sandbox is gone")
     return True
 
@@ -112,7 +112,8 @@ class Playing:
             if self.do == "raise":
                 raise ValueError("a bug")
             if self.do == "lose" or (self.do == "lose_once" and not (self.folder / "lost").exists()):
-                (self.folder / "lost").touch()
+                if self.do == "lose_once":
+                    (self.folder / "lost").touch()
                 raise InfraError("the sandbox is gone")
             return Step(done=True, reward=1.0)
         return Step(f"turn {self.turn}", 0.0)
