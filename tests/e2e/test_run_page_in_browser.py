@@ -31,7 +31,11 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return [write_run(folder / "first", ended=""), write_run(folder / "second", lr=5e-5, num_steps=3)]
+    batches = str(folder / "first" / "train" / "{rollout_id}.safetensors")
+    return [
+        write_run(folder / "first", ended="", save_debug_train_data=batches),
+        write_run(folder / "second", lr=5e-5, num_steps=3),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,15 @@ def test_tokens_have_colors_and_values(browser, url):
     assert colors[:3] == ["", "", ""]
     assert colors[3] != colors[4] != ""
     browser.evaluate("document.querySelectorAll('.token')[4].click()")
-    assert "log-prob of the engine -2" in browser.evaluate("document.querySelector('.tokenline').innerText")
+    values = browser.evaluate("document.querySelector('.tokenline').innerText")
+    assert "log-prob of the engine -2 " in values
+    assert "log-prob of the trainer -1.95 · trainer - engine 0.05 · advantage -0.5 · entropy 1.5 " in values
+    drawn = set()
+    for fact in ("trainer", "difference", "advantage", "entropy", "mask", "version"):
+        browser.evaluate(f"""(() => {{ const colors = [...document.querySelectorAll('.detail select')].at(-1);
+            colors.value = '{fact}'; colors.dispatchEvent(new Event('change')); }})()""")
+        drawn.add(browser.evaluate("document.querySelectorAll('.token')[4].style.backgroundColor"))
+    assert len(drawn) == 6
 
 
 def test_keys_switch_views_and_samples(browser, url):

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from furlong.config.sections import Config
+from furlong.core.batch import RolloutBatch
+from furlong.core.batch_file import save_batch
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.sample_file import save_samples
@@ -38,7 +42,10 @@ def agent_sample(group: int, index: int, last: str) -> Sample:
 def write_run(
     folder: Path, *, num_steps: int = 4, saves_samples: bool = True, ended: str = "end", **flags: Any
 ) -> Path:
-    """Write a run of `num_steps` steps with two groups of two samples each, and an evaluation."""
+    """Write a run of `num_steps` steps with two groups of two samples each, and an evaluation.
+
+    With `save_debug_train_data` among the flags, training batches are written as well.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     template = str(folder / "rollouts" / "{rollout_id}.safetensors") if saves_samples else None
     values = {"hf_checkpoint": str(model_folder()), "num_rollout": num_steps, "save_debug_rollout_data": template}
@@ -58,7 +65,7 @@ def write_run(
     with (folder / "events.jsonl").open("w") as file:
         for number, event in enumerate(events):
             file.write(json.dumps({"time": START + number, **event}) + "\n")
-    _write_groups(folder, template, num_steps)
+    _write_groups(folder, template, num_steps, flags.get("save_debug_train_data"))
     return folder
 
 
@@ -75,7 +82,7 @@ def _write_config(folder: Path, values: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({"config": sections, "sources": sources}))
 
 
-def _write_groups(folder: Path, template: str | None, num_steps: int) -> None:
+def _write_groups(folder: Path, template: str | None, num_steps: int, batches: str | None) -> None:
     ledger = FileLedger(folder / "ledger.jsonl")
     for rollout in range(num_steps):
         groups = [Group(2 * rollout + g, [], epoch=0, row=2 * rollout + g) for g in range(3 if not rollout else 2)]
@@ -95,7 +102,36 @@ def _write_groups(folder: Path, template: str | None, num_steps: int) -> None:
         ledger.trained([group.index for group in groups[:2]], rollout)
         if template is not None:
             save_samples(template.format(rollout_id=rollout), rollout, groups[:2])
+        if batches is not None:
+            _write_batch(Path(batches.format(rollout_id=rollout)), rollout, groups[:2])
     ledger.close()
     if template is not None:
         evaluated = Group(0, [sample_of(0, 0, reward=1.0, response="held out")])
         save_samples(template.format(rollout_id="eval_2"), 2, [evaluated], names=["held"])
+
+
+def _write_batch(path: Path, rollout: int, groups: list[Group]) -> None:
+    """Write the training batch of groups, in which trainer and engine differ by 0.05."""
+    samples = [sample for group in groups for sample in group.samples]
+    count = len(samples)
+    lengths = np.array([sample.response_length for sample in samples])
+    engine = np.concatenate([np.array(sample.rollout_log_probs, np.float32) for sample in samples])
+    path.parent.mkdir(exist_ok=True)
+    batch = RolloutBatch(
+        rollout_id=rollout,
+        tokens=np.concatenate([np.array(sample.tokens, np.int32) for sample in samples]),
+        lengths=lengths + 3,
+        response_lengths=lengths,
+        loss_masks=np.ones(lengths.sum(), np.uint8),
+        rewards=np.ones(count, np.float32),
+        raw_rewards=np.ones(count, np.float32),
+        group_ids=np.array([sample.group_index for sample in samples]),
+        rollout_ids=np.arange(count),
+        sample_ids=np.array([sample.index for sample in samples]),
+        truncated=np.zeros(count, np.uint8),
+        columns={
+            "rollout_log_probs": engine, "train_log_probs": engine + np.float32(0.05),
+            "train_entropy": np.full_like(engine, 1.5), "advantages": np.full_like(engine, -0.5),
+        },
+    )  # fmt: skip
+    save_batch(path, batch)

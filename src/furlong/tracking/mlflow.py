@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.config.sections import TrackFlags
 from furlong.tracking.optional_package import finite, import_optional
+from furlong.tracking.sample_tables import SampleTable
 
 PARAM_CHARS = 6000  # MLflow's limit of a value
 PARAMS_PER_CALL = 100
@@ -45,6 +46,10 @@ class MlflowTracker:
         ]
         for start in range(0, len(records), METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=records[start : start + METRICS_PER_CALL])
+
+    def log_samples(self, table: SampleTable) -> None:
+        """Append a table of samples to the artifact `samples/NAME.json`, which MLflow shows as one table."""
+        self._client.log_table(self._run_id, data=table.columns(), artifact_file=f"{table.key}.json")
 
     def close(self) -> None:
         """Finish the run."""

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from furlong.tracking.sample_tables import COLUMNS, SampleTable
+
 _MASK_DELTA = 0xA282EAD8
 _CRC32C_POLYNOMIAL = 0x82F63B78
 
@@ -31,7 +33,10 @@ class TensorBoardTracker:
         # Imported here to keep the start-up of other runs fast; Any, because protobuf creates its classes at run time.
         event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        tensor: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
+        types: Any = importlib.import_module("tensorboard.compat.proto.types_pb2")
         self._event, self._session, self._summary = event.Event, event.SessionLog, summary.Summary
+        self._metadata, self._tensor, self._string = summary.SummaryMetadata, tensor.TensorProto, types.DT_STRING
         folder.mkdir(parents=True, exist_ok=True)
         self._is_resumed = any(folder.glob("events.out.tfevents.*"))
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
@@ -47,12 +52,29 @@ class TensorBoardTracker:
         values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
+    def log_samples(self, table: SampleTable) -> None:
+        """Write a table of samples, which TensorBoard shows among the texts."""
+        cells = [[name.encode() for name in COLUMNS], *([_cell(value) for value in row] for row in table.rows)]
+        tensor = self._tensor(dtype=self._string, string_val=[cell for row in cells for cell in row])
+        for size in (len(cells), len(COLUMNS)):
+            tensor.tensor_shape.dim.add(size=size)
+        shown_as = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+        value = self._summary.Value(tag=table.key, tensor=tensor, metadata=shown_as)
+        self._write(self._event(wall_time=time.time(), step=table.step, summary=self._summary(value=[value])))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _write(self, event: Any) -> None:
         self._file.write(record_from(event.SerializeToString()))
+
+
+def _cell(value: Any) -> bytes:
+    """Return a value in Markdown: texts as code, so that nothing in them is markup."""
+    if isinstance(value, str):
+        value = "\n".join(f"    {line}" for line in value.splitlines())
+    return ("" if value is None else str(value)).encode()
 
 
 def record_from(data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from furlong.errors import ConfigError
 from furlong.interfaces import Tracker
 from furlong.tracking.run_files import StepFile
+from furlong.tracking.sample_tables import SampleTables, SampleTracker
 
 logger = logging.getLogger(__name__)
 
@@ -18,20 +19,21 @@ logger = logging.getLogger(__name__)
 class Trackers:
     """Passes every record to each tracker, and calls a tracker that failed again at the next step.
 
+    Trackers that show samples also get the tables of `samples`.
     The first failure of a tracker is logged as a warning with its traceback; the total is logged at `close` and is in
     `failures`.
 
     >>> trackers = Trackers.open({"jsonl": lambda: JsonlTracker(Path("outputs/x/metrics.jsonl"))})
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = dict(trackers)
+    def __init__(self, trackers: Mapping[str, Tracker], samples: SampleTables | None = None) -> None:
+        self._trackers, self._samples = dict(trackers), samples
         self.failures: Counter[str] = Counter()
 
     @staticmethod
-    def open(builders: Mapping[str, Callable[[], Tracker]]) -> Trackers:
+    def open(builders: Mapping[str, Callable[[], Tracker]], samples: SampleTables | None = None) -> Trackers:
         """Build each tracker. One that cannot be opened counts as failed and is left out; ConfigError propagates."""
-        trackers = Trackers({})
+        trackers = Trackers({}, samples)
         for name, build in builders.items():
             try:
                 trackers._trackers[name] = build()
@@ -42,10 +44,13 @@ class Trackers:
         return trackers
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step in every tracker."""
+        """Record one step in every tracker, with the tables of samples up to it."""
+        tables = [] if self._samples is None else self._samples.take(step)
         for name, tracker in self._trackers.items():
             try:
                 tracker.log(step, metrics)
+                for table in tables if isinstance(tracker, SampleTracker) else ():
+                    tracker.log_samples(table)
             except Exception as error:  # noqa: BLE001  tracker boundary
                 self._report(name, f"record step {step}", error)
 

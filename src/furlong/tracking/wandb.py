@@ -10,6 +10,7 @@ from typing import Any
 from furlong.config.sections import TrackFlags
 from furlong.errors import ConfigError
 from furlong.tracking.optional_package import finite, import_optional
+from furlong.tracking.sample_tables import COLUMNS, TRAINED, SampleTable
 
 _SECTIONS = {
     "train": "train/step",
@@ -52,6 +53,7 @@ class WandbTracker:
         except wandb.errors.UsageError as error:
             raise ConfigError(f"--use-wandb: {error}; or pass --wandb-mode offline") from error
         axes = dict.fromkeys(_SECTIONS, "train/step") if flags.wandb_always_use_train_step else _SECTIONS
+        self._axes, self._table = axes, wandb.Table
         for section, axis in axes.items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{section}/*", step_metric=axis)
@@ -63,6 +65,12 @@ class WandbTracker:
         for axis in {_SECTIONS[section] for section in sections if section in _SECTIONS} | {"train/step"}:
             record.setdefault(axis, step)
         self._run.log(record)
+
+    def log_samples(self, table: SampleTable) -> None:
+        """Report a table of samples at its step."""
+        shown = self._table(columns=list(COLUMNS), data=table.rows, allow_mixed_types=True)
+        axis = self._axes["rollout" if table.name == TRAINED else "eval"]
+        self._run.log({table.key: shown, axis: table.step})
 
     def close(self) -> None:
         """Finish the run."""

@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,19 @@ from furlong.view.sample_files import SampleFile, dump_path, sample_files
 logger = logging.getLogger(__name__)
 
 PAGE = 50
-FORMAT = 1  # of the index; another one is built again
+FORMAT = 2  # of the index; another one is built again
 STORED_CHARS = 2000  # of a prompt or response, for the search and the list
 LISTED_CHARS = 160
 COLUMNS = (
-    "file", "pos", "step", "rollout", "is_eval", "name", "grp", "idx", "reward", "status", "prompt", "response",
-    "label", "prompt_len", "response_len", "mean_logp",
+    "file", "pos", "step", "rollout", "is_eval", "name", "grp", "idx", "reward", "status", "prompt_len",
+    "response_len", "mean_logp",
 )  # fmt: skip
+TEXTS = ("prompt", "response", "label")  # in a table of their own, so that filters and orders read short rows only
 SCHEMA = f"""
-create table if not exists files (path text primary key, stamp text, problem text);
+create table if not exists files (id integer primary key, path text unique, stamp text, problem text);
 create table if not exists samples ({", ".join(COLUMNS)}, primary key (file, pos)) without rowid;
-create index if not exists by_step on samples (step, grp, pos);
+create index if not exists by_step on samples (is_eval, step desc, grp, pos);
+create table if not exists texts (file, pos, {", ".join(TEXTS)}, primary key (file, pos)) without rowid;
 """
 
 
@@ -93,29 +95,33 @@ class SampleIndex:
         path, problem = str(file.path), ""
         _forget(db, path)
         try:
-            rows = list(self._rows(file))
+            samples = list(self._samples(file))
         except DataError as error:
-            rows, problem = [], str(error)
-        marks = ",".join("?" * len(COLUMNS))
-        db.executemany(f"insert into samples values ({marks})", rows)
-        db.execute("insert into files values (?, ?, ?)", (path, stamp, problem))
+            samples, problem = [], str(error)
+        number = db.execute(
+            "insert into files (path, stamp, problem) values (?, ?, ?)", (path, stamp, problem)
+        ).lastrowid
+        places = [(number, pos) for pos in range(len(samples))]
+        rows = [(*place, *values) for place, (values, _) in zip(places, samples, strict=True)]
+        texts = [(*place, *values) for place, (_, values) in zip(places, samples, strict=True)]
+        db.executemany(f"insert into samples values ({','.join('?' * len(COLUMNS))})", rows)
+        db.executemany(f"insert into texts values ({','.join('?' * (2 + len(TEXTS)))})", texts)
         db.commit()
 
-    def _rows(self, file: SampleFile) -> list[tuple[Any, ...]]:
+    def _samples(self, file: SampleFile) -> Iterator[tuple[tuple[Any, ...], tuple[str, ...]]]:
+        """Yield the values of `COLUMNS` after the place, and the texts, of each sample."""
         dump = load_samples(file.path)
-        rows: list[tuple[Any, ...]] = []
         for group, name in zip(dump.groups, dump.names, strict=True):
             for sample in group.samples:
-                rows.append(self._row(file, len(rows), group.index, name, sample))
-        return rows
+                texts = (prompt_text(sample.prompt), sample.response, label_text(sample.label))
+                yield self._row(file, group.index, name, sample), tuple(text[:STORED_CHARS] for text in texts)
 
-    def _row(self, file: SampleFile, pos: int, group: int, name: str, sample: Sample) -> tuple[Any, ...]:
+    def _row(self, file: SampleFile, group: int, name: str, sample: Sample) -> tuple[Any, ...]:
         pairs = zip(sample.rollout_log_probs or [], mask_of(sample), strict=False)  # user code may set other lengths
         log_probs = [log_prob for log_prob, is_trained in pairs if is_trained]
         return (
-            str(file.path), pos, file.step, file.rollout_id, int(file.is_eval), name, group, sample.index,
-            reward_number(sample, self._reward_key), sample.status.value, prompt_text(sample.prompt)[:STORED_CHARS],
-            sample.response[:STORED_CHARS], label_text(sample.label)[:STORED_CHARS], sample.prompt_length,
+            file.step, file.rollout_id, int(file.is_eval), name, group, sample.index,
+            reward_number(sample, self._reward_key), sample.status.value, sample.prompt_length,
             sample.response_length, sum(log_probs) / len(log_probs) if log_probs else None,
         )  # fmt: skip
 
@@ -146,10 +152,12 @@ class SampleIndex:
             total = db.execute(f"select count(*) from samples {where}", values).fetchone()[0]
             query = f"select * from samples {where} order by {order} limit ? offset ?"
             found = [dict(row) for row in db.execute(query, (*values, limit, offset))]
-        for row in found:
-            row["file"] = Path(row["file"]).name
-            for name in ("prompt", "response", "label"):
-                row[name] = row[name][:LISTED_CHARS]
+            for row in found:
+                place = (row["file"], row["pos"])
+                texts = db.execute("select * from texts where file = ? and pos = ?", place).fetchone()
+                row |= {name: texts[name][:LISTED_CHARS] for name in TEXTS}
+                path = db.execute("select path from files where id = ?", place[:1]).fetchone()[0]
+                row["file"] = Path(path).name
         return {"total": total, "rows": found}
 
     def file_named(self, name: str) -> SampleFile | None:
@@ -158,7 +166,7 @@ class SampleIndex:
 
 
 ORDERS = {
-    "": "step desc, is_eval, grp, pos",
+    "": "step desc, grp, pos",
     "reward": "reward, step desc, pos",
     "-reward": "reward desc, step desc, pos",
     "-length": "response_len desc, step desc, pos",
@@ -170,7 +178,7 @@ CONDITIONS = {
     "reward_max": "reward <= ?",
     "status": "status = ?",
     "group": "grp = ?",
-    "set": "is_eval and name = ?",
+    "set": "name = ?",
     "index": "idx = ?",
 }  # by the name of a filter
 
@@ -182,18 +190,20 @@ def _where(filters: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
         if filters.get(name) not in (None, ""):
             parts.append(condition)
             values.append(filters[name])
-    if not filters.get("set"):
-        parts.append("not is_eval")
+    parts.append("is_eval = 1" if filters.get("set") else "is_eval = 0")
     if text := filters.get("text"):
         escaped = str(text).replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        parts.append("(prompt like ? escape '\\' or response like ? escape '\\')")
+        matching = "select file, pos from texts where prompt like ? escape '\\' or response like ? escape '\\'"
+        parts.append(f"(file, pos) in ({matching})")
         values += [f"%{escaped}%"] * 2
-    return f"where {' and '.join(parts)}" if parts else "", values
+    return f"where {' and '.join(parts)}", values
 
 
 def _forget(db: sqlite3.Connection, path: str) -> None:
-    db.execute("delete from samples where file = ?", (path,))
-    db.execute("delete from files where path = ?", (path,))
+    for (number,) in db.execute("select id from files where path = ?", (path,)).fetchall():
+        db.execute("delete from samples where file = ?", (number,))
+        db.execute("delete from texts where file = ?", (number,))
+        db.execute("delete from files where id = ?", (number,))
 
 
 def _stamp(path: Path) -> str | None:

@@ -143,4 +143,4 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
         builders["mlflow"] = lambda: MlflowTracker(track, values)
     if track.use_swanlab:
         builders["swanlab"] = lambda: SwanlabTracker(track, values, context.folder)
-    return Trackers.open(builders)
+    return Trackers.open(builders, context.tables)

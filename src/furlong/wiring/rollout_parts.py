@@ -174,7 +174,7 @@ def _engine_rollout(
         print_every=config.debug.debug_rollout_print_every,
         eval_sets=eval_sets,
         report=_report(context),
-        on_groups=context.dumps.save,
+        on_groups=context.record_rollout,
         order=order,
         pool=_pool(context, order),
     )
@@ -331,7 +331,7 @@ def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalS
         generation=generation,
         reward_key=spec.reward_key,
         pass_k=context.config.eval.eval_pass_k or True,
-        on_samples=context.dumps.save_evaluation,
+        on_samples=context.record_evaluation,
     )
 
 

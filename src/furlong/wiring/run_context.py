@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import torch
 from furlong.config.args_view import Args
 from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
+from furlong.core.sample import Group, Sample
 from furlong.models.hf_model import context_length, vocabulary_size
 from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer, read_template
@@ -22,6 +23,7 @@ from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
+from furlong.tracking.sample_tables import TRAINED, SampleTables
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.session_server import SessionServer
@@ -48,6 +50,7 @@ class RunContext:
     device: str
     dtype: torch.dtype
     dumps: RolloutDumps
+    tables: SampleTables = field(default_factory=lambda: SampleTables(None))
     rewards: list[GroupReward] = field(default_factory=list[GroupReward])
     verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
     files: list[StepFile] = field(default_factory=list[StepFile])
@@ -72,7 +75,18 @@ class RunContext:
             device=device,
             dtype=_training_dtype(config, device),
             dumps=RolloutDumps(config.debug.save_debug_rollout_data),
+            tables=SampleTables(config.track.log_samples),
         )
+
+    def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
+        """Dump the groups of a training rollout, and show samples to trackers, if flags ask for that."""
+        self.dumps.save(rollout_id, groups)
+        self.tables.add(rollout_id + 1, TRAINED, [sample for group in groups for sample in group.samples])
+
+    def record_evaluation(self, rollout_id: int, name: str, samples: Sequence[Sample]) -> None:
+        """Do the same with the samples of an evaluation set."""
+        self.dumps.save_evaluation(rollout_id, name, samples)
+        self.tables.add(rollout_id, name, samples)
 
     @property
     def reads_prompt_file(self) -> bool:

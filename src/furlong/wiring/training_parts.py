@@ -21,6 +21,7 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
 from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
+from furlong.core.files import atomic_file
 from furlong.core.model_config import read_json
 from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.scheme import QuantizationScheme
@@ -310,9 +311,8 @@ def _train_dump(context: RunContext, rank: int) -> Callable[[RolloutBatch], None
     def dump(batch: RolloutBatch) -> None:
         path = Path(template.replace("{rollout_id}", str(batch.rollout_id)).replace("{rank}", str(rank)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_name(f"{path.name}.partial")
-        save_batch(partial_path, batch)
-        partial_path.replace(path)  # the batch is written again with the values of the training pass
+        with atomic_file(path) as temporary:  # the values of the training pass are added to a batch that is there
+            save_batch(temporary, batch)
 
     return dump
 

@@ -82,6 +82,12 @@ class TrackFlags:
     log_multi_turn: bool = flag(False, "Report the number of turns and observation lengths of multi-turn samples.")
     log_correct_samples: bool = flag(False, "Report lengths of correct samples separately.")
     log_reward_category: str | None = flag(None, "Key of an object reward whose values are counted.")
+    log_samples: int | None = flag(
+        None,
+        "Number of samples of each rollout and evaluation to show as a table in TensorBoard, W&B, Trackio, MLflow and "
+        "SwanLab, where they are uploaded. Default: none.",
+        within="[1, inf)",
+    )
     use_tensorboard: bool = flag(True, "Write TensorBoard files to the run directory.", kind="tristate")
     tb_project_name: str | None = flag(None, "Directory of TensorBoard runs.", needs="use_tensorboard")
     tb_experiment_name: str | None = flag(None, "Name of the run in TensorBoard.", needs="use_tensorboard")

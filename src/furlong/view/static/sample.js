@@ -52,9 +52,16 @@ function background([, kind, low, high], value) {
   const share = Math.min(1, Math.max(0, (value - low) / (high - low)));
   if (kind === "signed") {
     const side = share * 2 - 1;
-    return `hsl(${side < 0 ? 12 : 170} 80% 45% / ${(Math.abs(side) * 0.5).toFixed(3)})`;
+    return `hsl(${side < 0 ? 12 : 170} 80% 45% / ${(Math.abs(side) * 0.45).toFixed(3)})`;
   }
   return `hsl(12 85% 50% / ${((1 - share) * 0.55).toFixed(3)})`;
+}
+
+/** What the colors of a fact mean. */
+function legend([label, kind, low, high]) {
+  if (kind === "cycle") return `${label}: a hue for each`;
+  if (kind === "signed") return `${label}: red below 0, green above, strongest at ±${num(high)}`;
+  return `${label}: strongest at ${num(low)}, none at ${num(high)}`;
 }
 
 function visible(piece) {
@@ -81,6 +88,7 @@ function drawTokens(place, sample, facts, line) {
     line.textContent = `token ${i}, id ${tokens.ids[i]}: ${values.join(" · ")}`;
   };
   fill(place, h("div", { class: "tokens", onmouseover: explain, onclick: explain }, spans),
+    fact ? h("p", { class: "muted" }, `${legend(fact)}.`) : null,
     tokens.num_cut ? note(`${tokens.num_cut} more tokens are not shown.`) : null);
 }
 

@@ -3,7 +3,7 @@ import { h, fill, num, choice, field, pager, columns, note } from "./elements.js
 import { get, isExport } from "./source.js";
 import { showSample } from "./sample.js";
 
-const PAGE = 50;
+const PAGE = 50, MANY_STEPS = 300;  // more steps are typed, not chosen from a list
 
 /** What to do when a run has no samples to show; null if it has some. */
 export function missing(facts) {
@@ -24,7 +24,9 @@ function controls(facts, filters, change) {
     value: filters[name] ?? "", size: 6, ...more, onchange: (event) => set(name)(event.target.value.trim()),
   }));
   return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
-    field("Step", choice([["", "all"], ...facts.steps.toReversed().map((step) => [step, step])], filters.step ?? "", set("step"))),
+    facts.steps.length > MANY_STEPS
+      ? typed("step", "Step", { inputMode: "numeric", placeholder: `${facts.steps[0]}–${facts.steps.at(-1)}` })
+      : field("Step", choice([["", "all"], ...facts.steps.toReversed().map((step) => [step, step])], filters.step ?? "", set("step"))),
     field("Status", choice([["", "all"], ...facts.statuses.map((s) => [s, s])], filters.status ?? "", set("status"))),
     typed("reward_min", "Reward from", { inputMode: "decimal" }), typed("reward_max", "to", { inputMode: "decimal" }),
     typed("group", "Group", { inputMode: "numeric" }),
