@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from furlong.tracking.sample_tables import SampleTable
 PARAM_CHARS = 6000  # MLflow's limit of a value
 PARAMS_PER_CALL = 100
 METRICS_PER_CALL = 1000
+STEPS_PER_TABLE = 200
 NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # in names of metrics: `eval/x-pass@2` becomes `eval/x-pass_2`
 
 
@@ -25,6 +27,7 @@ class MlflowTracker:
 
     def __init__(self, flags: TrackFlags, config: Mapping[str, Any]) -> None:
         mlflow = import_optional("mlflow", "--use-mlflow")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would be in the run's log
         self._entities: Any = mlflow.entities
         self._client: Any = mlflow.MlflowClient(tracking_uri=flags.mlflow_tracking_uri)
         experiment = self._client.get_experiment_by_name(flags.tracker_project)
@@ -48,8 +51,10 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=records[start : start + METRICS_PER_CALL])
 
     def log_samples(self, table: SampleTable) -> None:
-        """Append a table of samples to the artifact `samples/NAME.json`, which MLflow shows as one table."""
-        self._client.log_table(self._run_id, data=table.columns(), artifact_file=f"{table.key}.json")
+        """Append a table of samples to an artifact, which MLflow shows as a table of `STEPS_PER_TABLE` steps."""
+        first = table.step // STEPS_PER_TABLE * STEPS_PER_TABLE
+        name = f"{table.key}-{first:06d}.json"  # MLflow reads and writes the whole file for each step
+        self._client.log_table(self._run_id, data=table.columns(), artifact_file=name)
 
     def close(self) -> None:
         """Finish the run."""

@@ -112,7 +112,7 @@ def test_mlflow_itself_stores_metrics_flags_and_samples(tmp_path):
     assert len(run.data.params) == 152
     assert run.data.metrics == {"train/loss": 0.5, "eval/x-pass_2": 0.25}
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2]
-    stored = json.loads(next(tmp_path.glob("artifacts/**/samples/rollout.json")).read_text())
+    stored = json.loads(next(tmp_path.glob("artifacts/**/samples/rollout-000000.json")).read_text())
     assert stored["columns"] == list(COLUMNS)
     assert [(row[0], row[3], row[7]) for row in stored["data"]] == [
         (step, reward, HOSTILE) for step in (1, 2) for reward in (1.0, '{"right": 1}')
