@@ -60,6 +60,8 @@ class SampleIndex:
         self._path = cache / f"{digest}.sqlite"
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._listed: tuple[int, dict[str, SampleFile]] = (-1, {})
+        self._indexed = -1  # time of the folder's last change when all of its files were indexed
         with closing(self._open()) as db:
             db.executescript(SCHEMA)
 
@@ -70,10 +72,24 @@ class SampleIndex:
         db.row_factory = sqlite3.Row
         return db
 
+    def _files(self) -> tuple[int, dict[str, SampleFile]]:
+        """Return the time of the folder's last change and its dumps by name, listed again if it has changed."""
+        path = dump_path(self._folder, self._flags)
+        changed = path.parent.stat().st_mtime_ns if path is not None and path.parent.is_dir() else 0
+        if changed != self._listed[0]:
+            self._listed = changed, {file.path.name: file for file in sample_files(self._folder, self._flags)}
+        return self._listed
+
     def update(self) -> int:
-        """Index dumps that are new or have changed, and forget deleted ones; returns the number indexed."""
+        """Index dumps that are new or have changed, and forget deleted ones; returns the number indexed.
+
+        Furlong renames dumps into place, which changes their folder; without a change there is nothing to do.
+        """
+        changed, named = self._files()
+        if changed == self._indexed:
+            return 0
         with self._lock, closing(self._open()) as db:
-            files = {str(file.path): file for file in sample_files(self._folder, self._flags)}
+            files = {str(file.path): file for file in named.values()}
             known = {row["path"]: row["stamp"] for row in db.execute("select path, stamp from files")}
             for path in known.keys() - files.keys():
                 _forget(db, path)
@@ -85,6 +101,8 @@ class SampleIndex:
                     continue
                 self._add(db, file, stamp)
                 count += 1
+            if not self._ended.is_set():
+                self._indexed = changed
             return count
 
     def close(self) -> None:
@@ -127,7 +145,7 @@ class SampleIndex:
 
     def facts(self) -> dict[str, Any]:
         """Return what the filters offer: steps, statuses, evaluation sets, damaged files, and files not indexed yet."""
-        files = sample_files(self._folder, self._flags)
+        files = self._files()[1]
         with closing(self._open()) as db:
             done = db.execute("select count(*) from files").fetchone()[0]
             steps = db.execute("select distinct step, is_eval from samples order by step").fetchall()
@@ -162,7 +180,7 @@ class SampleIndex:
 
     def file_named(self, name: str) -> SampleFile | None:
         """Return the dump with this file name, None if the run has none."""
-        return next((file for file in sample_files(self._folder, self._flags) if file.path.name == name), None)
+        return self._files()[1].get(name)
 
 
 ORDERS = {
