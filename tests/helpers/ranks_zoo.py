@@ -4,6 +4,8 @@
 
 A case is {"name", "function", "world", "args"}, plus "module" if the function is in another module. It starts when
 fewer than "at_once" cases (default 1) run. With "is_after" it starts when no case runs, since it reads earlier output.
+Up to "together" cases (default 1) that follow each other with the same "world" run one by one in the same processes,
+so that they share the warm-up of a process.
 MODULE.function(ranks, folder, **args) runs on each rank, connected over gloo, or over NCCL if args have the device
 "cuda". The result is written to FOLDER/<name>-<rank>.json. If a rank fails, its case is terminated; all processes end
 by the deadline.
@@ -104,40 +106,44 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _rank(module: str, folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
+def _rank(module: str, folder: Path, cases: list[dict[str, Any]], rank: int, port: int) -> None:
     import torch.distributed
 
     from furlong.training.ranks import Ranks, join
 
-    args = dict(case["args"])
-    sizes = {name: args.pop(name, 1) for name in ("replicate", "context", "tensor", "pipeline")}
-    ranks = Ranks(rank, case["world"], **sizes)
-    on_gpu = args.get("device") == "cuda"
+    first, world = cases[0], cases[0]["world"]
+    on_gpu = first["args"].get("device") == "cuda"
     if on_gpu:
-        take_gpu(rank, case["world"], case.get("first_gpu", 0))
-    if ranks.world_size > 1:
+        take_gpu(rank, world, first.get("first_gpu", 0))
+    if world > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=60)
-        join(rank=rank, world_size=case["world"], address="127.0.0.1", port=port, backend=backend, timeout=timeout)
-    result = getattr(importlib.import_module(case.get("module", module)), case["function"])(ranks, folder, **args)
-    (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(result))
-    if on_gpu:
-        ranks.leave()
-    elif torch.distributed.is_initialized():  # the case may have left; no interpreter exit follows
-        ranks.wait()  # others may still read from this rank's sockets
+        join(rank=rank, world_size=world, address="127.0.0.1", port=port, backend=backend, timeout=timeout)
+    for case in cases:
+        args = dict(case["args"])
+        sizes = {name: args.pop(name, 1) for name in ("replicate", "context", "tensor", "pipeline")}
+        ranks = Ranks(rank, world, **sizes)
+        result = getattr(importlib.import_module(case.get("module", module)), case["function"])(ranks, folder, **args)
+        (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(result))
+        if on_gpu:
+            ranks.leave()
+        elif torch.distributed.is_initialized():  # the case may have left; no interpreter exit follows
+            ranks.wait()  # others may still read from this rank's sockets
+        if case is not cases[-1]:  # a process has one layout of Megatron-core at a time
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
 
 
 class _Running:
-    """The forked processes of one case."""
+    """The forked processes of one case, or of several."""
 
-    def __init__(self, module: str, folder: Path, case: dict[str, Any]) -> None:
-        self.name, self.started, self.failed = case["name"], time.monotonic(), False
-        self.pids = set[int]()
+    def __init__(self, module: str, folder: Path, cases: list[dict[str, Any]]) -> None:
+        self.name, self.started = ", ".join(case["name"] for case in cases), time.monotonic()
+        self.failed, self.pids = False, set[int]()
         port = free_port()
-        for rank in range(case["world"]):
+        for rank in range(cases[0]["world"]):
             if (pid := os.fork()) == 0:
                 code = 1
                 try:
-                    _rank(module, folder, case, rank, port)
+                    _rank(module, folder, cases, rank, port)
                     code = 0
                 except BaseException:  # noqa: BLE001  the process ends here
                     _say(f"--- {self.name}, rank {rank}\n{traceback.format_exc()}")
@@ -171,7 +177,7 @@ def _run_all(module: str, folder: Path, cases: list[dict[str, Any]], deadline: f
     left, running, failed = cases[::-1], list[_Running](), False
     while (left or running) and not failed and time.monotonic() < deadline:
         while left and len(running) < left[-1].get("at_once", 1) and not (running and left[-1].get("is_after")):
-            running.append(_Running(module, folder, left.pop()))
+            running.append(_Running(module, folder, _taken(left)))
         going = [case for case in running if case.look()]
         failed = any(case.failed for case in running)
         running = running if failed else going
@@ -181,6 +187,16 @@ def _run_all(module: str, folder: Path, cases: list[dict[str, Any]], deadline: f
     for case in running:
         case.end()
     return not failed and not left and not running
+
+
+def _taken(left: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Remove the next case, and those that run in the same processes, from the end of `left`."""
+    cases = [left.pop()]
+    while left and len(cases) < left[-1].get("together", 1):
+        if left[-1]["world"] != cases[0]["world"] or left[-1].get("is_after"):
+            break
+        cases.append(left.pop())
+    return cases
 
 
 def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool:
@@ -222,7 +238,7 @@ def main() -> None:
     module, folder, deadline_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     cases = json.load(sys.stdin)
     if len(sys.argv) == 6:  # run one rank of one case on a GPU
-        _rank(module, folder, cases, int(sys.argv[5]), int(sys.argv[4]))
+        _rank(module, folder, [cases], int(sys.argv[5]), int(sys.argv[4]))
         return
     importlib.import_module(module)
     gc.freeze()  # garbage collection in forked ranks would copy all pages

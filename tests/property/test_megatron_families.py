@@ -140,7 +140,7 @@ def outcomes(tmp_path_factory):
     fsdp = {f"fsdp-{name}": (1, {"family": name, "backend": "fsdp", "save_as": f"fsdp-{name}"}) for name in MODELS}
     megatron = {
         name: (world, {"family": family, "backend": "megatron", "save_as": name if world == 4 else "", **layout})
-        for name, (family, world, layout) in LAYOUTS.items()
+        for name, (family, world, layout) in sorted(LAYOUTS.items(), key=lambda layout: layout[1][1])
     }
     resumed = {
         f"resumed-{name}": (world, args | {"resume": f"fsdp-{LAYOUTS[name][0]}", "save_as": ""})
@@ -164,7 +164,7 @@ def outcomes(tmp_path_factory):
     )
     # Ranks wait for each other half of the time, so two cases run at once; the first that reads others' files waits.
     after = (next(iter(resumed)), f"loaded-{next(iter(LOADED))}")
-    cases = [{**case, "at_once": 2, "is_after": case["name"] in after} for case in cases]
+    cases = [{**case, "at_once": 2, "together": 6, "is_after": case["name"] in after} for case in cases]
     return plain, run_cases("megatron_cases", folder, cases, deadline_s=240), folder
 
 

@@ -68,7 +68,8 @@ def outcomes(tmp_path_factory):
             world, sizes = LAYOUTS[name]
             case = {"name": f"{name}-{kind}", "function": "balanced", "world": world, "args": args | sizes}
             cases.append(case)
-    return run_cases("megatron_routing_cases", folder, [case | {"at_once": 2} for case in cases], deadline_s=240)
+    cases = [case | {"at_once": 2, "together": 4} for case in sorted(cases, key=lambda case: case["world"])]
+    return run_cases("megatron_routing_cases", folder, cases, deadline_s=240)
 
 
 @pytest.mark.parametrize(("name", "replay"), CASES)
