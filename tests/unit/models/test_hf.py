@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
-from furlong.core.verified_tensors import open_unverified
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf_model as hf
 from furlong.models.hf_folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
+from furlong.models.quantized_folder import folder_scheme
 from furlong.models.tokenizer import IM_END, SPECIALS, build_tokenizer, load_tokenizer
 from models_zoo import FAMILIES, family_config
 
@@ -43,12 +43,12 @@ def test_a_loaded_model_does_not_depend_on_its_file(tiny):
 
 
 def test_a_weight_file_that_is_cut_during_a_load_is_named(tiny, monkeypatch):
-    def open_and_cut(path):
-        file = open_unverified(path)
-        os.truncate(path, path.stat().st_size // 2)
-        return file
+    def read_scheme_and_cut(folder):  # the file is open by then
+        scheme = folder_scheme(folder)
+        os.truncate(folder / "model.safetensors", 100_000)
+        return scheme
 
-    monkeypatch.setattr(hf, "open_unverified", open_and_cut)
+    monkeypatch.setattr(hf, "folder_scheme", read_scheme_and_cut)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was cut off at byte"):
         hf.load_model(tiny)
 

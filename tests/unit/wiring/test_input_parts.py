@@ -22,7 +22,7 @@ def test_the_middle_of_an_environments_own_prompt_file_is_compared(tmp_path: Pat
     for path in paths:
         write_rows(path)
     entries = [f"mine:Game?name={path.stem}&prompt_data={path}" for path in paths]
-    config = parse(["--environment", *entries, "--prompt-data", str(paths[0])])
+    config = parse(["--environment", *entries, "--prompt-data", str(paths[0])]).config
     assert prompt_paths(config) == [str(path) for path in paths]
 
     def inputs() -> RunInputs:
@@ -40,6 +40,6 @@ def test_the_middle_of_an_environments_own_prompt_file_is_compared(tmp_path: Pat
 
 
 def test_environments_without_prompts_of_their_own_share_one_file(tmp_path: Path) -> None:
-    config = parse(["--environment", "mine:A", "mine:B", "--prompt-data", "p.jsonl"])
+    config = parse(["--environment", "mine:A", "mine:B", "--prompt-data", "p.jsonl"]).config
     assert prompt_paths(config) == ["p.jsonl", "p.jsonl"]
-    assert prompt_paths(parse(["--prompt-data", "p.jsonl"])) == ["p.jsonl"]
+    assert prompt_paths(parse(["--prompt-data", "p.jsonl"]).config) == ["p.jsonl"]
