@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from furlong import errors
 from furlong.config.hooks import load_function
+from furlong.core.forked_processes import forks_end_here, forks_leave_loop
 from furlong.core.json_lines import decode_line, encode_line
 from furlong.core.process_tree import close_in_forked_children
 from furlong.core.sample import Sample
@@ -113,19 +114,17 @@ class EnvironmentWorker:
                 self._write({"id": call.id, "error": {"name": "RolloutError", "text": "the call was withdrawn"}})
                 continue
             self._write({"started": call.id})
-            pid = os.getpid()
             try:
-                answer = {"value": call.form(call.function())}
+                with forks_end_here():
+                    answer = {"value": call.form(call.function())}
             except BaseException as error:  # noqa: BLE001  the run raises it
                 answer = {"error": error_fields(error)}
-            if os.getpid() != pid:
-                os.write(2, b"an environment forked, and its child returned; call os._exit() in it\n")
-                exit_process(1)
             self._withdrawn.discard(call.id)
             self._answer(call.id, answer)
 
     def _run_loop(self) -> None:
-        self._loop.run_forever()
+        with forks_leave_loop(self._loop):
+            self._loop.run_forever()
         exit_process(1)  # a task of user code has ended the loop
 
     def _listen(self) -> None:
@@ -196,7 +195,8 @@ class EnvironmentWorker:
     async def _run(self, call: _Call) -> None:
         self._write({"started": call.id})
         try:
-            answer = {"value": call.form(await call.function())}
+            with forks_end_here():
+                answer = {"value": call.form(await call.function())}
         except BaseException as error:  # noqa: BLE001  the run raises it
             answer = {"error": error_fields(error)}
         del self._tasks[call.id]
