@@ -33,7 +33,7 @@ from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 4.0  # from a signal to the end of the process, at the latest
+EXIT_S = 3.5  # from a signal to the end of the process, at the latest
 ABORT_S = 1.0  # for running requests to be aborted
 IDLE_S = 1.0  # between two checks whether the server is idle
 
