@@ -177,7 +177,7 @@ class Session:
         """
         self._check_open()
         await self._prove()
-        size = await self._checked_size(messages, tools)
+        size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
         checked = checked_messages(list(messages))
         kwargs = dict(template_kwargs or {})
         request = self._request(checked, tools, kwargs, role)
@@ -225,7 +225,7 @@ class Session:
     ) -> int:
         """Return the number of prompt tokens that `chat` would have."""
         await self._prove()
-        size = await self._checked_size(messages, tools)
+        size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
         kwargs = dict(template_kwargs or {})
         request = self._request(checked_messages(list(messages)), tools, kwargs, "")
         return len((await self._prompt(request, tools, kwargs, size)).ids)
@@ -243,10 +243,12 @@ class Session:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    async def _checked_size(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
-        """Return the characters of messages and tools. Raises FullContextError if they cannot fit into the context."""
-        values = (list(messages), tools)
-        size = num_chars(*values) if len(messages) <= FEW else await asyncio.to_thread(num_chars, *values)
+    async def checked_size(self, *values: Any, is_large: bool) -> int:
+        """Return the characters of messages and tools. Raises FullContextError if they cannot fit into the context.
+
+        is_large: count them in a thread.
+        """
+        size = await asyncio.to_thread(num_chars, *values) if is_large else num_chars(*values)
         longest = self.chat_format.longest_token
         if self.context_len is not None and size > self.context_len * longest:
             self.counts["full_contexts"] += 1

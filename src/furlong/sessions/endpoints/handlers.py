@@ -22,7 +22,7 @@ from furlong.chat.messages import MessageError
 from furlong.errors import EngineError, RolloutError
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import has_left, json_response, printable, read_object
+from furlong.inference.server.bodies import SMALL_BYTES, has_left, json_response, printable, read_object
 from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.inference.server.streaming import event_stream, sse
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
@@ -137,7 +137,10 @@ class SessionEndpoints(ABC):
         try:
             opened = self.find(http)
             async with asyncio.timeout_at(guard.deadline_s):
-                return await handler(http, opened, await read_object(http))
+                body = await read_object(http)
+                if guard.body_bytes > SMALL_BYTES and handler in self.posts.values():  # converted on the event loop
+                    await opened.session.checked_size(body, is_large=True)
+                return await handler(http, opened, body)
         except TimeoutError:
             return error_reply(http, f"not answered within {guard.limits.request_timeout} s", 504)
         except ClientDisconnect:
