@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -101,6 +102,18 @@ def test_a_process_that_cannot_stop_is_ended(tmp_path, forked):
     assert process.exitcode == 1
     assert time.monotonic() - started < 50
     assert "blocked" in (tmp_path / "hang_0.txt").read_text()
+
+
+def test_a_run_that_closes_is_not_cancelled(tmp_path):
+    async def close_slowly():
+        hang = HangWatchdog(tmp_path, seconds=0.1, observer=Unobserved(), stops=True)
+        with hang:
+            hang.attach(asyncio.current_task())
+            hang.begin_close()
+            await asyncio.sleep(0.3)
+
+    asyncio.run(close_slowly())
+    assert (tmp_path / "hang_0.txt").exists()
 
 
 def test_progress_of_any_kind_keeps_the_watchdog_silent(tmp_path):

@@ -111,7 +111,7 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
             except BaseException as error:
                 if _passes(error):
                     raise
-                raise HookError(f"{name} raised {describe_exception(error)}") from error
+                raise _hook_error(name, error) from error
             finally:
                 end_if_forked(pid)
                 process_guard.check(function, name)
@@ -127,12 +127,24 @@ def with_hook_errors(function: Callable[..., Any], name: str) -> Callable[..., A
         except BaseException as error:
             if _passes(error):
                 raise
-            raise HookError(f"{name} raised {describe_exception(error)}") from error
+            raise _hook_error(name, error) from error
         finally:
             end_if_forked(pid)
             process_guard.check(function, name)
 
     return call
+
+
+def _hook_error(name: str, error: BaseException) -> HookError:
+    text = f"{name} raised {describe_exception(error)}"
+    release_memory(error)
+    return HookError(text)
+
+
+def release_memory(error: BaseException) -> None:
+    """Delete the local variables of the functions that a MemoryError went through: furlong needs memory to end."""
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)
 
 
 def _passes(error: BaseException) -> bool:

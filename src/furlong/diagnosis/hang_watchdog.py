@@ -103,6 +103,14 @@ class HangWatchdog:
         """Set the run's task. Call it from the task's event loop."""
         self._task, self._loop = task, task.get_loop()
 
+    def begin_close(self) -> None:
+        """From now on the run closes: cancelling it would replace its outcome. Call it on the event loop."""
+        self._task = None
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
     def _watch(self) -> None:
         probe = None
         reported = 0.0  # the last heartbeat before the hang that was reported
@@ -119,8 +127,8 @@ class HangWatchdog:
                 continue
             self._report(time.monotonic() - last)
             reported = heartbeat.last()  # the report is an event, which does not count as progress
-            if self._stops and self._task is not None and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)
+            if self._stops and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cancel)
                 self._end_if_needed()
                 return
 

@@ -36,7 +36,7 @@ from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
-from furlong.core.user_code import is_raised_by_user, is_user_file, message_of
+from furlong.core.user_code import is_raised_by_user, is_user_file, message_of, release_memory
 from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
@@ -131,6 +131,7 @@ async def call_generate_function(
     except BaseException as error:
         if isinstance(error, ProcessChangedError) or not is_raised_by_user(error):
             raise
+        release_memory(error)
         raise GenerateFunctionError(error) from error
     finally:
         current.reset(token)

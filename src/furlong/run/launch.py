@@ -287,7 +287,8 @@ async def _drive(
             raise HookError(f"user code cancelled the task of the run; {caller} was called last") from None
         raise
     finally:
-        closing.append(True)  # a signal from now on would replace the error that ended the run
+        closing.append(True)  # a signal from now on would replace the error that ended the run, and so would a hang
+        hang.begin_close()
         for watcher in watching:
             watcher.cancel()
         await asyncio.gather(*watching, return_exceptions=True)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,6 +118,22 @@ def test_a_filter_must_return_a_bool():
 def test_a_long_message_is_truncated():
     reason = describe_exception(ValueError("x" * 50_000))
     assert reason == f"ValueError: {'x' * 600}... (50,000 characters)"
+
+
+def test_the_memory_of_a_function_that_took_too_much_is_released():
+    class Large:
+        pass
+
+    def take_all():
+        kept = Large()
+        taken.append(weakref.ref(kept))
+        raise MemoryError
+
+    taken = list[weakref.ref[Large]]()
+    with pytest.raises(HookError, match="MemoryError") as caught:
+        with_hook_errors(take_all, "f")()
+    assert taken[0]() is None
+    assert caught.value.__cause__ is not None
 
 
 def test_characters_that_a_log_cannot_show_are_escapes():
