@@ -29,6 +29,7 @@ import psutil
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 LIMIT_S = 90.0
 STEPS = 2
+LEFT_S = 10.0  # after a crash, for the process that ends what user code had started
 MEMORY_BYTES = 4 << 30  # of a process whose function takes memory without bound
 
 
@@ -131,8 +132,9 @@ def judge(cell: Cell, folder: Path, model: Path, data: Path, end: float) -> Outc
     code = process.exitcode
     process.kill()
     process.join()
-    time.sleep(0.2)
-    left = marked_processes(str(folder))
+    end = time.monotonic() + LEFT_S
+    while (left := marked_processes(str(folder))) and time.monotonic() < end:
+        time.sleep(0.1)
     for each in psutil.process_iter():
         try:
             if each.environ().get(MARK) == str(folder):

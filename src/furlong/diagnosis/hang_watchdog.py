@@ -7,6 +7,7 @@ machines count when their step ends; their stack traces are requested when progr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -128,7 +129,8 @@ class HangWatchdog:
             self._report(time.monotonic() - last)
             reported = heartbeat.last()  # the report is an event, which does not count as progress
             if self._stops and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._cancel)
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._cancel)
                 self._end_if_needed()
                 return
 
