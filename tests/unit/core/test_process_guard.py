@@ -266,6 +266,19 @@ def test_an_exit_of_a_task_of_user_code_is_an_error():
         asyncio.run(run())
 
 
+def test_user_code_that_stops_the_event_loop_is_an_error():
+    async def run():
+        with_hook_errors(lambda: asyncio.get_running_loop().stop(), "--x-path: f")()
+        await asyncio.sleep(1)
+
+    def drive():
+        with process_guard.watching(), exits_fail_the_run():
+            asyncio.run(run())
+
+    with pytest.raises(HookError, match=r"stopped the event loop of the run; --x-path: f \(.*was called last"):
+        drive()
+
+
 def test_ctrl_c_passes():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     try:
