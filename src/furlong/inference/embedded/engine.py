@@ -23,7 +23,7 @@ from furlong.errors import EngineError, SyncError
 from furlong.inference.embedded.decode_model import bucketed_length
 from furlong.inference.embedded.engine_thread import EngineThread, call_on_loop, settler
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
-from furlong.inference.embedded.request import Finished, Progress, Request, check_request
+from furlong.inference.embedded.request import Finished, Progress, Request, TokenIds, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.inference.embedded.weight_table import WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
@@ -165,7 +165,7 @@ class EmbeddedEngine(Engine):
         request = Request(
             rid=rid if rid is not None else f"furlong-{number}",
             session=session,
-            prompt=tuple(prompt),
+            prompt=TokenIds(prompt),
             params=params,
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from furlong.core.routing import Routes
 from furlong.inference.embedded.decode_steps import SlotCache
+from furlong.inference.embedded.request import TokenIds
 
 GROWTH = 1.5  # of the memory of a prompt that no longer fits
 MAX_BRANCHES = 8  # prompts of one session, such as those of its roles
@@ -63,7 +64,7 @@ class PrefixCache:
 
     def match(self, key: str, prompt: Sequence[int]) -> int:
         """Length of the longest prefix of `prompt` that `key` stores; less than the whole prompt."""
-        _, length = self._longest(key, np.asarray(prompt, np.int64))
+        _, length = self._longest(key, _array(prompt))
         return min(length, len(prompt) - 1)
 
     def _longest(self, key: str, tokens: NDArray[np.int64]) -> tuple[StoredPrompt | None, int]:
@@ -79,7 +80,7 @@ class PrefixCache:
 
     def insert(self, key: str, prompt: Sequence[int], length: int, cache: SlotCache, slot: int) -> Routes | None:
         """Write the first `length` positions of a matched prompt into a slot; return their routed experts."""
-        stored, _ = self._longest(key, np.asarray(prompt[:length], np.int64))
+        stored, _ = self._longest(key, _array(prompt)[:length])
         assert stored is not None
         for index, (keys, values) in enumerate(stored.layers):
             slot_keys, slot_values = cache.layer(index, keys[None], values[None])
@@ -89,7 +90,7 @@ class PrefixCache:
 
     def store(self, key: str, prompt: Sequence[int], cache: SlotCache, slot: int, routes: Routes | None) -> None:
         """Store the prompt in `slot` under `key`, copying only what follows the stored prompt that it continues."""
-        length, tokens = len(prompt), np.asarray(prompt, np.int64)
+        length, tokens = len(prompt), _array(prompt)
         known, shared = self._longest(key, tokens)
         if known is not None and shared == length:
             return
@@ -133,6 +134,10 @@ class PrefixCache:
         branches.remove(stored)
         if not branches:
             del self._by_key[stored.key]
+
+
+def _array(ids: Sequence[int]) -> NDArray[np.int64]:
+    return ids.array if isinstance(ids, TokenIds) else np.asarray(ids, np.int64)
 
 
 def _longer(old: Tensor | None, known: int, like: Tensor, capacity: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,22 @@ class Progress:
     version: int
 
 
+class TokenIds(tuple[int, ...]):
+    """Token ids as keys of dicts. A long prompt is hashed, and converted to an array, only once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @functools.cached_property
+    def array(self) -> NDArray[np.int64]:
+        """The ids as an array."""
+        return np.asarray(tuple(self), np.int64)
+
+
 @dataclass(eq=False)
 class Request:
     """A request and the tokens generated so far.
@@ -54,7 +71,7 @@ class Request:
     """
 
     rid: str
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     params: SamplingParams
     stop_ids: tuple[int, ...]
     limit: int
@@ -72,9 +89,9 @@ class Request:
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
-    def prefix(self) -> tuple[int, ...]:
+    def prefix(self) -> TokenIds:
         """The tokens that must be cached before the next one: the prompt and the response so far."""
-        return self.prompt + tuple(self.tokens) if self.tokens else self.prompt
+        return TokenIds((*self.prompt, *self.tokens)) if self.tokens else self.prompt
 
     def add_routes(self, routes: Routes) -> None:
         """Append the routed experts of the next tokens."""

@@ -25,7 +25,7 @@ from furlong.inference.embedded.cuda_steps import step_rows
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent
 from furlong.inference.embedded.prefix_cache import PrefixCache
-from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer
+from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer, TokenIds
 from furlong.inference.embedded.sampler import Sampler, SamplingPlan, SamplingRows, nonfinite_logits
 
 KvPolicy = Literal["recompute", "keep"]
@@ -73,7 +73,7 @@ class SlotBatch:
         self.tokenizer = tokenizer
         self.version = 0
         self.waiting: deque[Request] = deque()
-        self._prefix_counts: Counter[tuple[int, ...]] = Counter()  # of waiting requests
+        self._prefix_counts: Counter[TokenIds] = Counter()  # of waiting requests
         self.running: list[Request] = []
         self.tokens_generated = 0
         self.prefilled_tokens = 0
@@ -94,7 +94,7 @@ class SlotBatch:
         self._cache = SlotCache()
         self._steps_since_resize = 0
         self._final_length = 0  # of all admitted requests at their limits
-        self.prefixes: dict[tuple[int, ...], StoredPrefix] = {}
+        self.prefixes: dict[TokenIds, StoredPrefix] = {}
         self.kept_prompts.clear()
         self._plan: SamplingPlan | None = None
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self.model.device)
@@ -225,7 +225,7 @@ class SlotBatch:
         """Remove and return the next requests that fit into free slots, the cache budget and one prefill."""
         taken: list[Request] = []
         longest = int(self._positions[: len(self.running)].max(initial=0)) + 1
-        prefill, seen = 0, set[tuple[int, ...]]()
+        prefill, seen = 0, set[TokenIds]()
         while self.waiting and len(self.running) + len(taken) < self.num_slots:
             request = self.waiting[0]
             prefix = request.prefix
@@ -254,7 +254,7 @@ class SlotBatch:
     def _fill_slots(self, taken: list[Request], first: int) -> Tensor:
         """Prefill each distinct prefix once and copy it to its other slots; returns the requests' logits [N, V]."""
         counts = Counter(request.prefix for request in taken)
-        starts: dict[tuple[int, ...], int] = {}
+        starts: dict[TokenIds, int] = {}
         for slot, request in enumerate(taken, first):
             starts.setdefault(request.prefix, slot)
         longest = max(max(map(len, counts)), int(self._positions[:first].max(initial=0)) + 1)
@@ -262,9 +262,9 @@ class SlotBatch:
         self._final_length = bucketed_length(max(ends) + 1)
         self._reserve(self._padded(first + len(taken)), bucketed_length(longest + 1))
         fresh = [prefix for prefix in counts if prefix not in self.prefixes]
-        logits: dict[tuple[int, ...], Tensor] = {}
-        routes: dict[tuple[int, ...], Routes] = {}
-        known: dict[tuple[int, ...], int] = {}
+        logits: dict[TokenIds, Tensor] = {}
+        routes: dict[TokenIds, Routes] = {}
+        known: dict[TokenIds, int] = {}
         if fresh:
             logits, routes, known = self._prefill(fresh, starts, taken, first)
         for prefix, count in counts.items():
@@ -291,11 +291,11 @@ class SlotBatch:
         return torch.stack([logits[request.prefix] for request in taken])
 
     def _prefill(
-        self, fresh: list[tuple[int, ...]], slots: Mapping[tuple[int, ...], int], taken: list[Request], first: int
-    ) -> tuple[dict[tuple[int, ...], Tensor], dict[tuple[int, ...], Routes], dict[tuple[int, ...], int]]:
+        self, fresh: list[TokenIds], slots: Mapping[TokenIds, int], taken: list[Request], first: int
+    ) -> tuple[dict[TokenIds, Tensor], dict[TokenIds, Routes], dict[TokenIds, int]]:
         """Compute what the sessions of these prefixes have not cached; returns logits, routes and cached lengths."""
-        known: dict[tuple[int, ...], int] = {}
-        begun: dict[tuple[int, ...], Routes] = {}
+        known: dict[TokenIds, int] = {}
+        begun: dict[TokenIds, Routes] = {}
         for prefix in fresh:
             request = taken[slots[prefix] - first]
             known[prefix] = length = self._known(request)
@@ -304,7 +304,7 @@ class SlotBatch:
                 if experts is not None:
                     begun[prefix] = experts
         rows = self.model.prefill(fresh, self._cache, [slots[prefix] for prefix in fresh], list(known.values()))
-        routes: dict[tuple[int, ...], Routes] = {}
+        routes: dict[TokenIds, Routes] = {}
         if self.model.records_routes:
             routes = dict(zip(fresh, self.model.routes, strict=True))
             routes |= {prefix: np.concatenate([begun[prefix], routes[prefix]]) for prefix in begun}
@@ -313,10 +313,10 @@ class SlotBatch:
 
     def _store_prefixes(
         self,
-        fresh: list[tuple[int, ...]],
-        starts: dict[tuple[int, ...], int],
-        logits: dict[tuple[int, ...], Tensor],
-        routes: dict[tuple[int, ...], Routes],
+        fresh: list[TokenIds],
+        starts: dict[TokenIds, int],
+        logits: dict[TokenIds, Tensor],
+        routes: dict[TokenIds, Routes],
     ) -> None:
         """Store the cache of prefixes that other waiting requests have."""
         for prefix in fresh:
