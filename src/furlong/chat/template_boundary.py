@@ -22,6 +22,7 @@ from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 
 MARK = "ZqMARKqZ"  # stands for the text of an answer; no template trims or splits it
 NUM_TRIALS = 200  # random conversations of the proof
+MAX_CLOSINGS = 256  # texts that are kept
 
 # Reasoning that templates drop from earlier answers; stored ids keep it (`--session-history keep`).
 _REASONING = re.compile(
@@ -75,6 +76,7 @@ class ChatFormat:
         self.source: str = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         self._kwargs = kwargs | ({"chat_template": chat_template} if chat_template else {})
         self._proof: Proof | None = None
+        self._closings: dict[str, str] = {}  # by tools and kwargs
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -141,8 +143,7 @@ class ChatFormat:
             return closing.rpartition(last_token)[2] + rest
         if last_token and rest.startswith(last_token):  # delimiters that end a turn and begin the next one (GLM)
             return rest[len(last_token) :]
-        plain = self._tail(_QUESTION, {"role": "assistant", "content": MARK}, (), tools, kwargs)
-        return plain + rest
+        return self._closing(_QUESTION, _marked({}), tools, kwargs) + rest
 
     def extension(
         self,
@@ -155,7 +156,7 @@ class ChatFormat:
     ) -> Extension:
         """Return what the template writes after `answer` in the conversation `before` + answer + `new`."""
         marked = _marked(answer)
-        closing = self._tail(before, marked, (), tools, kwargs)
+        closing = self._closing(before, marked, tools, kwargs)
         whole = self._tail(before, marked, new, tools, kwargs, opens_answer=True)
         if whole.startswith(closing):
             return Extension(closing, whole[len(closing) :])
@@ -178,6 +179,19 @@ class ChatFormat:
     @property
     def _special(self) -> set[str]:
         return set(map(str, getattr(self.tokenizer, "all_special_tokens", ())))
+
+    def _closing(
+        self, before: Sequence[Message], marked: Message, tools: list[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> str:
+        """Return the rendered text from the mark to the end of the answer; for plain answers, it is kept."""
+        if before is not _QUESTION or "tool_calls" in marked:
+            return self._tail(before, marked, (), tools, kwargs)
+        key = json.dumps([tools, kwargs], sort_keys=True, default=str)
+        if key not in self._closings:
+            if len(self._closings) >= MAX_CLOSINGS:
+                self._closings.clear()
+            self._closings[key] = self._tail(before, marked, (), tools, kwargs)
+        return self._closings[key]
 
     def _tail(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chat_zoo import TEMPLATES, bpe_tokenizer
+from chat_zoo import TEMPLATES, TOOLS, bpe_tokenizer
 from furlong.chat.template_boundary import ChatFormat
 from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
 
@@ -41,3 +41,17 @@ def test_a_template_that_moves_its_tools_is_not_proven_with_tools():
 )
 def test_a_template_that_rewrites_earlier_text_is_not_proven(source):
     assert (False, "user") in ChatFormat(bpe_tokenizer("plain"), chat_template=source).proof().reasons
+
+
+@pytest.mark.parametrize("family", ["qwen", "glm", "llama", "gpt_oss"])
+def test_what_ends_an_answer_is_rendered_once_for_its_tools_and_kwargs(family):
+    new, answer = [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"}
+    kept, rendered = ChatFormat(bpe_tokenizer(family)), list[object]()
+    render = kept.render
+    kept.render = lambda *args, **options: rendered.append(options) or render(*args, **options)
+    cases = [{}, {"tools": TOOLS}, {"kwargs": {"enable_thinking": False}}]
+    for case in (*cases, *cases):
+        for last in ("", kept.tokenizer.eos_token):
+            fresh = ChatFormat(kept.tokenizer)
+            assert kept.appended(answer, last, new, **case) == fresh.appended(answer, last, new, **case)
+    assert len(rendered) == 12 + len(cases)
