@@ -102,14 +102,13 @@ class EpisodeLoad:
     def _change(self, episodes: int, requests: int) -> None:
         now = perf_counter()
         seconds, self._last = now - self._last, now
-        self._episode_s += seconds * self._episodes
-        if self._requests:
-            self._waiting_s += seconds * max(0, self._episodes - self._requests)
-        else:
-            self._waiting_s += seconds * self._episodes
+        running, asked = self._episodes, self._requests
+        self._episode_s += seconds * running
+        if not asked:
             self._idle_s += seconds
-        self._episodes += episodes
-        self._requests += requests
+        if running > asked:
+            self._waiting_s += seconds * (running - asked)
+        self._episodes, self._requests = running + episodes, asked + requests
         if self._episodes > self._most:
             self._most = self._episodes
 
