@@ -20,8 +20,13 @@ from furlong.core.verified_tensors import TensorFile
 from furlong.errors import CheckpointError
 
 CHECKSUM = "xxh3_128"
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"}
-DTYPES |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
+DTYPES = {
+    **{f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)},
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BOOL": "?",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +66,7 @@ def read_array(file: TensorFile, name: str) -> NDArray[Any]:
     if stored.dtype not in DTYPES:
         raise CheckpointError(f"tensor {name} has the dtype {stored.dtype}, which arrays do not have")
     array: NDArray[Any] = np.empty(stored.shape, DTYPES[stored.dtype])
-    file.read(stored.offset, memoryview(array.reshape(-1).view(np.uint8)))
+    file.read(stored.offset, array.reshape(-1).view(np.uint8).data)
     return array
 
 
