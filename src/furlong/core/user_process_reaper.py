@@ -1,8 +1,9 @@
 """Kills the processes that user code started in the process of a run, after that process was killed with SIGKILL.
 
-Run as a script, without furlong or site-packages: `python -I -S user_process_reaper.py MARK VARIABLE PACKAGE...`. stdin
-is a pipe from the run, which writes a line if it ends by itself. Otherwise the processes are killed that
-`core.user_processes` marks with MARK, except for helpers of the packages.
+Run as a script, without furlong or site-packages: `python -I -S user_process_reaper.py RUN MARK VARIABLE PACKAGE...`.
+stdin is a pipe from the process RUN, which writes a line if it ends by itself. Otherwise the processes are killed that
+`core.user_processes` marks with MARK, except for helpers of the packages. User code may close the pipe while the run
+lives, so that RUN must have ended, too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _KILLED_WITHIN_S = 5.0
 _ENDS_BY_ITSELF = b"multiprocessing.resource_tracker"  # after it has freed shared memory
 
 
-def main(mark: str, variable: str, packages: Sequence[str]) -> None:
+def main(run: int, mark: str, variable: str, packages: Sequence[str]) -> None:
     """Wait for the end of the run, then kill its processes."""
     if sys.stdin.buffer.read():
         return
+    while os.getppid() == run:
+        time.sleep(0.05)
     ends = time.monotonic() + GRACE_S
     while left := _processes(mark, variable, packages):
         now = time.monotonic()
@@ -55,4 +58,4 @@ def _processes(mark: str, variable: str, packages: Sequence[str]) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -67,7 +67,7 @@ class UserProcessReaper:
         if (mark := os.environ.get(MARK)) is None or sys.platform != "linux":
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _REAPER, mark, MARK, *_PACKAGES],
+            [sys.executable, "-I", "-S", _REAPER, str(os.getpid()), mark, MARK, *_PACKAGES],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -79,7 +79,11 @@ class UserProcessReaper:
         """End the process without killing anything."""
         if self._process is not None:
             _REAPERS.discard(self._process)
-            self._process.communicate(b"\n")
+            try:
+                self._process.communicate(b"\n")
+            except OSError:  # user code has closed the pipe
+                self._process.kill()
+                self._process.wait()
             self._process = None
 
 

@@ -72,6 +72,9 @@ with ending_user_processes():
     if (forked := os.fork()) == 0:
         os.setsid()
         time.sleep(1000)
+    if len(sys.argv) > 1:
+        os.closerange(3, 256)
+        time.sleep(2.5)  # beyond the time that processes get to end by themselves
     print(before.pid, command.pid, daemon.pid, forked, flush=True)
     time.sleep(1000)
 """
@@ -79,11 +82,13 @@ with ending_user_processes():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_commands_daemons_and_forks_end_after_sigkill():
-    driver = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("words", [[], ["closes descriptors"]])
+def test_commands_daemons_and_forks_end_after_sigkill(words):
+    driver = subprocess.Popen([sys.executable, "-c", KILLED, *words], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     before, *started = map(int, driver.stdout.readline().split())
     started += [child.pid for pid in started for child in psutil.Process(pid).children(recursive=True)]
+    assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in [driver.pid, *started])
     driver.kill()
     driver.wait()
     driver.stdout.close()
