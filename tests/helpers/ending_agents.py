@@ -62,7 +62,7 @@ async def with_policy(args: Any, sample: Sample, sampling_params: Any) -> Sample
 
 async def solve(base_url: str, metadata: dict[str, Any]) -> None:
     messages: list[Any] = []
-    async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=base_url, timeout=60, verify=False) as client:
         for turn in range(1000):
             if await behave(metadata["do"], turn, 1):
                 return
