@@ -147,10 +147,11 @@ def outcomes(tmp_path_factory):
     for name, (family, changes) in MODELS.items():
         hf.save_model(hf.build_model(changed_config(family, changes), seed=0), folder / name)
     runs = {f"fsdp-{name}": (name, 1, {"backend": "fsdp"}) for name in (*MODELS, *VARIANTS)} | LAYOUTS | OTHERS
-    runs |= {name: (model, world, {"resume": saved, **how}) for name, (model, saved, world, how) in RESUMED.items()}
     for name in WITH_ENGINE:
         model, world, how = LAYOUTS[name]
         runs[name] = (model, world, {**how, "updates_engine": True})
+    runs = dict(sorted(runs.items(), key=lambda run: run[1][1]))  # those with equal numbers of ranks share processes
+    runs |= {name: (model, world, {"resume": saved, **how}) for name, (model, saved, world, how) in RESUMED.items()}
     cases = [
         {"name": name, "function": "two_steps", "world": world, "args": {"save_as": name, **arguments(variant), **args}}
         for name, (variant, world, args) in runs.items()
@@ -179,7 +180,11 @@ def outcomes(tmp_path_factory):
         args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "offloads": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
     # Ranks wait for each other half of the time, so two cases run at once.
-    cases = [{**case, "at_once": 2, "is_after": case["name"] in READS_OTHERS} for case in cases]
+    how = {"two_steps": {"at_once": 2, "together": 6}}
+    cases = [
+        {**case, **how.get(case["function"], {"at_once": 2}), "is_after": case["name"] in READS_OTHERS}
+        for case in cases
+    ]
     return folder, run_cases("megatron_cases", folder, cases, deadline_s=240)
 
 
