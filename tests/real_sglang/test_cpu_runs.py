@@ -13,10 +13,8 @@ import pytest
 from transformers import Glm4Config, Qwen3Config
 
 import killing_reward
-import streaming_agents
 from diagnosed_runs import events
 from furlong.config.passthrough import LISTS
-from furlong.core.sample import Status
 from runs import REPOSITORY
 from sglang_on_cpu import FLAGS, skip_without_it, visible
 from sglang_runs import ROLLOUTS, WHOLE, run, write_wide
@@ -76,25 +74,6 @@ def test_requests_pause_for_weight_updates_and_resume_after_abort(tmp_path):
     )  # fmt: skip
     samples = [sample for rollout in trained.rollouts for sample in rollout]
     assert {len(set(sample.token_versions)) for sample in samples} >= {1, 2}
-
-
-def test_streams_of_agents_go_on_over_weight_updates_and_end_when_the_client_leaves(tmp_path):
-    router = "cache_aware" if importlib.util.find_spec("sglang_router") else "direct"
-    trained = run(
-        write_wide(tmp_path / "model", WIDTH), tmp_path, max_gap=MAX_GAP, has_one_version=False, rollout_num_gpus=1,
-        agent_function_path=f"{streaming_agents.__file__}:stream", input_key="input", rollout_max_response_len=96,
-        rollout_stop_token_ids=[3], async_buffer_size=1, pause_mode="hold", num_rollout=8,
-        sglang_router_strategy=router, **FLAGS,
-    )  # fmt: skip
-    samples = [sample for rollout in trained.rollouts for sample in rollout]
-    assert {sample.metadata["path"] for sample in samples} == {*streaming_agents.BODIES}
-    left = [sample for sample in samples if sample.metadata["left"]]
-    stayed = [sample for sample in samples if not sample.metadata["left"]]
-    assert left
-    assert {sample.status for sample in left} == {Status.TRUNCATED}
-    assert max(sample.metadata["events"] for sample in stayed) > 5, "tokens come as they are sampled"
-    assert sum(s.response_length for s in left) / len(left) < sum(s.response_length for s in stayed) / len(stayed)
-    assert any(len({*sample.token_versions}) > 1 for sample in stayed), "a weight update in mid-stream"
 
 
 def test_the_options_that_furlong_knows_are_those_of_the_server(sglang):
