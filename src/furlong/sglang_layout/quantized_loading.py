@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,7 +177,7 @@ def integer_sum(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _loadable(layers: Sequence[QuantizedLayer]) -> Iterator[None]:
+def _loadable(layers: Sequence[QuantizedLayer]) -> Generator[None]:
     """Put the parameters to load into their layers."""
     before = [layer.begin() for layer in layers]
     try:

@@ -49,8 +49,9 @@ class Trackers:
         for name, tracker in self._trackers.items():
             try:
                 tracker.log(step, metrics)
-                for table in tables if isinstance(tracker, SampleTracker) else ():
-                    tracker.log_samples(table)
+                if isinstance(tracker, SampleTracker):
+                    for table in tables:
+                        tracker.log_samples(table)
             except Exception as error:  # noqa: BLE001  tracker boundary
                 self._report(name, f"record step {step}", error)
 
