@@ -38,10 +38,10 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
     save_arrays(path, arrays, header)
 
 
-def load_batch(path: Path) -> RolloutBatch:
+def load_batch(path: Path | str) -> RolloutBatch:
     """Read a file written by `save_batch`. Raises CheckpointError if it is damaged or has another format."""
     try:
-        arrays, header = load_arrays(path, HEADER)
+        arrays, header = load_arrays(Path(path), HEADER)
         if header.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
         return RolloutBatch(
