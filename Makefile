@@ -5,10 +5,9 @@ RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 SGLANG := .sglang-cpu
 
-# A file's tests share what is made for them, so they go to one worker, and short files come last. Slow tests wait for
-# processes much of the time: three workers keep two cores busy. `make test-all WORKERS=8` where there are more cores.
+# A file's tests share what is made for them, so they go to one worker, and short files come last.
+# `make test-all WORKERS=8` where there are more cores than two.
 WORKERS ?= 2
-test-slow test-all: WORKERS := 3
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: quickstart test test-slow test-all unit sglang-cpu lint types docs site blocks check soak clean
