@@ -220,7 +220,7 @@ def test_bytes_that_are_not_http_are_debug_lines():
 
 @pytest.mark.slow
 def test_an_answer_that_is_read_too_slowly_ends():
-    limits = ServerLimits(request_timeout=1, write_timeout=2, max_stream_bytes=1 << 30)
+    limits = ServerLimits(request_timeout=5, write_timeout=2, max_stream_bytes=1 << 30)
     with served_tiny(limits=limits) as (url, engine, log), connect(url) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         params = {**GREEDY, "max_new_tokens": 100, "n": 400}

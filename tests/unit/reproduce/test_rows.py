@@ -137,8 +137,8 @@ def test_the_results_page_is_up_to_date():
 
 def test_a_row_without_result_is_listed_with_what_it_needs():
     page = make_results().render({})
-    assert "| `smollm2-grpo` | GRPO | | not run |" in page
-    assert f"- `smollm2-grpo`: Needs {NEEDS['model']} and" in page
+    assert "| `smollm2-gcd-grpo` | GRPO | | not run |" in page
+    assert f"- `smollm2-gcd-grpo`: Needs {NEEDS['model']} and" in page
 
 
 def test_a_failed_row_is_listed_with_its_reason():

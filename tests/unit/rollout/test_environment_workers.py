@@ -105,7 +105,7 @@ FAULTS = {
 def test_each_fault_ends_its_episode_and_no_other():
     entry = f"Faulty?faults={','.join(FAULTS)}"
     samples = played(
-        entry, workers=("process", "4"), num_samples=len(FAULTS) + 5, memory=1.0, limits=EpisodeLimits(tool_s=1.5)
+        entry, workers=("process", "4"), num_samples=len(FAULTS) + 5, memory=1.0, limits=EpisodeLimits(tool_s=4)
     )
     assert len(samples) == len(FAULTS) + 5
     for sample, (fault, (kind, reason)) in zip(samples, [*FAULTS.items(), *[("", ("", ""))] * 5], strict=True):

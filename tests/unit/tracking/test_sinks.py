@@ -397,6 +397,7 @@ def fake_wandb(monkeypatch):
         return Run()
 
     module.init = init
+    module.Table = lambda **table: table
     module.login = lambda **options: calls.login.append(options)
     module.errors = types.SimpleNamespace(UsageError=type("UsageError", (Exception,), {}))
     monkeypatch.setitem(sys.modules, "wandb", module)
