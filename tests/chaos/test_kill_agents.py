@@ -43,11 +43,11 @@ print(json.dumps({"reward": float(os.getpid() % 2)}))
 """
 
 
-def assert_nothing_is_left(port: int, temporary: Path) -> None:
+def assert_nothing_is_left(pid: int | None, port: int, temporary: Path) -> None:
     deadline = time.monotonic() + 10
-    while (live_commands() or list(temporary.iterdir())) and time.monotonic() < deadline:
+    while (live_commands(pid) or list(temporary.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert live_commands() == {}
+    assert live_commands(pid) == {}
     assert list(temporary.iterdir()) == []
     with socket.create_server(("127.0.0.1", port)):
         pass
@@ -70,15 +70,15 @@ def test_run_killed_with_twenty_agents_in_flight_resumes_with_a_clean_ledger(mod
         while run.process.is_alive() and num_rows(tmp_path) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         assert run.process.is_alive(), run.log.read_text()
-        assert len(live_commands()) >= 5, "agents were running"
+        assert len(live_commands(run.process.pid)) >= 5, "agents were running"
         run.kill()
-        assert_nothing_is_left(port, temporary)
+        assert_nothing_is_left(run.process.pid, port, temporary)
         saved = load_samples(max((tmp_path / "save").glob("iter_*[0-9]")) / GROUPS)
         assert saved.names.count("running") * 2 >= 10, "episodes were in flight"
     last = Child(forked, argv, tmp_path, "last", TMPDIR=str(temporary))
     last.process.join(180)
     assert last.process.exitcode == 0, last.log.read_text()
-    assert_nothing_is_left(port, temporary)
+    assert_nothing_is_left(last.process.pid, port, temporary)
 
     result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
     assert result.ok, result.summary()

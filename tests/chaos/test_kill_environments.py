@@ -80,12 +80,12 @@ def test_a_killed_mixture_of_environments_resumes_exactly_and_accounts_for_every
         while run.process.is_alive() and num_rows(killed) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         assert run.process.is_alive(), run.log.read_text()
-        assert live_commands(), "environments run in processes"
+        assert live_commands(run.process.pid), "environments run in processes"
         run.kill()
         deadline = time.monotonic() + 10
-        while live_commands() and time.monotonic() < deadline:
+        while live_commands(run.process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert live_commands() == {}
+        assert live_commands(run.process.pid) == {}
     last = Child(forked, argv, killed, "last")
     last.process.join(180)
     assert last.process.exitcode == 0, last.log.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +93,6 @@ def _checkpoints(*done: int, change: Any = None, **flags: Any) -> Any:
     return prepare
 
 
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def _forgetful(world: World) -> None:
     (world.model / "chat_template.jinja").write_text(FORGETFUL)
     turns = [("user", "1+1"), ("assistant", "<think>easy</think>2"), ("user", "and 2+2?")]
@@ -161,9 +155,9 @@ FLAGS = (
     doctor("a folder below a file", "DISK01", None,
            lambda world: {"save": world.data / "save"}, remedy="--save"),
     doctor("no Ray cluster at an address", "GPU05",
-           {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "ray_address": f"127.0.0.1:{_closed_port()}"},
+           {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1, "ray_address": "127.0.0.1:1"},
            remedy="ray start"),
-    doctor("no engine at an address", "ENG05", {"rollout_external_engine_addrs": [f"127.0.0.1:{_closed_port()}"]}),
+    doctor("no engine at an address", "ENG05", {"rollout_external_engine_addrs": ["127.0.0.1:1"]}),
     *((doctor("SGLang without a GPU", "CFG05 GPU01", {"engine": "sglang", "rollout_num_gpus": 1}, also="ENV01 CFG05"),)
       * MISSING_CUDA),
 )  # fmt: skip
@@ -193,7 +187,7 @@ FUNCTIONS = (
            _reward("def reward(args, sample, **kw):\n    return float(sample.label['x'])\n"), is_slow=True),
     doctor("a reward whose server refuses", "REW01", None,
            _reward("import urllib.request\n\n\ndef reward(args, sample, **kw):\n"
-                   f"    return urllib.request.urlopen('http://127.0.0.1:{_closed_port()}').status\n"),
+                   "    return urllib.request.urlopen('http://127.0.0.1:1').status\n"),
            without="label", is_slow=True),
     doctor("a reward that exits", "REW01", None,
            _reward("import os\n\n\ndef reward(args, sample, **kw):\n    os._exit(3)\n"), without="label", is_slow=True),
@@ -210,7 +204,7 @@ FUNCTIONS = (
            remedy="--reward-key", is_slow=True),
     doctor("a reward of text", "REW01", None, _reward("def reward(args, sample, **kw):\n    return 'good'\n"),
            is_slow=True),
-    doctor("no reward server", "REW01", {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{_closed_port()}/"},
+    doctor("no reward server", "REW01", {"rm_type": "remote_rm", "rm_url": "http://127.0.0.1:1/"},
            remedy="--rm-url"),
     doctor("labels that are no formulas", "REW01", None,
            _rows(*({"input": str(i), "label": "n/a because \\frac{"} for i in range(8))), remedy="--label-key"),

@@ -266,8 +266,9 @@ def test_a_reward_that_cannot_be_called_is_reported_once(world):
 @fault("REW01")
 def test_a_reward_server_that_is_not_there(world):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        own = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{server.getsockname()[1]}/score"}
-        assert world.look(**own) == []
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/score"
+        assert world.look(rm_type="remote_rm", rm_url=url) == []
+    own = {"rm_type": "remote_rm", "rm_url": "http://127.0.0.1:1/score"}  # no server has this port
     found = only(world.look(**own), "REW01", "warning")
     assert f"--rm-url {own['rm_url']}" in found.finding
     assert found.evidence == {"address": own["rm_url"]}

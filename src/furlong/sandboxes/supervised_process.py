@@ -19,7 +19,7 @@ from furlong.errors import InfraError
 MAX_OUTPUT = 1 << 20
 _SUPERVISOR = str(Path(__file__).with_name("process_supervisor.py"))
 _ENDS_WITHIN_S = 10.0  # for the supervisor to kill the processes, before it is killed itself
-MARK = "_FURLONG_COMMAND"  # environment variable of all processes of one command
+MARK = "_FURLONG_COMMAND"  # environment variable of all processes of one command: who started it, and a random word
 _FINDS_PYTHON = ("PYTHONHOME", "LD_LIBRARY_PATH")  # that the supervisor's interpreter may need to start
 
 
@@ -138,7 +138,7 @@ class Supervisor:
         pipe = asyncio.subprocess.PIPE
         words = [sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(values)]
         inherited = {name: os.environ[name] for name in _FINDS_PYTHON if name in os.environ}
-        mark = secrets.token_hex(8)
+        mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             process = await asyncio.create_subprocess_exec(
                 *words, stdin=pipe, stdout=pipe, stderr=pipe if pipes_stderr else None, limit=max_line_bytes,

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, SandboxPool, sandbox
-from furlong.sandboxes.supervised_process import MARK, ProcessLimits, run_supervised
+from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # starts processes
 MIB = 1 << 20
@@ -45,16 +45,9 @@ def isolates():
         pytest.skip(f"this machine does not isolate: {reasons}")
 
 
-def left_behind() -> list[str]:
-    """Return the commands of live processes of supervised commands, and temporary folders of sandboxes."""
-    found = list(map(str, Path(tempfile.gettempdir()).glob("furlong-s*-*")))
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
+def left_behind() -> list[object]:
+    """Return the live processes of supervised commands, and the temporary folders of sandboxes."""
+    return [*live_commands().values(), *Path(tempfile.gettempdir()).glob("furlong-s*-*")]
 
 
 @pytest.fixture(autouse=True)
