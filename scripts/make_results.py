@@ -16,7 +16,7 @@ from typing import Any
 from furlong.evals.eval_summary import Estimate
 from furlong.reproduce.intervals import gap
 from furlong.reproduce.published import PUBLISHED, read_published
-from furlong.reproduce.rows import NEEDS, Row, RowGroup, Task, read_rows
+from furlong.reproduce.rows import NEEDS, ResultRow, RowGroup, RowTask, read_rows
 from furlong.reproduce.run_row import HELD_OUT, MISMATCH, REWARD
 from furlong.tools.run_plot import Panel, svg_of
 
@@ -79,12 +79,12 @@ def render(published: Mapping[str, Result]) -> str:
     return "\n".join([*parts, *(line for task in tasks for line in task_section(task))])
 
 
-def members(group: str, rows: Mapping[str, Row]) -> list[Row]:
+def members(group: str, rows: Mapping[str, ResultRow]) -> list[ResultRow]:
     """Return the rows of a group."""
     return [row for row in rows.values() if row.group == group]
 
 
-def section(name: str, group: RowGroup, rows: Sequence[Row], published: Mapping[str, Result]) -> list[str]:
+def section(name: str, group: RowGroup, rows: Sequence[ResultRow], published: Mapping[str, Result]) -> list[str]:
     """Return heading, table, conditions and figure of a group."""
     lines = [f"## {group.title}", ""]
     for task in dict.fromkeys(row.task for row in rows):
@@ -104,7 +104,7 @@ def section(name: str, group: RowGroup, rows: Sequence[Row], published: Mapping[
     return lines
 
 
-def table_row(row: Row, result: Result | None) -> str:
+def table_row(row: ResultRow, result: Result | None) -> str:
     """Return the line of a row."""
     head = f"| `{row.name}` | {row.method} |"
     if result is None:
@@ -120,14 +120,14 @@ def table_row(row: Row, result: Result | None) -> str:
     )
 
 
-def remark_of(row: Row) -> str:
+def remark_of(row: ResultRow) -> str:
     """Return the flags of a row, its note, and what it needs."""
     flags = f"`{row.flags}`." if row.flags else ""
     needs = f"Needs {' and '.join(NEEDS[need] for need in row.needs)}." if row.needs else ""
     return " ".join(filter(None, (flags, row.note, needs)))
 
 
-def rivals(rows: Sequence[Row], group: RowGroup, published: Mapping[str, Result]) -> list[str]:
+def rivals(rows: Sequence[ResultRow], group: RowGroup, published: Mapping[str, Result]) -> list[str]:
     """Return how rivals compare with the baseline of their group."""
     lines = list[str]()
     for row in rows:
@@ -169,7 +169,7 @@ def conditions(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def figure(rows: Sequence[Row], group: RowGroup, published: Mapping[str, Result]) -> list[Panel]:
+def figure(rows: Sequence[ResultRow], group: RowGroup, published: Mapping[str, Result]) -> list[Panel]:
     """Return the panels of a group: a curve per row, the mean over seeds."""
     names = dict.fromkeys([*([group.baseline] if group.baseline else []), *(row.name for row in rows)])
     has_own = any("curves" in published.get(row.name, {}) for row in rows)
@@ -192,7 +192,7 @@ def mean_curve(seeds: Mapping[str, Sequence[Sequence[float]]]) -> list[tuple[int
     return [(step, statistics.mean(values)) for step, values in sorted(by_step.items()) if len(values) == len(seeds)]
 
 
-def task_section(task: Task) -> list[str]:
+def task_section(task: RowTask) -> list[str]:
     """Return the command of a task."""
     return [
         f"## Task: {task.title}",

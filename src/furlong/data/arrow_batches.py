@@ -33,7 +33,7 @@ def count_rows(file: BinaryIO) -> int:
         if not 0 < length <= MAX_METADATA_BYTES:
             raise ValueError(f"a message at byte {file.tell()} has metadata of {length} bytes")
         metadata = file.read(length)
-        message = _Table(metadata, int.from_bytes(metadata[:4], "little"))
+        message = _FlatTable(metadata, int.from_bytes(metadata[:4], "little"))
         body_bytes = message.number(3, "<q")
         end = file.tell() + body_bytes
         if body_bytes < 0 or end > size:
@@ -48,7 +48,7 @@ def count_rows(file: BinaryIO) -> int:
         file.seek(end)
 
 
-class _Table:
+class _FlatTable:
     """A table of a flatbuffer: fields by number, at places that its vtable has. Absent fields are 0."""
 
     def __init__(self, content: bytes, place: int) -> None:
@@ -60,11 +60,11 @@ class _Table:
         place = self._field(field)
         return 0 if place is None else self._unpack(form, place)
 
-    def table(self, field: int) -> _Table:
+    def table(self, field: int) -> _FlatTable:
         place = self._field(field)
         if place is None:
             raise ValueError("the metadata of a message is damaged: its header is missing")
-        return _Table(self._content, place + self._unpack("<I", place))
+        return _FlatTable(self._content, place + self._unpack("<I", place))
 
     def _field(self, field: int) -> int | None:
         entry = 4 + 2 * field

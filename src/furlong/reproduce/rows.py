@@ -31,7 +31,7 @@ NEEDS = {
 
 
 @dataclass(frozen=True)
-class Task:
+class RowTask:
     """A task that rows train on: model, held-out set, budget and the flags that all its rows share.
 
     problems: sums to write per seed. accuracy_key: key of rewards that says whether an answer is right.
@@ -61,12 +61,12 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One row. prepare: commands that run once, before all seeds. rival: command that trains instead of furlong."""
 
     name: str
     group: str
-    task: Task
+    task: RowTask
     method: str
     flags: str
     prepare: tuple[str, ...] = ()
@@ -92,18 +92,18 @@ class Settings:
 
 
 @cache
-def read_rows() -> tuple[dict[str, RowGroup], dict[str, Row]]:
+def read_rows() -> tuple[dict[str, RowGroup], dict[str, ResultRow]]:
     """Return groups and rows, by name."""
     content: Any = yaml.safe_load((PACKAGE / "rows.yaml").read_text(encoding="utf-8"))
-    tasks = {name: Task(**fields) for name, fields in content["tasks"].items()}
-    rows: dict[str, Row] = {}
+    tasks = {name: RowTask(**fields) for name, fields in content["tasks"].items()}
+    rows: dict[str, ResultRow] = {}
     for name, fields in content["rows"].items():
         lists: dict[str, Any] = {key: tuple(fields.pop(key, ())) for key in ("prepare", "needs")}
-        rows[name] = Row(name=name, task=tasks[fields.pop("task")], **lists, **fields)
+        rows[name] = ResultRow(name=name, task=tasks[fields.pop("task")], **lists, **fields)
     return {name: RowGroup(**fields) for name, fields in content["groups"].items()}, rows
 
 
-def find_row(name: str) -> Row:
+def find_row(name: str) -> ResultRow:
     """Return the row of this name. Raises ConfigError with similar names."""
     rows = read_rows()[1]
     if name not in rows:
@@ -112,7 +112,7 @@ def find_row(name: str) -> Row:
     return rows[name]
 
 
-def missing_needs(row: Row, settings: Settings) -> list[str]:
+def missing_needs(row: ResultRow, settings: Settings) -> list[str]:
     """Return what the row needs and is not there, in words."""
     present = {
         "model": settings.model is not None,
@@ -143,13 +143,13 @@ def merge_flags(*texts: str) -> list[str]:
     return [word for flag, values in groups.items() for word in (flag, *values)]
 
 
-def prepare_commands(row: Row, settings: Settings) -> list[list[str]]:
+def prepare_commands(row: ResultRow, settings: Settings) -> list[list[str]]:
     """Return the commands that run once for all seeds."""
     values = _values(row, settings, 0, settings.out / "prepared")
     return [_filled(command, values) for command in row.prepare]
 
 
-def seed_commands(row: Row, settings: Settings, seed: int) -> dict[str, list[str]]:
+def seed_commands(row: ResultRow, settings: Settings, seed: int) -> dict[str, list[str]]:
     """Return the commands of one seed, by the name of their folder: `run`, or for a rival also `before` and `after`."""
     folder = settings.out / f"seed-{seed}"
 
@@ -169,7 +169,7 @@ def seed_commands(row: Row, settings: Settings, seed: int) -> dict[str, list[str
     }
 
 
-def write_data(row: Row, settings: Settings, seed: int) -> None:
+def write_data(row: ResultRow, settings: Settings, seed: int) -> None:
     """Write the problems of a seed (0: of the commands that prepare), and the held-out ones, if the task has sums."""
     if row.task.problems:
         folder = _data_folder(settings, seed)
@@ -178,7 +178,7 @@ def write_data(row: Row, settings: Settings, seed: int) -> None:
         addition.write_prompts(folder / "held_out.jsonl", addition.held_out_problems())
 
 
-def num_steps(row: Row, settings: Settings) -> int:
+def num_steps(row: ResultRow, settings: Settings) -> int:
     """Return the number of training steps."""
     return row.task.steps if settings.steps is None else settings.steps
 
@@ -193,7 +193,7 @@ def _data_folder(settings: Settings, seed: int) -> Path:
     return settings.out / f"seed-{seed}" / "data" if seed else settings.out / "prepared"
 
 
-def _values(row: Row, settings: Settings, seed: int, out: Path) -> dict[str, str]:
+def _values(row: ResultRow, settings: Settings, seed: int, out: Path) -> dict[str, str]:
     steps = num_steps(row, settings)
     model = settings.model if settings.model is not None else model_folder()
     values = {

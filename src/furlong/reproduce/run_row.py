@@ -20,7 +20,7 @@ from furlong.core.files import write_atomically
 from furlong.errors import ConfigError, DataError, RolloutError
 from furlong.reproduce.intervals import accuracy_interval
 from furlong.reproduce.rows import (
-    Row,
+    ResultRow,
     Settings,
     missing_needs,
     num_steps,
@@ -43,7 +43,7 @@ Announce = Callable[[str], None]
 Json = dict[str, Any]
 
 
-def run_row(row: Row, settings: Settings, announce: Announce) -> Json:
+def run_row(row: ResultRow, settings: Settings, announce: Announce) -> Json:
     """Run a row over its seeds, write `result.json` and `curve.svg` into the folder, and return the result.
 
     A seed whose commands have already ended in this folder is not run again. A command that fails, or that still runs
@@ -121,7 +121,7 @@ def machine_record() -> Json:
     }
 
 
-def _head(row: Row, settings: Settings) -> Json:
+def _head(row: ResultRow, settings: Settings) -> Json:
     seed = settings.seeds[0]
     commands = [*prepare_commands(row, settings), *seed_commands(row, settings, seed).values()]
     return {
@@ -136,7 +136,7 @@ def _conditions() -> Json:
     return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine_record()}
 
 
-def _prepare(row: Row, settings: Settings, deadline: float | None, announce: Announce) -> None:
+def _prepare(row: ResultRow, settings: Settings, deadline: float | None, announce: Announce) -> None:
     """Run the commands that come before all seeds, unless they have ended here before."""
     commands = prepare_commands(row, settings)
     done = settings.out / "prepared" / FIGURES
@@ -150,7 +150,7 @@ def _prepare(row: Row, settings: Settings, deadline: float | None, announce: Ann
 
 
 def _run_seeds(
-    row: Row, settings: Settings, deadline: float | None, announce: Announce
+    row: ResultRow, settings: Settings, deadline: float | None, announce: Announce
 ) -> tuple[list[Json], list[RolloutError]]:
     """Run the seeds, `settings.parallel` at a time, until one fails; returns the figures of seeds, and the failures."""
     failures: list[RolloutError] = []
@@ -169,7 +169,7 @@ def _run_seeds(
     return [figures for figures in ended if figures is not None], failures
 
 
-def _run_seed(row: Row, settings: Settings, seed: int, deadline: float | None, announce: Announce) -> Json:
+def _run_seed(row: ResultRow, settings: Settings, seed: int, deadline: float | None, announce: Announce) -> Json:
     """Run one seed, or read its figures if it has ended in this folder before."""
     folder = settings.out / f"seed-{seed}"
     commands = seed_commands(row, settings, seed)
@@ -227,7 +227,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _figures(row: Row, folder: Path, names: Sequence[str], seed: int, wall_s: float) -> Json:
+def _figures(row: ResultRow, folder: Path, names: Sequence[str], seed: int, wall_s: float) -> Json:
     """Read what the runs of a seed recorded. The first run evaluates before training, the last one after it."""
     rows = read_steps(folder / "run")
     curves: dict[str, list[list[float]]] = {
@@ -256,7 +256,7 @@ def _tokens(values: Mapping[str, float]) -> float:
     return values.get("rollout/response_lengths", 0.0) * values.get("train/global_batch_size", 0.0)
 
 
-def _evaluations(row: Row, run: Path) -> list[list[int]]:
+def _evaluations(row: ResultRow, run: Path) -> list[list[int]]:
     """Return for each evaluation, and each held-out problem, whether it was answered correctly."""
     dumps = sorted((run / "rollouts").glob("eval_*.safetensors"), key=lambda path: int(path.stem.partition("_")[2]))
     if not dumps:

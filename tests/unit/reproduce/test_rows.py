@@ -13,7 +13,7 @@ from furlong.errors import ConfigError
 from furlong.reproduce.published import comparison, read_published
 from furlong.reproduce.rows import (
     NEEDS,
-    Row,
+    ResultRow,
     Settings,
     find_row,
     merge_flags,
@@ -35,7 +35,7 @@ def settings(tmp_path: Path, **more: object) -> Settings:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_every_command_of_furlong_has_flags_that_exist_and_fit_each_other(row: Row, tmp_path: Path):
+def test_every_command_of_furlong_has_flags_that_exist_and_fit_each_other(row: ResultRow, tmp_path: Path):
     chosen = settings(tmp_path, model=tmp_path, trl_python=Path("python"))
     for words in [*prepare_commands(row, chosen), *seed_commands(row, chosen, 1).values()]:
         assert not any("$" in word for word in words)

@@ -59,7 +59,7 @@ WIDE_GAP, HALF_GAP = 0.01, 0.2  # measured: 0.015 in bfloat16, at least 0.24 wit
 
 
 @dataclass
-class _Call:
+class _ModelCall:
     """One forward pass: prefill of the tokens from `start` to `length` of `slot`, or decode at `positions_N`.
 
     A decode step reads `length` positions.
@@ -89,7 +89,7 @@ class _CacheAdapter:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        call: _Call = _current.call
+        call: _ModelCall = _current.call
         keys, values = call.cache.layer(self._places[layer_idx], key_states, value_states)
         if call.positions_N is None:
             new, places = slice(call.length - call.start), slice(call.start, call.length)
@@ -121,7 +121,7 @@ class _CacheAdapter:
 
     def _state(self, name: str) -> Tensor | None:
         """The state of the current slots, which the layer may change; None for a prompt, which starts without one."""
-        call: _Call = _current.call
+        call: _ModelCall = _current.call
         return None if call.positions_N is None else call.cache.states[name][: len(call.positions_N)]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Tensor:
@@ -135,7 +135,7 @@ class _CacheAdapter:
         return recurrent_states
 
     def _store(self, name: str, rows: Tensor) -> None:
-        call: _Call = _current.call
+        call: _ModelCall = _current.call
         state = call.cache.state(name, rows)
         if call.positions_N is None:
             state[call.slot : call.slot + 1] = rows
@@ -159,7 +159,7 @@ def _slot_attention(
 
     During decode T is 1 and keys are the slots' [N, K, L, D]; during prefill keys are those of the prompt's slot.
     """
-    call: _Call = _current.call
+    call: _ModelCall = _current.call
     call.attended_layers += 1
     if unknown := sorted(name for name, value in rest.items() if value is not None and name not in IGNORED_ARGUMENTS):
         raise EngineError(
@@ -291,7 +291,7 @@ class TransformersModel:
             count = len(prompt) - start
             padding = 0 if self._is_recurrent else padded_rows(count) - count  # would change the state
             tokens = [*prompt[start:], *[0] * padding]
-            call = _Call(cache, slot=slot, start=start, length=len(prompt), masks=self._masks)
+            call = _ModelCall(cache, slot=slot, start=start, length=len(prompt), masks=self._masks)
             ids = torch.tensor([tokens], device=self.device)
             positions = torch.arange(start, start + len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
             last = torch.full((padded_rows(1),), count - 1, device=self.device)
@@ -304,10 +304,10 @@ class TransformersModel:
         """Process one token per slot."""
         self.routes = []
         positions = torch.from_numpy(positions_N).to(self.device)
-        call = _Call(cache, positions_N=positions, length=length)
+        call = _ModelCall(cache, positions_N=positions, length=length)
         return self._logits(call, tokens_N[:, None], positions[:, None], 0)[:, 0]
 
-    def _logits(self, call: _Call, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+    def _logits(self, call: _ModelCall, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Float32 logits at the positions `keep` of each row (0: all)."""
         _current.call = call
         self._router_hooks.current = RouterRecord() if self.records_routes and self.routing is not None else None
