@@ -4,10 +4,14 @@ Two packages have no build for CPUs that fits: `sgl_kernel`, and `torchvision`, 
 SGLang imports names of both at its start and calls none of them on a CPU with PyTorch's own attention. Here every name
 of theirs is there, and raises when it is called. And SGLang's /weights_checker waits for a GPU, and hashes otherwise
 where there is none: here it waits for nothing, and hashes as it does on CUDA.
+
+A server forks its schedulers, which SGLang would start as new interpreters: the same code runs in them, without ten
+seconds of imports in each.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -77,4 +81,9 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+def _set_start_method(method: str | None, force: bool = False) -> None:
+    _original("fork" if method == "spawn" else method, force)
+
+
 sys.meta_path.insert(0, _Finder())
+_original, multiprocessing.set_start_method = multiprocessing.set_start_method, _set_start_method
