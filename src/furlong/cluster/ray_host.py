@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from furlong.cluster.actor_process import Failure, die_with_parent, local_address
 from furlong.cluster.gpu_placement import Placement, Slot
 from furlong.errors import EngineError
-from furlong.inference.supervisor.host import STOP_S, HostGpus, LocalHost, LocalProcess
+from furlong.inference.supervisor.host import STOP_S, Activity, HostGpus, LocalHost, LocalProcess
 from furlong.machine import set_gloo_interface
 
 T = TypeVar("T")
@@ -138,6 +138,10 @@ class RayProcess:
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log; before them its first exception, if it is further up."""
         return await self._call("log_tail", lines, if_lost=lambda error: [str(error)])
+
+    async def activity(self) -> Activity:
+        """What it and its descendants have done so far; nothing if the host is lost."""
+        return await self._call("activity", if_lost=lambda _: Activity())
 
     async def other_listener(self, port: int) -> str:
         """Describe another process that listens on the port; "" if the process itself does, or the host is lost."""

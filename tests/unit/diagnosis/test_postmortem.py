@@ -24,6 +24,7 @@ from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 from furlong.diagnosis.postmortem.run_examination import examine, explain
 from furlong.diagnosis.postmortem.signatures import GENERAL, SIGNATURES, match_signatures, parse_diagnosis
 from furlong.errors import (
+    ENGINE_HANGS,
     ENGINE_KILLED,
     MACHINE_MEMORY,
     PLACEMENT_TIMEOUT,
@@ -202,6 +203,7 @@ def test_a_signature_is_found_with_its_line_and_remedy(id: str, content: str, wo
     [
         ("ENG03", Loss("anything", ENGINE_KILLED, "engine 0", "an empty log").error(suffix="\nand a fix")),
         ("ENG03", TrainerError("a rank is no more", code=WORKER_DIED)),
+        ("ENG03", EngineError("engine 0 stands still while it starts", code=ENGINE_HANGS)),
         ("MEM02", TrainerError("Ray took a rank", code=MACHINE_MEMORY)),
         ("GPU02", ClusterError("too few slots", code=PLACEMENT_TIMEOUT)),
     ],
@@ -222,6 +224,8 @@ def test_an_error_with_a_code_is_recognized_whatever_it_says(
     assert (found.id, failed["code"]) == (id, error.code)
     if error.code == ENGINE_KILLED:
         assert "dmesg" in found.remedy
+    if error.code == ENGINE_HANGS:
+        assert ("SIGSTOP" in found.remedy, "dmesg" in found.remedy) == (True, False)
 
 
 def test_every_signature_has_a_row_for_ended_runs() -> None:
@@ -392,7 +396,7 @@ def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
         process = await LocalHost().start([sys.executable, "-S", "-c", end, str(tmp_path / "says")], log=log)
         engine = ServerProcess("engine 0", "http://127.0.0.1:9", [process], None)
         with pytest.raises(EngineError) as caught:
-            await engine.wait_until_ready(20.0)
+            await engine.while_starting(engine.wait_until_ready(), 20.0)
         return caught.value
 
     log = tmp_path / "logs" / "engine-0.log"

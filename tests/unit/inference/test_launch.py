@@ -15,9 +15,9 @@ import pytest
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
 from furlong.core.process_environment import API_KEY_VARIABLE
-from furlong.errors import ENGINE_KILLED, ConfigError, EngineError
+from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError
 from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost, tail
+from furlong.inference.supervisor.host import Activity, HostGpus, LocalHost, tail
 from furlong.inference.supervisor.server_launch import (
     Ports,
     ServeLaunch,
@@ -25,6 +25,7 @@ from furlong.inference.supervisor.server_launch import (
     argv_from_options,
     build_launches,
 )
+from furlong.inference.supervisor.start_watch import StartWatch
 from served_engine import ScriptedServer
 
 MODEL = Path("model")
@@ -38,6 +39,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("ready", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 LOGGED_SETTINGS = """
 import argparse, logging, os, psutil, sys
@@ -171,7 +174,7 @@ def test_another_process_on_the_port_of_an_engine_is_an_error(tmp_path):
         engine = ServerProcess("engine 3", stranger.url, [process], None)
         try:
             with pytest.raises(EngineError) as raised:
-                await engine.wait_until_ready(20)
+                await engine.while_starting(engine.wait_until_ready(), 20)
         finally:
             await engine.stop()
         return str(raised.value)
@@ -248,7 +251,7 @@ async def started(program: str, folder: Path, **options) -> ServerProcess:
 def test_a_server_that_answers_is_ready(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
-        await engine.wait_until_ready(20)
+        await engine.while_starting(engine.wait_until_ready(), 20)
         assert await engine.exit_loss() is None
         assert "engine 0 at http://127.0.0.1:" in engine.where
         await engine.stop()
@@ -275,7 +278,7 @@ def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
         with pytest.raises(
             EngineError, match=r"(?s)ended with exit code 1; .*loading.*CUDA out of memory|memory.*loading"
         ):
-            await engine.wait_until_ready(20)
+            await engine.while_starting(engine.wait_until_ready(), 20)
 
     asyncio.run(case())
 
@@ -284,11 +287,73 @@ def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     async def case() -> None:
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
         with pytest.raises(EngineError, match=r"(?s)did not answer within 0\.1 s.*--sglang-server-start-timeout"):
-            await engine.wait_until_ready(0.1)
+            await engine.while_starting(engine.wait_until_ready(), 0.1)
         assert await engine.exit_loss() is None
         await engine.stop()
 
     asyncio.run(case())
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (
+            "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGSTOP)",
+            "has been stopped by",
+        ),
+        (
+            "import os, signal, subprocess, sys; print('loading', flush=True)\n"
+            "subprocess.run([sys.executable, '-S', '-c', 'import os, signal; os.kill(os.getpid(), signal.SIGSTOP)'])",
+            "has been stopped by",
+        ),
+        ("import signal; print('loading', flush=True); signal.pause()", "no processor time and logged nothing"),
+    ],
+    ids=["stopped", "stopped child", "idle"],
+)
+def test_a_starting_server_that_stands_still_is_an_error_long_before_the_startup_timeout(
+    program, why, tmp_path, monkeypatch
+):
+    watch = "furlong.inference.supervisor.start_watch"
+    monkeypatch.setattr(f"{watch}.LOOK_S", 0.02)
+    monkeypatch.setattr(f"{watch}.{'IDLE_S' if 'pause' in program else 'STOPPED_S'}", 0.5)
+
+    async def case() -> None:
+        engine = await started(program, tmp_path)
+        try:
+            with pytest.raises(EngineError, match=rf"(?s)stands still while it starts: .*{why}.*loading") as caught:
+                await engine.while_starting(engine.wait_until_ready(), 60)
+        finally:
+            await engine.stop(0.0)
+        assert caught.value.code == ENGINE_HANGS
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "log_bytes", "stalls"),
+    [(0.0, 0, True), (0.01, 0, False), (0.0, 10, False)],
+    ids=["idle", "computes", "logs"],
+)
+def test_a_starting_server_is_idle_if_none_of_its_processes_computes_or_logs(cpu_s, log_bytes, stalls, monkeypatch):
+    @dataclass
+    class Process:
+        """A process that has computed and logged a little more at each look."""
+
+        cpu_s: float = 0.0
+        log_bytes: int = 0
+        looks: int = 0
+
+        async def activity(self) -> Activity:
+            self.looks += 1
+            return Activity((), self.cpu_s * self.looks, self.log_bytes * self.looks)
+
+    async def case() -> bool:
+        watch = StartWatch([Process(), Process(cpu_s, log_bytes)])
+        return any([await watch.stall() for _ in range(100) if not await asyncio.sleep(0.002)])
+
+    monkeypatch.setattr("furlong.inference.supervisor.start_watch.LOOK_S", 0.0)
+    monkeypatch.setattr("furlong.inference.supervisor.start_watch.IDLE_S", 0.1)
+    assert asyncio.run(case()) == stalls
 
 
 def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):

@@ -28,6 +28,10 @@ SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; sh
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
 OOM_KILLER = "if a signal ended it, check for the out-of-memory killer (`dmesg | grep -i oom`)"
 
+ENGINE_HANGS_CAUSE = (
+    "One of its processes is stuck: stopped, waiting for another process, or in a kernel that does not end."
+)
+
 
 def uneven_load(now: StepContext) -> Alert | None:
     """ENG04: running requests of the busiest engine against the mean."""
@@ -249,7 +253,7 @@ def engine_lost(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert
     reason = event.get("reason") or str(event.get("why")).partition(";")[0].removeprefix(f"{name}: ")
     cause, remedies = None, ["read the end of its log under logs/"]
     if event.get("code") == ENGINE_HANGS:
-        cause = "One of its processes is stuck: stopped, waiting for another process, or in a kernel that does not end."
+        cause = ENGINE_HANGS_CAUSE
         remedies.append("if it was only busy, raise the limit named above or --rollout-health-check-timeout")
     elif event.get("code") == ENGINE_UNANSWERED:
         cause = "It is running but did not answer; whether it did what was requested is unknown."

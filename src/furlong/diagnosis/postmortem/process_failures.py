@@ -6,14 +6,18 @@ import re
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
+from furlong.diagnosis.monitors.machine_monitors import ENGINE_HANGS_CAUSE
 from furlong.diagnosis.postmortem.log_text import LogText, Signature, evidence_of, fixed, signature
-from furlong.errors import ENGINE_KILLED, PLACEMENT_TIMEOUT, WORKER_DIED
+from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, PLACEMENT_TIMEOUT, WORKER_DIED
 
 RAISE_LIMITS = (
     "raise the limit if a part needs longer: --distributed-timeout-minutes between trainer ranks, "
     "--update-weight-timeout for an engine that loads weights"
 )
 OOM_KILLER = "check for the out-of-memory killer (`dmesg | grep -i oom`)"
+HANGS_REMEDY = (
+    "read the end of its log for what it waits for; if a process is in state T, find the program that sends it SIGSTOP"
+)
 RANK = re.compile(r"\btrainer rank \d+", re.IGNORECASE)
 RANK_CLASS, ACTOR = "class_name: TrainerRank", 200  # of Ray, and the characters in which it names the class
 RANK_CAUSE = "Its process ended: a signal (the out-of-memory killer, a scheduler, a person), or a crash in a library."
@@ -58,6 +62,8 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     actor = text.content[match.start() : match.start() + ACTOR]
     if text.code == WORKER_DIED or RANK.search(evidence_of(text, match)["text"]) or RANK_CLASS in actor:
         return fixed("ENG03", "a trainer rank died", _rank_remedy(text), RANK_CAUSE)(text, match)
+    if text.code == ENGINE_HANGS:
+        return fixed("ENG03", "an engine hangs", HANGS_REMEDY, ENGINE_HANGS_CAUSE)(text, match)
     ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
     is_killed = (
         text.code == ENGINE_KILLED

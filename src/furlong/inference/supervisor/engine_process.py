@@ -12,9 +12,10 @@ import logging
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from furlong.config.sections import ClusterFlags
@@ -26,8 +27,11 @@ from furlong.inference.sglang.server import WEIGHT_REPORT_S, SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.inference.supervisor.host import LOG_GAP, STOP_S, Host, HostGpus, HostProcess
 from furlong.inference.supervisor.server_launch import RENDEZVOUS_PORTS, EngineRole, Launch, Ports
+from furlong.inference.supervisor.start_watch import StartWatch
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TAIL_LINES = 30
 HEALTH_BYTES = 1 << 20  # of an answer to /health
@@ -38,6 +42,7 @@ PAUSE_FRAC = 0.125  # of the time that the start has taken
 KILL_GRACE_S = 0.0  # for an engine that is replaced
 EXIT_WAIT_S = 0.5  # for a process whose connections broke: the kernel closes them before its exit shows
 EXIT_POLL_S = 0.02
+START_ADVICE = "See there what it waits for, or raise --sglang-server-start-timeout"
 
 
 def ready_pause(started_s: float) -> float:
@@ -100,22 +105,43 @@ class ServerProcess:
             await connections.close()
         return answer.status == 200
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the server answers. Raises EngineError with its log if it exits or exceeds `timeout_s`."""
-        ask_at = 0.0
+    async def while_starting(self, work: Coroutine[Any, Any, T], timeout_s: float, *, advice: str = START_ADVICE) -> T:
+        """Await `work`, which needs the starting server.
+
+        Raises EngineError with its log if it exits, is stopped by a signal, does nothing or takes over `timeout_s`.
+        """
+        working = asyncio.ensure_future(work)
+        failure = asyncio.ensure_future(self._start_failure(timeout_s, advice))
+        try:
+            await asyncio.wait({working, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise failure.result()
+            return working.result()
+        finally:
+            for task in (working, failure):
+                task.cancel()
+            await asyncio.gather(working, failure, return_exceptions=True)
+
+    async def _start_failure(self, timeout_s: float, advice: str) -> EngineError:
+        """Wait until the start fails; return why."""
+        watch = StartWatch(self.processes)
         while True:
             if (loss := await self.exit_loss()) is not None:
-                raise loss.error(suffix="\nThe engine failed to start; its log shows why")
-            if time.monotonic() >= ask_at:
-                if await self.is_ready():
-                    return await self.check_port()
-                ask_at = time.monotonic() + ready_pause(time.monotonic() - self.started_s)
+                return loss.error(suffix="\nThe engine failed to start; its log shows why")
+            if stall := await watch.stall():
+                what = f"{self.where} stands still while it starts: {stall}"
+                return EngineError(f"{what}; {await self.log_end()}", code=ENGINE_HANGS)
             if time.monotonic() - self.started_s > timeout_s:
-                raise EngineError(
-                    f"{self.where} did not answer within {timeout_s:g} s; {await self.log_end()}\n"
-                    "See there what it waits for, or raise --sglang-server-start-timeout"
+                return EngineError(
+                    f"{self.where} did not answer within {timeout_s:g} s; {await self.log_end()}\n{advice}"
                 )
-            await asyncio.sleep(min(POLL_S, max(ask_at - time.monotonic(), 0.0)))
+            await asyncio.sleep(POLL_S)
+
+    async def wait_until_ready(self) -> None:
+        """Return when it answers. Raises EngineError if another process does."""
+        while not await self.is_ready():
+            await asyncio.sleep(ready_pause(time.monotonic() - self.started_s))
+        await self.check_port()
 
     async def check_port(self) -> None:
         """Raise EngineError if another process listens on the port of this server."""
@@ -229,10 +255,9 @@ class EngineReplica:
         """
         self._past_versions += self._versions()
         self.server = None
-        self.process = await start_server(launch, self.index, self.placement, log_dir=log_dir)
-        await self.process.wait_until_ready(start_timeout_s)
+        self.process = process = await start_server(launch, self.index, self.placement, log_dir=log_dir)
         server = SglangServer(
-            self.process.url,
+            process.url,
             ServerInfo.read({}),
             api_key=launch.api_key,
             concurrency=cluster.sglang_server_concurrency,
@@ -240,20 +265,13 @@ class EngineReplica:
             probe_s=probe_s,
             report_s=report_s,
         )
-        server.role, server.bootstrap_port = self.process.role, self.process.bootstrap_port
+        server.role, server.bootstrap_port = process.role, process.bootstrap_port
         server.first_rank = self.first_rank
-        server.info = info = ServerInfo.read(await server.ask_object("/server_info"), f"GET {server.url}/server_info")
-        if min_context_len is not None and info.context_len is not None and info.context_len < min_context_len:
+        try:
+            await process.while_starting(_connect(process, server, min_context_len), start_timeout_s)
+        except BaseException:
             await server.close()
-            raise ConfigError(
-                f"--rollout-max-context-len {min_context_len} exceeds the context length {info.context_len} of the "
-                f"engine at {server.url}; lower it or set --sglang-context-length {min_context_len}"
-            )
-        logger.info("engine %s: %s, dtype %s, tp %d", server.url, info.software, info.dtype, info.tp_size)
-        if server.device_dtypes:
-            await server.checksums()  # compiles the checksum kernels before the first weight update waits for them
-        if not info.is_furlong:
-            await server.freeze_objects()
+            raise
         self.server = server
 
     async def exit_loss(self) -> Loss | None:
@@ -282,6 +300,22 @@ class EngineReplica:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 await self.process.stop(KILL_GRACE_S)
+
+
+async def _connect(process: ServerProcess, server: SglangServer, min_context_len: int | None) -> None:
+    """Wait until the engine answers and prepare it for requests. Raises ConfigError if its context is too short."""
+    await process.wait_until_ready()
+    server.info = info = ServerInfo.read(await server.ask_object("/server_info"), f"GET {server.url}/server_info")
+    if min_context_len is not None and info.context_len is not None and info.context_len < min_context_len:
+        raise ConfigError(
+            f"--rollout-max-context-len {min_context_len} exceeds the context length {info.context_len} of the "
+            f"engine at {server.url}; lower it or set --sglang-context-length {min_context_len}"
+        )
+    logger.info("engine %s: %s, dtype %s, tp %d", server.url, info.software, info.dtype, info.tp_size)
+    if server.device_dtypes:
+        await server.checksums()  # compiles the checksum kernels before the first weight update waits for them
+    if not info.is_furlong:
+        await server.freeze_objects()
 
 
 async def stop_replicas(replicas: Sequence[EngineReplica]) -> None:

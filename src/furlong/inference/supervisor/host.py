@@ -69,6 +69,15 @@ def loopback_address() -> str:
     return "127.0.0.1"
 
 
+@dataclass(frozen=True)
+class Activity:
+    """What a started process and its descendants have done so far, to compare with a later look."""
+
+    stopped: tuple[int, ...] = ()  # ids of those that a signal has stopped (SIGSTOP)
+    cpu_s: float = 0.0
+    log_bytes: int = 0
+
+
 class HostProcess(Protocol):
     """A process started by a host."""
 
@@ -87,6 +96,10 @@ class HostProcess(Protocol):
 
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log, preceded by its first exception if that is further up."""
+        ...
+
+    async def activity(self) -> Activity:
+        """What it and its descendants have done so far."""
         ...
 
     async def other_listener(self, port: int) -> str:
@@ -172,6 +185,10 @@ class LocalProcess:
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log, preceded by its first exception if that is further up."""
         return end_of_log(self._log, lines)
+
+    async def activity(self) -> Activity:
+        """What it and its descendants have done so far."""
+        return await asyncio.to_thread(_activity, self.pid, self._log)
 
     async def other_listener(self, port: int) -> str:
         """Description of another process that listens on its port; "" if it listens itself, or none is visible."""
@@ -307,6 +324,19 @@ def _program(process: psutil.Process) -> str:
     first_option = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     named = first_option + 2 if words[first_option : first_option + 1] == ["-m"] else first_option
     return " ".join(words[:named])[:120]
+
+
+def _activity(pid: int, log: Path) -> Activity:
+    stopped, cpu_s = list[int](), 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):  # its exit is reported elsewhere
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess), each.oneshot():
+                if each.status() == psutil.STATUS_STOPPED:
+                    stopped.append(each.pid)
+                times = each.cpu_times()
+                cpu_s += times.user + times.system
+    return Activity(tuple(stopped), cpu_s, log.stat().st_size if log.exists() else 0)
 
 
 def _other_listener(port: int, pid: int) -> str:

@@ -94,19 +94,20 @@ class SglangRouter:
             busy=(FAILED,),
             keeps_together=self.policy == "cache_aware" and not self.is_split,
         )
-        deadline = time.monotonic() + START_S
+        await self._process.while_starting(self._answers(), START_S, advice="See there what it waits for")
+        await self._process.check_port()
+        return self._client
+
+    async def _answers(self) -> None:
+        """Wait until it answers."""
         while True:
-            if (loss := await self.exit_loss()) is not None:
-                raise loss.error()
             try:
-                await self._client.ask("/workers", timeout_s=POLL_S * 10)
+                await self._connection.ask("/workers", timeout_s=POLL_S * 10)
             except EngineError as error:
-                if time.monotonic() > deadline:
-                    raise EngineError(f"the router did not answer within {START_S:g} s: {error}") from error
+                logger.debug("the router is not ready: %s", error)
                 await asyncio.sleep(POLL_S)
-                continue
-            await self._process.check_port()
-            return self._client
+            else:
+                return
 
     async def exit_loss(self) -> Loss | None:
         """How its process ended, with the end of its log; None while it runs."""
