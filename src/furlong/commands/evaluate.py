@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.commands.output import command_parser, show
+from furlong.core.json_values import parse_written_json
+from furlong.core.text import shortened
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_TASKS = 32  # of an environment without data
+OBJECT_FORM = "write '{\"key\": value}'"
 SHOWN_EVERY = 10  # progress lines of a set
 # The evaluated model is not trained, so that flags of training have any valid value.
 _PRESET = {
@@ -160,12 +163,13 @@ def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:
 
     if options.base_url is None:
         return None
+    given = shortened(options.extra_body)
     try:
-        extra: Any = json.loads(options.extra_body)
+        extra = parse_written_json(options.extra_body)
     except ValueError as error:
-        raise ConfigError(f"--extra-body {options.extra_body!r} is not JSON: {error}") from error
+        raise ConfigError(f"--extra-body {given} is not JSON: {error}; {OBJECT_FORM}") from error
     if not isinstance(extra, dict):
-        raise ConfigError(f"--extra-body {options.extra_body!r} is not a JSON object; write '{{\"key\": value}}'")
+        raise ConfigError(f"--extra-body {given} is not a JSON object; {OBJECT_FORM}")
     return EndpointOptions(options.base_url, options.model, os.environ.get(options.api_key_env), extra)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.core.json_values import parse_written_json
+from furlong.core.text import shortened
 from furlong.errors import ConfigError, DataError
 
 PROMPTS_READ = 256
@@ -113,11 +115,11 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--chat-template-kwargs {text!r} is not JSON: {error}") from None
+        value = parse_written_json(text)
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs {shortened(text)} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"--chat-template-kwargs {text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
+            f"--chat-template-kwargs {shortened(text)} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
         )
     return cast("dict[str, Any]", value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec
-from furlong.core.json_values import check_depth, parse_json
+from furlong.core.json_values import check_depth, parse_json, parse_written_json
 from furlong.core.text import shortened
 
 _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
@@ -130,13 +130,16 @@ def _json_object(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         same = False
     if not same:
-        raise ValueError(f"got {shortened(value)}, expected a JSON object; quote dates and keys that are not strings")
+        raise ValueError(
+            f"got {shortened(value)}, expected a JSON object; quote dates and keys that are not strings, and use "
+            "finite numbers"
+        )
     return value
 
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = parse_json(text)
+        value = parse_written_json(text)
     except ValueError as error:
         raise ValueError(
             f"got {shortened(text)}, which is not JSON ({error}); expected an object such as '{{\"a\": 1}}'"

@@ -7,8 +7,11 @@ them. Values are therefore checked where they enter the program.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any, cast
+
+from furlong.core.text import shortened
 
 MAX_DEPTH = 100  # levels of lists and objects
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
@@ -22,6 +25,46 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(TOO_DEEP) from None
     check_depth(value)
     return value
+
+
+def parse_written_json(text: str) -> Any:
+    """Return the value of JSON that a person wrote, such as a flag's.
+
+    Raises ValueError as `parse_json` does, and for a key that is given twice and for numbers that are not finite.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_depth(value)
+    return value
+
+
+def written_value(text: str) -> Any:
+    """Return the value of `text` if it is JSON, else `text` itself.
+
+    Raises ValueError for JSON that `parse_written_json` refuses.
+    """
+    try:
+        return parse_written_json(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"the key {shortened(twice)} is given twice")
+    return values
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(text)} is not a finite number")
+    return number
 
 
 def check_depth(value: Any) -> None:

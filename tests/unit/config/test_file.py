@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from furlong.config import Config, parse
+from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.command_line import config_from_values, examine
 from furlong.config.compat import find_refusal
 from furlong.errors import ConfigError
@@ -163,6 +165,34 @@ def test_a_json_flag_that_is_nested_too_deeply_is_a_problem(depth: int) -> None:
         (problem,) = caught.value.problems
         assert problem.startswith("--apply-chat-template-kwargs")
         assert "nested" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
+        ('{"a": [NaN]}', "'NaN' is not a finite number"),
+        ('{"a": -Infinity}', "'-Infinity' is not a finite number"),
+        ('{"a": 1e999}', "'1e999' is not a finite number"),
+        ('\ufeff{"a": 1}', "BOM"),
+        ('{"a": ' + "9" * 5000 + "}", "digits"),
+        ("[1]", "expected a JSON object"),
+    ],
+)
+def test_a_json_flag_with_values_that_no_json_should_have_is_a_problem(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--apply-chat-template-kwargs", text])
+    (problem,) = caught.value.problems
+    assert problem.startswith("--apply-chat-template-kwargs")
+    assert words in problem
+    assert len(problem) < 500
+
+
+@pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, '{"a":1,"a":2}', "[NaN]"])
+def test_an_option_of_an_environment_that_json_cannot_hold_is_a_problem(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--environment .*: the value of x cannot be used: "):
+        parse_environments((f"own.py:Env?x={quote(value)}",))
+    assert parse_environments(("own.py:Env?x=[1",))[0].arguments == {"x": "[1"}
 
 
 def test_many_values_in_deeply_nested_json_are_text() -> None:

@@ -9,6 +9,7 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.catalogue import Problem
+from furlong.core.text import shortened
 
 SIZES = (
     "context_parallel_size",
@@ -45,7 +46,17 @@ def cluster_problems(config: Config) -> Iterator[str]:
     yield from _engines(config)
     for name, value in cluster.train_env_vars.items():
         if not isinstance(value, str):
-            yield f"--train-env-vars: {name} is {value!r}, expected a string; put it in quotes"
+            yield f"--train-env-vars: {name} is {shortened(value)}, expected a string; put it in quotes"
+        elif not name or "=" in name or not _is_text(name) or not _is_text(value):
+            yield (
+                f"--train-env-vars: {shortened(name)} with the value {shortened(value)} cannot be an environment "
+                "variable; use a name without = and text without NUL characters and halves of surrogate pairs"
+            )
+
+
+def _is_text(text: str) -> bool:
+    """Return whether an environment variable can contain this."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _engines(config: Config) -> Iterator[str]:

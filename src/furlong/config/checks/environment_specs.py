@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from furlong.config.checks.value_checks import prompt_file_problem
 from furlong.config.sections import Config
+from furlong.core.json_values import written_value
 from furlong.core.user_code import message_of
 from furlong.core.user_modules import split_path
 from furlong.errors import ConfigError
@@ -122,7 +122,7 @@ def _spec(entry: str) -> EnvironmentSpec:
         name,
         path,
         ({"target": target} if plug is not None else {})
-        | {key: _value(value) for key, value in values.items() if key not in OWN_KEYS},
+        | {key: _value(where, key, value) for key, value in values.items() if key not in OWN_KEYS},
         _number(where, "weight", values.get("weight", "1"), float),
         values.get("prompt_data"),
         limits,
@@ -141,12 +141,12 @@ def _number(where: str, key: str, text: str, kind: type) -> float:
     return number
 
 
-def _value(text: str) -> Any:
-    """Return an argument: a JSON value, else the text itself."""
+def _value(where: str, key: str, text: str) -> Any:
+    """Return an argument: a JSON value, else the text itself. Raises ConfigError."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        return written_value(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: the value of {key} cannot be used: {error}") from None
 
 
 def environment_problems(config: Config) -> Iterator[str]:

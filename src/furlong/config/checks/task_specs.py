@@ -8,12 +8,14 @@ import json
 import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
+from furlong.core.json_values import written_value
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 
@@ -124,6 +126,9 @@ def _task(part: str, text: str, shared: dict[str, int]) -> TaskSpec:
         raise ConfigError(f"{text}: {query!r} is not of the form key=value&key=value; {_FORM}") from None
     options: dict[str, Any] = {}
     weight, system_prompt = 1, None
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ConfigError(f"{text}: {key} is given {count} times for {name}; give it once")
     for key, value in pairs:
         match key:
             case "size" | "seed":
@@ -169,9 +174,9 @@ def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
         _, hint = did_you_mean(key, [*names, *OWN_KEYS])
         raise ConfigError(f"{text}: {task} has no option {key}; {hint or 'use some of ' + ', '.join(names)}")
     try:
-        parsed = json.loads(value)
-    except ValueError:
-        parsed = value
+        parsed = written_value(value)
+    except ValueError as error:
+        raise ConfigError(f"{text}: the value of {key} cannot be used: {error}") from None
     for kind in _alternatives(kinds[key]):
         origin = typing.get_origin(kind) or kind
         if origin is float and type(parsed) is int:
