@@ -7,13 +7,15 @@ one with SIGBUS, even hours later, and one that writes to it changes the tensors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from furlong.core.verified_tensors import TensorFile, open_unverified
+from furlong.core.safetensors_header import CHECKSUMS
+from furlong.core.verified_tensors import TensorFile, open_tensor_file, own_checksums
 from furlong.core.weights import NamedTensor, host_bytes
 from furlong.errors import CheckpointError
 
@@ -37,9 +39,21 @@ DTYPES = {
 }
 
 
+def save_verified(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write contiguous tensors on the CPU into a safetensors file whose header has their checksums.
+
+    Other programs read it as any such file. Raises OSError or SafetensorError.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    contents = {
+        name: (names[tensor.dtype], tuple(tensor.shape), host_bytes(tensor)) for name, tensor in tensors.items()
+    }
+    save_file(dict(tensors), path, {**texts, CHECKSUMS: own_checksums(contents, texts)})
+
+
 def read_file(path: Path, select: Callable[[str], bool] = lambda _: True) -> Iterator[NamedTensor]:
     """Yield the selected tensors of a file in the order of their bytes. Raises CheckpointError, naming the file."""
-    with open_unverified(path) as file:
+    with open_tensor_file(path) as file:
         for name in sorted(file.tensors, key=lambda name: file.tensors[name].offset):
             if select(name):
                 yield name, read_tensor(file, name)

@@ -1,7 +1,8 @@
 """Reads the header of a safetensors file: the name, dtype, shape and place of each tensor.
 
 A file has 8 bytes of header length (little-endian), a JSON header with each tensor's dtype, shape and offsets, and the
-data, so its header determines the size of the file.
+data, so its header determines the size of the file. Headers that furlong writes also have an entry `CHECKSUMS`: that of
+the header's content, and one for each block of each tensor (`core.verified_tensors`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from furlong.core.file_kind import irregular_kind
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"  # start of a file from a clone without Git LFS
+CHECKSUMS = "furlong_checksums"  # name of the entry
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # The format's dtypes, except for complex numbers, which no model has.
 BITS = {
@@ -99,7 +103,16 @@ def parse_header(path: Path, body: bytes, length: int, size: int) -> Shard:
                 f"one before it ends at {end}"
             )
         end += tensor.num_bytes
+    content = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    if CHECKSUMS in texts and not str(texts[CHECKSUMS]).startswith(header_checksum(content, texts)):
+        raise CheckpointError(f"{path.name} has another header than when it was saved: its checksum differs")
     return Shard(path, tensors, end, size, 8 + length, texts)
+
+
+def header_checksum(tensors: Mapping[str, tuple[str, tuple[int, ...]]], texts: Mapping[str, str]) -> str:
+    """Return the xxh3-128 checksum of what a header contains: dtype and shape of each tensor, and other entries."""
+    entries = sorted((name, text) for name, text in texts.items() if name != CHECKSUMS)
+    return xxhash.xxh3_128_hexdigest(repr((sorted(tensors.items()), entries)).encode("utf-8", "surrogatepass"))
 
 
 def _stored_tensor(name: str, entry: dict[str, Any], start: int) -> StoredTensor:

@@ -1,5 +1,7 @@
 """Safetensors files with a checksum for each block, so that any part of a tensor is verified as it is read.
 
+The checksums are those of a manifest or, in model folders that furlong writes, those of the file's own header.
+
 Blocks begin at the start of the file, at the end of the header, at each tensor, and every MiB within these. So a reader
 of whole tensors, or of some of their rows, needs only the blocks that it reads, in any order. What is compared is the
 memory that the reader uses, not the file, which may change between two reads.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -17,7 +20,15 @@ import xxhash
 
 from furlong.core.checksums import changed_file
 from furlong.core.file_kind import require_file
-from furlong.core.safetensors_header import Shard, StoredTensor, header_length, parse_header, read_header
+from furlong.core.safetensors_header import (
+    CHECKSUMS,
+    Shard,
+    StoredTensor,
+    header_checksum,
+    header_length,
+    parse_header,
+    read_header,
+)
 from furlong.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
@@ -36,12 +47,39 @@ def stored_places(path: Path) -> list[int]:
     return block_places(read_header(path))
 
 
+def own_checksums(tensors: Mapping[str, tuple[str, tuple[int, ...], memoryview]], texts: Mapping[str, str]) -> str:
+    """Return the entry `CHECKSUMS` of the header of a file with these tensors (dtype, shape, bytes) and other entries.
+
+    It has the checksum of the header, then those of all blocks of each tensor, in the order of their names.
+    """
+    header = header_checksum({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}, texts)
+    contents = [tensors[name][2] for name in sorted(tensors)]
+    starts = [(content, start) for content in contents for start in range(0, len(content), BLOCK_BYTES)]
+    return header + "".join(xxhash.xxh3_128_hexdigest(content[at : at + BLOCK_BYTES]) for content, at in starts)
+
+
+def _own_blocks(shard: Shard) -> str | None:
+    """Return the checksums of a file's own header, in the order of its blocks; None if it has none."""
+    if CHECKSUMS not in shard.texts:
+        return None
+    listed, at = shard.texts[CHECKSUMS], DIGITS
+    by_name: dict[str, str] = {}
+    for name in sorted(shard.tensors):
+        end = at + DIGITS * -(-shard.tensors[name].num_bytes // BLOCK_BYTES)
+        by_name[name], at = listed[at:end], end
+    if len(listed) != at:
+        raise CheckpointError(f"its header has {len(listed) // DIGITS} checksums, expected {at // DIGITS}")
+    in_order = sorted(shard.tensors, key=lambda name: shard.tensors[name].offset)
+    num_header = -(-shard.header_bytes // BLOCK_BYTES)  # blocks that are compared as a whole, when they are parsed
+    return "".join(["-" * DIGITS * num_header, *(by_name[name] for name in in_order)])
+
+
 class ChangedBlockError(CheckpointError):
     """A block does not have its checksum."""
 
 
-def open_unverified(path: Path) -> TensorFile:
-    """Open a safetensors file that has no checksums. Raises CheckpointError, naming it, if it cannot be read."""
+def open_tensor_file(path: Path) -> TensorFile:
+    """Open a safetensors file that no manifest lists. Raises CheckpointError, naming it, if it cannot be read."""
     try:
         return TensorFile(path, None)
     except CheckpointError as error:
@@ -50,6 +88,8 @@ def open_unverified(path: Path) -> TensorFile:
 
 class TensorFile:
     """An open safetensors file. Blocks that are read are compared with `checksums`, those of all blocks, joined.
+
+    With None they are compared with those of the file's own header, if it has any.
 
     Raises ChangedBlockError for one that differs, and CheckpointError if the file cannot be read, if its header is
     damaged, or if its size is not the one in the header.
@@ -65,6 +105,8 @@ class TensorFile:
             raise CheckpointError(f"it cannot be read: {error.strerror or error}") from error
         try:
             self._header = self._read_header()
+            if checksums is None:
+                self._checksums = _own_blocks(self._header)
         except BaseException:
             self._file.close()
             raise
@@ -83,8 +125,8 @@ class TensorFile:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Return the texts of the header."""
-        return dict(self._header.texts)
+        """Return the texts of the header, except for checksums."""
+        return {name: text for name, text in self._header.texts.items() if name != CHECKSUMS}
 
     def read(self, start: int, into: memoryview) -> None:
         """Read the bytes from `start` of the file into memory.

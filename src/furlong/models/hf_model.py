@@ -33,7 +33,7 @@ from furlong.core.file_tensors import read_tensor
 from furlong.core.model_config import read_json
 from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import TensorFile, open_unverified
+from furlong.core.verified_tensors import TensorFile, open_tensor_file
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
@@ -471,7 +471,7 @@ class StoredTensors:
     def _open(self, file: str) -> TensorFile:
         with self._opening:
             if file not in self._opened:
-                self._opened[file] = self._stack.enter_context(open_unverified(self._folder / file))
+                self._opened[file] = self._stack.enter_context(open_tensor_file(self._folder / file))
             return self._opened[file]
 
 

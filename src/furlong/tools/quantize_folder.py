@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from furlong.core.file_tensors import read_file
+from furlong.core.file_tensors import read_file, save_verified
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 from furlong.core.quantization.int4 import Int4Groups
@@ -151,7 +150,7 @@ def _write(
 def _save(target: Path, batch: dict[str, torch.Tensor], written: dict[str, tuple[str, int]]) -> None:
     number = len({file for file, _ in written.values()})
     try:
-        save_file(batch, target / part_name(number), {"format": "pt"})
+        save_verified(target / part_name(number), batch, {"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write into {target}: {error}; free some space, or use another TARGET") from error
     written |= {name: (part_name(number), tensor.nbytes) for name, tensor in batch.items()}

@@ -24,7 +24,7 @@ from furlong.core.checkpoint_folder import (
 )
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import TensorFile, open_unverified
+from furlong.core.verified_tensors import TensorFile, open_tensor_file
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 
@@ -70,7 +70,7 @@ class BadValues:
 
 def bad_values(shard: Shard) -> Iterator[BadValues]:
     """Check every floating-point tensor of a file. Raises CheckpointError if it cannot be read."""
-    with open_unverified(shard.path) as file:
+    with open_tensor_file(shard.path) as file:
         for name, tensor in file.tensors.items():
             kind = FORMATS.get(tensor.dtype)
             if kind is None or not tensor.num_bytes:

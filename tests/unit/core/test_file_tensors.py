@@ -3,36 +3,74 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from furlong.core.file_tensors import DTYPES, read_file, read_tensor
+from furlong.core.file_tensors import DTYPES, read_file, read_tensor, save_verified
 from furlong.core.sealed_arrays import load_arrays, save_arrays
-from furlong.core.verified_tensors import open_unverified
+from furlong.core.verified_tensors import open_tensor_file
 from furlong.errors import CheckpointError
 
 
-def write(path: Path) -> dict[str, torch.Tensor]:
+def write(path: Path, save: Any = save_file) -> dict[str, torch.Tensor]:
     tensors = {name: torch.ones(5, 3).to(dtype) for name, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "large": torch.rand(3, 700_000)}
-    save_file(tensors, path)
+    save(tensors, path)
     return tensors
 
 
-def test_tensors_of_every_dtype_equal_those_that_were_written(tmp_path):
+def verified(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_verified(path, tensors, {"format": "pt"})
+
+
+@pytest.mark.parametrize("save", [save_file, verified])
+def test_tensors_of_every_dtype_equal_those_that_were_written(save, tmp_path):
     path = tmp_path / "x.safetensors"
-    written, read = write(path), dict(read_file(path))
+    written, read = write(path, save), dict(read_file(path))
     assert read.keys() == written.keys()
     for name, tensor in written.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
-    with open_unverified(path) as file:
+    with open_tensor_file(path) as file:
         assert torch.equal(read_tensor(file, "large", slice(1, 3)), written["large"][1:3])
     assert dict(read_file(path, lambda name: name == "scalar"))["scalar"].item() == 2.5
+
+
+def test_a_changed_byte_of_a_file_with_its_own_checksums_is_refused_by_name_or_changes_no_tensor(tmp_path):
+    path = tmp_path / "x.safetensors"
+    written = write(path, verified)
+    content, draw, errors = bytearray(path.read_bytes()), random.Random(0), list[str]()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for place in [*draw.sample(range(header), 80), *draw.sample(range(header, len(content)), 20)]:
+        changed = bytearray(content)
+        changed[place] ^= draw.randrange(1, 256)
+        path.write_bytes(changed)
+        try:
+            read = dict(read_file(path))
+        except CheckpointError as error:
+            errors.append(str(error))
+            continue
+        assert read.keys() == written.keys()
+        assert all(torch.equal(bytes_of(read[name]), bytes_of(written[name])) for name in written)
+    assert len(errors) > 90
+    assert [error for error in errors if str(path) not in error] == []
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_other_programs_read_a_file_with_its_own_checksums(tmp_path):
+    written = write(tmp_path / "x.safetensors", verified)
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == written.keys()
+    assert torch.equal(read["large"], written["large"])
 
 
 def test_a_file_that_is_cut_after_a_read_does_not_change_what_was_read(tmp_path):

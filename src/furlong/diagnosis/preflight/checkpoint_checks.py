@@ -29,7 +29,7 @@ from furlong.core.checkpoint_folder import (
 )
 from furlong.core.sealed_arrays import read_array
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import open_unverified
+from furlong.core.verified_tensors import open_tensor_file
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError
@@ -341,7 +341,7 @@ def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Di
 
 def _num_completions(path: Path) -> int:
     """Count the completions of a saved rollout; samples fanned out from one completion count once."""
-    with open_unverified(path) as file:
+    with open_tensor_file(path) as file:
         return len(set(read_array(file, "rollout_ids").tolist()))
 
 

@@ -21,7 +21,7 @@ from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import open_unverified
+from furlong.core.verified_tensors import open_tensor_file
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import CheckpointError, EngineError, SyncError
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
@@ -60,7 +60,7 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
     load = WeightLoad(table)
     for name in _weight_files(folder):
         try:
-            with open_unverified(folder / name) as file:
+            with open_tensor_file(folder / name) as file:
                 shapes = {key: stored.shape for key, stored in file.tensors.items()}
         except CheckpointError as error:
             raise EngineError(f"{error}; write the folder again") from error

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.core.checkpoint_folder import read_object
+from furlong.core.file_tensors import save_verified
 from furlong.core.files import PendingFiles, save_tensors
 from furlong.core.json_values import parse_json
 from furlong.core.weights import host_copy
@@ -213,10 +213,6 @@ def write(
     return written
 
 
-def _export(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    save_file(tensors, path, metadata)
-
-
 def write_model(
     folder: Path,
     build: Callable[[], PreTrainedModel],
@@ -236,7 +232,7 @@ def write_model(
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
     ranks.wait()
     tensors = with_carried(tensors, companions, hf.load_config(companions))
-    written = write(folder, hf.part_name, tensors, ranks, save=_export)
+    written = write(folder, hf.part_name, tensors, ranks, save=save_verified)
     if ranks.rank == 0:
         hf.write_index(folder, written)
     ranks.wait()
