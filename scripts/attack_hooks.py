@@ -193,7 +193,9 @@ def _faults(cell: Cell, folder: Path, code: int | None, log: str) -> list[str]:
         faults.append("the error does not name the file")
     elif not is_complete and not re.search(r"attack\.py(:|\", line |: line |.{0,40}line )\d+", log):
         faults.append("the error names no line")
-    if is_complete and cell.hook in OF_SAMPLES and cell.kind == "attack" and cell.name not in HARMLESS:
+    if is_complete and cell.name in UNDONE:
+        faults += [] if "attack.py" in log else ["not reported in the log"]
+    elif is_complete and cell.hook in OF_SAMPLES and cell.kind == "attack" and cell.name not in HARMLESS:
         is_counted = any(row.get(f"rollout/{name}") for row in _rows(path) for name in FAILURES)
         faults += [] if is_counted or "attack.py" in log else ["no effect on the run, not counted"]
     elif is_complete and cell.kind in ENDING and cell.name not in HARMLESS:
@@ -212,6 +214,7 @@ def _faults(cell: Cell, folder: Path, code: int | None, log: str) -> list[str]:
 
 # Attacks that a run may survive with all its steps: they change nothing that it needs, or only a thread ends.
 HARMLESS = ("SystemExit of a thread", "torch grad", "torch seed", "torch threads", "asyncio.run")
+UNDONE = ("logging",)  # attacks that a run undoes with a warning
 # Attacks by a signal that no program can handle, or by default does not; the process beside the run names the function.
 OF_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGINT default", "alarm", "setitimer")
 ENDING = ("attack", "import attack", "source")  # kinds of attacks that otherwise end the run

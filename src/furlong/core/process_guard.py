@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -13,8 +14,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from furlong.core.forked_processes import end_if_forked
+from furlong.core.log_state import LogState
 from furlong.core.process_state import ProcessState
 from furlong.errors import FurlongError, HookError
+
+logger = logging.getLogger(__name__)
 
 WAKE_UP = signal.SIGURG  # ignored without a handler
 
@@ -37,6 +41,7 @@ class ProcessGuard:
         self.note: Callable[[str], object] | None = None
         self._is_watching = self._is_of_call = False
         self._state: ProcessState | None = None
+        self._log: LogState | None = None
         self._limit = 0
         self._finding = ""  # kept after `watching`
         self._pid = self._thread = 0
@@ -51,7 +56,7 @@ class ProcessGuard:
         """
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
         self._is_of_call = each_call
-        self._last, self._thread = None, threading.get_ident()
+        self._last, self._thread, self._log = None, threading.get_ident(), LogState()
         try:
             with _interruptible(), self.blaming():
                 yield
@@ -91,6 +96,7 @@ class ProcessGuard:
     def check(self, function: Callable[..., Any], name: str, *, is_step: bool = False) -> None:
         """Raise ProcessChangedError, with the location of `function`, if the state has changed; restores it.
 
+        A change that only silences the log is undone with a warning.
         `is_step`: after a step of an async function between two awaits; functions of libraries are not compared then.
         A process that `function` forked and that returns from it ends here.
         """
@@ -110,6 +116,8 @@ class ProcessGuard:
             _set_recursion_limit(self._limit)
             self._finding = self._text(function, name, ["it lowered the recursion limit"])
             raise ProcessChangedError(self._finding)
+        if self._log is not None and (silenced := self._log.repair()):
+            logger.warning("%s (%s): %s; undone", name, location_of(function), " and ".join(silenced))
         if changes := state.changes(libraries=not is_step):
             state.restore()
             self._finding = self._text(function, name, changes)

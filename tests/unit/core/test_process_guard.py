@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import builtins
 import ctypes
+import io
+import logging
+import logging.config
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -240,6 +244,39 @@ def test_a_print_of_the_user_ends_with_the_run():
     with process_guard.watching():
         with_hook_errors(replace, "f")()
     assert vars(builtins)["print"] is before
+
+
+def raise_level():
+    logging.getLogger("furlong").setLevel(logging.CRITICAL)
+
+
+@pytest.mark.parametrize(
+    ("silence", "words"),
+    [
+        (lambda: logging.disable(logging.CRITICAL), "disabled logging up to level CRITICAL"),
+        (lambda: logging.config.dictConfig({"version": 1}), "disabled .* loggers, as logging.config does"),
+        (lambda: logging.getLogger("furlong").handlers.clear(), "removed 1 handlers of the logger furlong"),
+        (raise_level, "raised the level of the logger furlong"),
+    ],
+    ids=["disable", "dictConfig", "handlers", "level"],
+)
+def test_a_function_that_silences_the_log_is_reported_in_it(silence, words):
+    log, run_logger = io.StringIO(), logging.getLogger("furlong")
+    handler = logging.StreamHandler(log)
+    run_logger.addHandler(handler)
+    level = run_logger.level
+    run_logger.setLevel(logging.INFO)
+    try:
+        with process_guard.watching():
+            with_hook_errors(silence, "--x-path: f")()
+            logging.getLogger("furlong.core.sample").info("later")
+    finally:
+        run_logger.removeHandler(handler)
+        run_logger.setLevel(level)
+        logging.disable(logging.NOTSET)
+    first, *others = log.getvalue().splitlines()
+    assert re.match(rf"--x-path: f \({__file__}:\d+\): it {words}.*; undone", first)
+    assert others == ["later"]
 
 
 def test_the_function_that_is_called_is_noted():

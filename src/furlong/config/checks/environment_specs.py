@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 from furlong.config.checks.value_checks import prompt_file_problem
 from furlong.config.sections import Config
 from furlong.core.json_values import written_value
+from furlong.core.text import shortened
 from furlong.core.user_code import message_of
 from furlong.core.user_modules import split_path
 from furlong.errors import ConfigError
@@ -33,6 +34,7 @@ PLUGS = {
     "nemo-gym": ("furlong.environments.nemo_gym:NemoGym", "httpx", ""),
     "verifiers": ("furlong.environments.verifiers_taskset:VerifiersTaskset", "verifiers", "verifiers"),
 }
+SHOWN_CHARS = 200  # of a value in messages
 FORM = "write file.py:Class or file.py:Class?key=value&key=value"
 
 
@@ -90,7 +92,7 @@ def class_path(entry: str) -> str:
 
 
 def _spec(entry: str) -> EnvironmentSpec:
-    where, (path, _, query) = f"--environment {entry}", entry.partition("?")
+    where, (path, _, query) = f"--environment {entry[:SHOWN_CHARS]}", entry.partition("?")
     prefix, _, target = path.partition(":")
     plug = PLUGS.get(prefix)
     if plug is not None:
@@ -107,7 +109,7 @@ def _spec(entry: str) -> EnvironmentSpec:
     except ConfigError:
         raise ConfigError(f"{where} does not name a class; {FORM}") from None
     except ValueError:
-        raise ConfigError(f"{where}: {query!r} is not of the form key=value&key=value; {FORM}") from None
+        raise ConfigError(f"{where}: {shortened(query)} is not of the form key=value&key=value; {FORM}") from None
     values: dict[str, str] = {}
     for key, value in pairs:
         if key in values:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from furlong.core.json_values import written_value
-from furlong.core.text import did_you_mean
+from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
 
 PREFIX = "reasoning-gym:"
@@ -24,6 +24,7 @@ PACKAGE = "reasoning_gym"
 EPISODES = "episodes:"  # rows without content, for environments that make their own tasks
 DEFAULT_SIZE = 1_000
 MAX_WEIGHT = 1_000
+SHOWN_CHARS = 200  # of a value in messages
 OWN_KEYS = ("size", "seed", "weight", "system_prompt")  # the others are options of the task
 _FORM = f"write {PREFIX}NAME, {PREFIX}NAME?key=value&key=value, or several with + between them"
 
@@ -115,15 +116,16 @@ def tasks_problem(flag: str, path: str) -> str | None:
 
 
 def _task(part: str, text: str, shared: dict[str, int]) -> TaskSpec:
+    text = text[:SHOWN_CHARS]
     name, _, query = part.partition("?")
     config = _configs().get(name)
     if config is None:
         _, hint = did_you_mean(name, sorted(_configs()))
-        raise ConfigError(f"{text}: {name or 'nothing'} is not a task of reasoning-gym; {hint or _FORM}")
+        raise ConfigError(f"{text}: {name[:SHOWN_CHARS] or 'nothing'} is not a task of reasoning-gym; {hint or _FORM}")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
-        raise ConfigError(f"{text}: {query!r} is not of the form key=value&key=value; {_FORM}") from None
+        raise ConfigError(f"{text}: {shortened(query)} is not of the form key=value&key=value; {_FORM}") from None
     options: dict[str, Any] = {}
     weight, system_prompt = 1, None
     for key, count in Counter(key for key, _ in pairs).items():
@@ -162,6 +164,7 @@ def _system_prompt(text: str, name: str) -> str:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name not in SYSTEM_PROMPTS:
+        name = name[:SHOWN_CHARS]
         raise ConfigError(f"{text}: system_prompt={name} is not one of {', '.join(SYSTEM_PROMPTS)}; use one of them")
     return name
 
@@ -187,7 +190,8 @@ def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
             return parsed
         if origin in (int, float, bool, dict, types.NoneType) and type(parsed) is origin:
             return parsed
-    raise ConfigError(f"{text}: {key}={value} is not a value of type {kinds[key]}; write numbers, true, or JSON")
+    shown = value[:SHOWN_CHARS]
+    raise ConfigError(f"{text}: {key}={shown} is not a value of type {kinds[key]}; write numbers, true, or JSON")
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
