@@ -9,8 +9,9 @@ many turns a second the process manages; in the last two a tool takes --tool-ms 
 of a turn at the same load. Columns: turns per second, CPU time of this process per turn, median and 99th percentile of
 a turn in ms, longest time in ms that the event loop was held, memory in MiB before, and after by before.
 
-`cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine.
-Columns: prefilled tokens by new ones, ms of the first turns after the first and of the last ones, and their ratio.
+`cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine, once
+for each hidden size of --widths. Columns: prefilled tokens by new ones, ms of the first turns after the first and of
+the last ones, and their ratio.
 """
 
 # ruff: noqa: ARG002  stand-ins have the signatures of the interfaces
@@ -229,8 +230,8 @@ def compare_sessions(arguments: argparse.Namespace) -> None:
             print(f"{label:26}" + "".join(f"{column:12.2f}" for column in columns) + f"{after:12.3f}", flush=True)
 
 
-def _engine(arguments: argparse.Namespace) -> EmbeddedEngine:
-    width, length = arguments.width, 64 + arguments.turns * (OBSERVED + SAMPLED)
+def _engine(arguments: argparse.Namespace, width: int) -> EmbeddedEngine:
+    length = 64 + arguments.turns * (OBSERVED + SAMPLED)
     config = AutoConfig.for_model(
         "qwen3", vocab_size=512, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=arguments.layers,
         num_attention_heads=max(2, width // 32), num_key_value_heads=2, head_dim=32, max_position_embeddings=length,
@@ -241,9 +242,9 @@ def _engine(arguments: argparse.Namespace) -> EmbeddedEngine:
     return EmbeddedEngine(config=config, state_dict=state, dtype=dtype, num_slots=EPISODES, kv_tokens=1 << 19)
 
 
-async def measure_cache(arguments: argparse.Namespace, *, is_kept: bool) -> tuple[list[str], list[Any]]:
+async def measure_cache(arguments: argparse.Namespace, width: int, *, is_kept: bool) -> tuple[list[str], list[Any]]:
     """Run the episodes; return the columns and all log-probs."""
-    engine, turns = _engine(arguments), arguments.turns
+    engine, turns = _engine(arguments, width), arguments.turns
     seconds: list[list[float]] = [[] for _ in range(turns)]
     params = SamplingParams(max_new_tokens=SAMPLED, ignore_eos=True)
 
@@ -272,15 +273,17 @@ async def measure_cache(arguments: argparse.Namespace, *, is_kept: bool) -> tupl
 
 
 def compare_cache(arguments: argparse.Namespace) -> None:
-    """Print one line with the cache and one without, and whether the log-probs are the same bits."""
+    """Print a line with the cache and one without for each width, and whether the log-probs are the same bits."""
     torch.set_num_threads(arguments.threads)
-    print(f"{'':10}{'prefilled':>12}{'turn 2 ms':>12}{'last ms':>12}{'ratio':>8}")
-    seen: list[list[Any]] = []
-    for name, is_kept in (("cache", True), ("none", False)):
-        columns, log_probs = asyncio.run(measure_cache(arguments, is_kept=is_kept))
-        seen.append(log_probs)
-        print(f"{name:10}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 12, 8), strict=True)))
-    print("log-probs are", "bitwise equal" if seen[0] == seen[1] else "DIFFERENT")
+    print(f"{'':18}{'prefilled':>12}{'turn 2 ms':>12}{'last ms':>12}{'ratio':>8}")
+    for width in arguments.widths:
+        seen: list[list[Any]] = []
+        for name, is_kept in (("cache", True), ("none", False)):
+            columns, log_probs = asyncio.run(measure_cache(arguments, width, is_kept=is_kept))
+            seen.append(log_probs)
+            label = f"{name}, width {width}"
+            print(f"{label:18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 12, 8), strict=True)), flush=True)
+        print("log-probs are", "bitwise equal" if seen[0] == seen[1] else "DIFFERENT", flush=True)
 
 
 def add_commands(commands: Any) -> None:
@@ -294,7 +297,7 @@ def add_commands(commands: Any) -> None:
     sessions.set_defaults(run=compare_sessions)
     cache = commands.add_parser("cache", help="the prefix cache against none")
     cache.add_argument("--turns", type=int, default=200)
-    cache.add_argument("--width", type=int, default=64)
+    cache.add_argument("--widths", type=int, nargs="+", default=(8, 128))
     cache.add_argument("--layers", type=int, default=2)
     cache.add_argument("--threads", type=int, default=1)
     cache.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -12,7 +12,7 @@ import pytest
 from furlong.cli import main
 from furlong.core.sample import Status
 from furlong.tracking.rollout_dump import load_samples
-from runs import flags, free_ports, rows, train
+from runs import Child, flags, free_ports, marked_processes, rows, train
 from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # two faults last until the time limit
@@ -109,3 +109,106 @@ def test_each_fault_is_an_outcome_and_leaves_no_process_port_or_folder(model, da
     assert list(temporary.iterdir()) == []
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+FUNCTION = """
+import json, os, signal, subprocess, sys, tempfile, time, urllib.request
+
+
+def launch(folder):  # the number of this launch
+    number = 0
+    while True:
+        try:
+            os.mkdir(os.path.join(folder, str(number)))
+            return number
+        except FileExistsError:
+            number += 1
+
+
+def solve(base_url, prompt, metadata):
+    number, faults = launch(os.environ["LAUNCHES"]), os.environ["FAULTS"].split(",")
+    fault = faults[number] if number < len(faults) else ""
+    if fault == "silent":
+        return {"said": fault}
+    body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
+    request = urllib.request.Request(base_url + "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request).read()
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "fork" and os.fork() == 0:
+        os.setsid()
+        os.execv("/bin/sleep", ["sleep", "1000"])
+    if fault == "daemon":
+        subprocess.Popen(["/bin/sh", "-c", "sleep 1000 & sleep 1000"], start_new_session=True)
+    if fault == "output":
+        print("x" * 200_000)
+        sys.stderr.write("y" * 200_000)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "memory":
+        bytearray(2 << 30)
+    if fault == "exit":
+        sys.exit(3)
+    if fault == "closed":
+        os.close(1)
+    return {"said": fault or "well"}
+"""
+
+
+def function_flags(model, data, folder, faults: str, monkeypatch, **changes: object) -> list[str]:
+    """Return the flags of a step with 16 episodes of FUNCTION, of which the first have these faults."""
+    (folder / "agent.py").write_text(FUNCTION)
+    (folder / "launches").mkdir()
+    monkeypatch.setenv("LAUNCHES", str(folder / "launches"))
+    monkeypatch.setenv("FAULTS", faults)
+    return flags(
+        model, data, folder / "run",
+        num_rollout=1, input_key="input", agent_function_path=f"{folder}/agent.py:solve", tool_timeout=6,
+        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **changes,
+    )  # fmt: skip
+
+
+def outcomes(folder: Path) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return what episodes said, the limits and errors that ended others, and why samples failed, after checks."""
+    samples = [each for group in load_samples(folder / "samples_0.safetensors").groups for each in group.samples]
+    assert len(samples) == 16
+    for sample in samples:
+        is_failed = sample.status is Status.FAILED
+        assert (sample.reward is None) == is_failed
+        assert is_failed or sum(sample.loss_mask or [1] * sample.response_length) > 0
+    said = sorted(str(each.metadata["said"]) for each in samples if "said" in each.metadata)
+    limits = [each.metadata["episode_limit"] for each in samples if "episode_limit" in each.metadata]
+    errors = [each.metadata["agent_error"] for each in samples if "agent_error" in each.metadata]
+    return said, limits, errors, [str(each.metadata) for each in samples if each.status is Status.FAILED]
+
+
+def test_each_fault_of_an_agent_function_in_a_process_is_an_outcome_of_its_episode(model, data, tmp_path, monkeypatch):
+    faults = "crash,hang,fork,output,stop,memory,silent,closed"
+    workers = {"env_workers": ["process", "8"], "agent_memory_limit": 1}
+    assert train(function_flags(model, data, tmp_path, faults, monkeypatch, **workers)) == 1
+    said, limits, errors, failed = outcomes(tmp_path)
+    assert said == ["closed", "fork", "output", "silent", *["well"] * 10], "the crash is started again"
+    assert limits == ["tool_time"] * 2
+    assert ["MemoryError" in error for error in errors] == [True]
+    assert len(failed) == 1
+    row = rows(tmp_path / "run")[-1]
+    assert row["rollout/episodes/process_ended"] >= 1
+    assert row["rollout/episodes/reissued"] == row["rollout/episodes/process_ended"]
+    assert "killed by signal 11" in (tmp_path / "run" / "run.log").read_text()
+    assert main(["report", str(tmp_path / "run"), "--finished"]) == 0
+    assert live_commands() == {}
+
+
+def test_faults_of_an_agent_function_in_a_thread_do_not_end_the_run(model, data, tmp_path, monkeypatch, forked):
+    faults = "hang,fork,daemon,output,exit,silent"
+    child = Child(forked, function_flags(model, data, tmp_path, faults, monkeypatch), tmp_path)
+    child.process.join(120)
+    assert child.process.exitcode == 0, child.log.read_text()
+    said, limits, errors, failed = outcomes(tmp_path)
+    assert said == ["daemon", "fork", "output", "silent", *["well"] * 10]
+    assert (limits, len(failed)) == (["tool_time"], 1)
+    assert ["SystemExit: 3" in error for error in errors] == [True]
+    assert main(["report", str(tmp_path / "run"), "--finished"]) == 0
+    assert marked_processes(child.mark) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from furlong.cli import main
 from furlong.core.addresses import host_and_port
 from runs import finish, free_ports, start
+from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # loads models
 
@@ -111,6 +113,96 @@ def test_an_agent_function_is_evaluated_and_a_wrong_url_ends_the_evaluation(
     assert [row["outcome"] for row in records(Path("agent.jsonl"))] == ["policy_limit"] * 2
     assert main([*words, "--base-url", served + "x", "-o", "wrong.jsonl"]) == 2
     assert "404" in capsys.readouterr().err
+
+
+HOOKED = """
+import os
+from pathlib import Path
+
+from furlong.environments import Step
+
+LOG = Path(os.environ["HOOK_LOG"])
+
+
+def write(line):
+    with LOG.open("a") as file:
+        file.write(line + "\\n")
+
+
+class Hooked:
+    @staticmethod
+    def setup(args):
+        write(f"setup {args.n_samples_per_eval_prompt}")
+        if os.environ.get("SETUP_FAILS"):
+            raise ValueError("no database")
+
+    @staticmethod
+    async def teardown(args):
+        write("teardown")
+
+    def reset(self, task, seed):
+        return "1+1="
+
+    def step(self, message):
+        write("step")
+        return Step(reward=1.0, done=True)
+
+    def close(self):
+        write("close")
+"""
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_set_up_and_teardown_of_an_environment_surround_the_evaluation(workers, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOOK_LOG", str(tmp_path / "log"))
+    (tmp_path / "hooked.py").write_text(HOOKED)
+    words = ["eval", f"{tmp_path}/hooked.py:Hooked", "--hf-checkpoint", str(model), "-n", "3", "-k", "2"]
+    words += ["--eval-max-response-len", "4", "--env-workers", workers, "2"]
+    assert main(words) == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("setup 2", "teardown")
+    assert sorted(lines[1:-1]) == ["close"] * 6 + ["step"] * 6
+    assert live_commands() == {}
+    (tmp_path / "log").unlink()
+    monkeypatch.setenv("SETUP_FAILS", "1")
+    assert main([*words, "--output", "second.jsonl"]) != 0
+    assert (tmp_path / "log").read_text().split() == ["setup", "2", "teardown"]
+    assert "no database" in capsys.readouterr().err
+    assert not Path("second.jsonl").exists()
+
+
+def test_an_evaluation_that_is_killed_twice_resumes_to_the_records_of_a_whole_one(model, tmp_path):
+    (tmp_path / "twice.py").write_text(ENVIRONMENT.replace("self.rounds += 1", "self.rounds += 1; time.sleep(0.05)"))
+    (tmp_path / "twice.py").write_text("import time\n" + (tmp_path / "twice.py").read_text())
+    words = ["eval", f"{tmp_path}/twice.py:Twice", "--hf-checkpoint", str(model), "-n", "24", "-k", "2"]
+    words += ["--eval-max-response-len", "4", "--concurrency", "2", "--env-workers", "process", "2"]
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    code, _, err = finish(start([*words, "-o", str(whole)], tmp_path))
+    assert code == 0, err
+    for attempt in range(2):
+        process = start([*words, "-o", str(killed), *["--resume"] * (attempt > 0)], tmp_path)
+        before = _num_lines(killed)
+        while process.poll() is None and _num_lines(killed) < before + 6:
+            time.sleep(0.005)
+        assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 10
+        while live_commands(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert live_commands(process.pid) == {}
+    assert _num_lines(killed) < _num_lines(whole)
+    with killed.open("ab") as file:
+        file.write(whole.read_bytes()[-40:-20])  # the kernel may write a part of what a killed process wrote
+    code, _, err = finish(start([*words, "-o", str(killed), "--resume"], tmp_path))
+    assert code == 0, err
+    assert len(values(killed)) == 48
+    assert values(killed) == values(whole)
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.parametrize(

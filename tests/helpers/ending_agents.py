@@ -30,19 +30,20 @@ for turn in range(1000):
     with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
         messages.append(json.load(reply)["choices"][0]["message"])
 """
-lost: set[int] = set()
 
 
-async def behave(do: str, turn: int, key: int) -> bool:
+async def behave(metadata: dict[str, Any], turn: int) -> bool:
     """Do what the agent does before a turn; returns whether it ends."""
+    do, lost = metadata["do"], Path(metadata["folder"]) / "lost"
     if turn != 2 or do == "go_on":
         return False
     if do == "hang":
         await asyncio.sleep(1000)
     if do == "raise":
         raise ValueError("a bug")
-    if do == "lose" or (do == "lose_once" and key not in lost):
-        lost.update([key] if do == "lose_once" else [])
+    if do == "lose" or (do == "lose_once" and not lost.exists()):
+        if do == "lose_once":
+            lost.touch()
         raise InfraError("the sandbox is gone")
     return True
 
@@ -50,7 +51,7 @@ async def behave(do: str, turn: int, key: int) -> bool:
 async def with_policy(args: Any, sample: Sample, sampling_params: Any) -> Sample:
     messages: list[Any] = []
     for turn in range(1000):
-        if await behave(sample.metadata["do"], turn, 0):
+        if await behave(sample.metadata, turn):
             return sample
         messages.append({"role": "user", "content": f"turn {turn}"})
         reply = await policy().chat(messages)
@@ -64,11 +65,15 @@ async def solve(base_url: str, metadata: dict[str, Any]) -> None:
     messages: list[Any] = []
     async with httpx.AsyncClient(base_url=base_url, timeout=60, verify=False) as client:
         for turn in range(1000):
-            if await behave(metadata["do"], turn, 1):
+            if await behave(metadata, turn):
                 return
             messages.append({"role": "user", "content": f"turn {turn}"})
             reply = await client.post("/v1/chat/completions", json={"messages": messages})
             messages.append(reply.raise_for_status().json()["choices"][0]["message"])
+
+
+def solve_in_thread(base_url: str, metadata: dict[str, Any]) -> None:
+    asyncio.run(solve(base_url, metadata))
 
 
 class Playing:

@@ -31,6 +31,25 @@ class Counting:
         return Step(f"turn {self.turn}: {message['content']}", float(self.turn), self.turn == self.rounds, info=info)
 
 
+class Batched(Counting):
+    """As Counting; its steps are made together. `batch` in info is the number of steps of the call."""
+
+    @staticmethod
+    def step_many(steps: list[tuple[Batched, Any]]) -> list[Any]:
+        made = [environment.step(message) for environment, message in steps]
+        for step in made:
+            if isinstance(step, Step):
+                step.info["batch"] = len(steps)  # pyright: ignore[reportIndexIssue]  a dict
+        return made
+
+
+class AsyncBatched(Counting):
+    @staticmethod
+    async def step_many(steps: list[tuple[Counting, Any]]) -> list[Any]:
+        await asyncio.sleep(0.01)
+        return Batched.step_many(steps)  # pyright: ignore[reportArgumentType]
+
+
 class Asynchronous:
     async def reset(self, task: Task, seed: int) -> Observation:
         tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -61,6 +80,17 @@ class Faulty(Counting):
         index = int(message["content"].split()[0])
         fault = self.faults[index] if index < len(self.faults) and self.turn == 1 else "none"
         return getattr(self, fault)() or super().step(message)
+
+    @staticmethod
+    def batched(steps: list[tuple[Faulty, Any]]) -> list[Any]:
+        """Return an exception for the steps that raise one."""
+        made: list[Any] = []
+        for environment, message in steps:
+            try:
+                made.append(environment.step(message))
+            except (ValueError, MemoryError) as error:
+                made.append(error)
+        return made
 
     def none(self) -> None:
         """Be healthy."""
@@ -124,3 +154,7 @@ class Faulty(Counting):
 
     def wrong(self) -> Any:
         return Step("x", reward=float("nan"))
+
+
+class FaultyBatched(Faulty):
+    step_many = staticmethod(Faulty.batched)

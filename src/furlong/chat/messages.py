@@ -29,15 +29,21 @@ class MessageError(RolloutError):
     """A message of a request is invalid. Servers answer it with status 400."""
 
 
-def checked_messages(value: Any, name: str = "messages") -> list[Message]:
+class CheckedMessages(list[Message]):
+    """Messages that `checked_messages` returned; it does not check them again."""
+
+
+def checked_messages(value: Any, name: str = "messages") -> CheckedMessages:
     """Return messages whose content is text, with reasoning under one name. Raises MessageError naming the field.
 
     >>> checked_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
     [{'role': 'user', 'content': 'Hi'}]
     """
+    if isinstance(value, CheckedMessages):
+        return value
     if not isinstance(value, list | tuple) or not value:
         raise MessageError(f"{name} must be a list with at least one message")
-    return [_checked(message, f"{name}[{i}]") for i, message in enumerate(cast("Sequence[Any]", value))]
+    return CheckedMessages(_checked(message, f"{name}[{i}]") for i, message in enumerate(cast("Sequence[Any]", value)))
 
 
 def _checked(value: Any, name: str) -> Message:

@@ -75,5 +75,10 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Any:
-        """Return the Step after a message of the policy."""
+        """Return the Step after a message of the policy.
+
+        A class may have `step_many(steps)` instead, a static or class method. It gets a list of (environment, message)
+        with the steps of several episodes that are ready within 5 ms, and returns a list with the Step of each; an
+        exception in the list fails only its episode. Calls do not overlap.
+        """
         ...

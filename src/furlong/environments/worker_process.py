@@ -1,4 +1,4 @@
-"""Worker process of environments: has instances of their classes, and calls their methods for the run.
+"""Worker process of environments: has instances of their classes, and calls their methods, and agent functions.
 
 Messages are lines of JSON on stdin and stdout, which user code does not see. The run sends calls, withdraws them, and
 answers what `run` asks of its policy; the worker sends when a call begins, its result, and those questions. Methods
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from furlong import errors
@@ -36,6 +38,7 @@ from furlong.environments.returned_values import (
     json_from_observation,
     json_from_step,
 )
+from furlong.environments.step_batches import WINDOW_S, StepBatches, StepMany, checked_steps, step_many_of
 from furlong.environments.worker_policy import WorkerPolicy
 
 Message = dict[str, Any]
@@ -84,9 +87,22 @@ class _Instance:
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of a method. reports_start: when it is called; otherwise `function` reports it."""
+
     id: int
     function: Callable[[], Any]
     form: Callable[[Any], Any]
+    reports_start: bool = True
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Steps for one call of a `step_many` that is not async, by the number of the run's call."""
+
+    path: str
+    step_many: StepMany
+    ready_at: float
+    steps: dict[int, tuple[Any, Message]] = field(default_factory=dict[int, tuple[Any, Message]])
 
 
 class EnvironmentWorker:
@@ -96,7 +112,10 @@ class EnvironmentWorker:
         self._source, self._sink = source, sink
         self._writing = threading.Lock()
         self._instances: dict[int, _Instance] = {}
-        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Call | _Batch] = queue.SimpleQueue()
+        self._batches: dict[type, _Batch] = {}  # that wait
+        self._batching = threading.Lock()  # for `_batches`
+        self._async_batches: dict[type, StepBatches] = {}
         self._withdrawn: set[int] = set()
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -109,9 +128,10 @@ class EnvironmentWorker:
             threading.Thread(target=target, daemon=True).start()
         while True:
             call = self._waiting.get()
-            if call.id in self._withdrawn:
-                self._withdrawn.remove(call.id)
-                self._write({"id": call.id, "error": {"name": "RolloutError", "text": "the call was withdrawn"}})
+            if isinstance(call, _Batch):
+                self._step_many(call)
+                continue
+            if self._is_withdrawn(call.id):
                 continue
             self._write({"started": call.id})
             try:
@@ -121,6 +141,33 @@ class EnvironmentWorker:
                 answer = {"error": error_fields(error)}
             self._withdrawn.discard(call.id)
             self._answer(call.id, answer)
+
+    def _is_withdrawn(self, number: int) -> bool:
+        """Answer a call that the run has withdrawn before it began."""
+        if number not in self._withdrawn:
+            return False
+        self._withdrawn.remove(number)
+        self._write({"id": number, "error": {"name": "RolloutError", "text": "the call was withdrawn"}})
+        return True
+
+    def _step_many(self, batch: _Batch) -> None:
+        """Call `step_many` with the steps that have arrived until the batch is ready."""
+        time.sleep(max(0.0, batch.ready_at - time.monotonic()))
+        with self._batching:
+            self._batches = {made: each for made, each in self._batches.items() if each is not batch}
+        steps = {number: step for number, step in batch.steps.items() if not self._is_withdrawn(number)}
+        for number in steps:
+            self._write({"started": number})
+        try:
+            with forks_end_here():
+                value = batch.step_many(list(steps.values())) if steps else []
+            results = checked_steps(value, len(steps), batch.path)
+        except BaseException as error:  # noqa: BLE001  the run raises it
+            results = [error] * len(steps)
+        for number, result in zip(steps, results, strict=True):
+            self._withdrawn.discard(number)
+            is_error = isinstance(result, BaseException)
+            self._answer(number, {"error": error_fields(result)} if is_error else {"value": json_from_step(result)})
 
     def _run_loop(self) -> None:
         with forks_leave_loop(self._loop):
@@ -150,9 +197,16 @@ class EnvironmentWorker:
             function = self._maker(message) if method == "make" else lambda: load_function(message["path"])
             self._waiting.put(_Call(number, function, lambda value: value if method == "make" else None))
             return
+        if method == "call":
+            self._call_function(message)
+            return
         assert instance is not None, f"instance {message['instance']} is unknown"
         if method == "close":
             del self._instances[message["instance"]]
+        if method == "step" and (step_many := step_many_of(instance.made)) is not None:
+            begin = self._begin_step if is_async(step_many) else self._add_step
+            begin(number, instance, message["message"], step_many)
+            return
         if (function := getattr(instance.made, method, None)) is None:  # close is optional
             self._answer(number, {"value": None})
             return
@@ -161,6 +215,40 @@ class EnvironmentWorker:
             self._loop.call_soon_threadsafe(self._begin, _Call(number, lambda: function(*values), form))
         else:
             self._waiting.put(_Call(number, lambda: function(*values), form))
+
+    def _call_function(self, message: Message) -> None:
+        """Begin the call of an agent function: at once if it is async, otherwise after the calls before it."""
+        function, keywords = load_function(message["path"]), message["keywords"]
+        before = copy.deepcopy(keywords.get("metadata"))
+
+        def form(value: Any) -> Message:
+            is_plain = value is None or isinstance(value, Mapping | int | float | str)
+            changed = {} if keywords.get("metadata") == before else {"metadata": keywords["metadata"]}
+            return {"result": value if is_plain else repr(value)[:1000], **changed}
+
+        call = _Call(message["id"], lambda: function(**keywords), form)
+        if is_async(function):
+            self._loop.call_soon_threadsafe(self._begin, call)
+        else:
+            self._waiting.put(call)
+
+    def _add_step(self, number: int, instance: _Instance, message: Message, step_many: StepMany) -> None:
+        """Add a step to the batch of its class that waits, or begin one."""
+        with self._batching:
+            batch = self._batches.get(type(instance.made))
+            if batch is None:
+                batch = _Batch(instance.path, step_many, time.monotonic() + WINDOW_S)
+                self._batches[type(instance.made)] = batch
+                self._waiting.put(batch)
+            batch.steps[number] = (instance.made, message)
+
+    def _begin_step(self, number: int, instance: _Instance, message: Message, step_many: StepMany) -> None:
+        """Begin a step of a class whose `step_many` is async."""
+        batches = self._async_batches.setdefault(type(instance.made), StepBatches(instance.path, step_many))
+        started = functools.partial(self._write, {"started": number})
+        step = functools.partial(batches.step, instance.made, message, started)
+        call = _Call(number, step, json_from_step, reports_start=False)
+        self._loop.call_soon_threadsafe(self._begin, call)
 
     def _maker(self, message: Message) -> Callable[[], Message]:
         def make() -> Message:
@@ -193,7 +281,8 @@ class EnvironmentWorker:
         self._tasks[call.id] = self._loop.create_task(self._run(call))
 
     async def _run(self, call: _Call) -> None:
-        self._write({"started": call.id})
+        if call.reports_start:
+            self._write({"started": call.id})
         try:
             with forks_end_here():
                 answer = {"value": call.form(await call.function())}

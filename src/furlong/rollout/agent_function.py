@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from furlong.config.hooks import accepted_keywords, load_function
-from furlong.core.forked_processes import forks_end_here
 from furlong.core.sample import Sample
 from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
-from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
+from furlong.core.user_code import describe_exception, is_raised_by_user
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import InfraError, RolloutError
 from furlong.rollout.agent import policy
 from furlong.rollout.agent_hooks import call_hook, hook_beside
+from furlong.rollout.environment_calls import call_agent_function
 from furlong.rollout.episode_limits import LIMIT, SILENT
 from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 
@@ -56,18 +56,16 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
     """Run the agent, and return its result. If it is cancelled, the function `abort` of its module is called."""
     opened = policy().open_session()
     if args.agent_function_path is not None:
-        function = load_function(args.agent_function_path)
         values = {
             "base_url": opened.url,
             "prompt": sample.prompt,
             "request_kwargs": request_kwargs(sampling_params),
             "metadata": sample.metadata,
         }
-        keywords = {name: values[name] for name in accepted_keywords(function, tuple(values))}
+        accepted = accepted_keywords(load_function(args.agent_function_path), tuple(values))
+        keywords = {name: values[name] for name in accepted}
         try:
-            if is_async(function):
-                return await function(**keywords)
-            return await asyncio.to_thread(_called, function, keywords)
+            return await call_agent_function(args.agent_function_path, keywords, sample, args)
         except asyncio.CancelledError:
             if (abort := hook_beside(args.agent_function_path, "abort")) is not None:
                 await asyncio.shield(asyncio.create_task(call_hook(abort, sample)))
@@ -82,11 +80,6 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
     }
     task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
     return await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
-
-
-def _called(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
-    with forks_end_here():
-        return function(**keywords)
 
 
 def _record_error(args: Any, sample: Sample, error: BaseException) -> None:

@@ -1,20 +1,24 @@
-"""Calls of the methods of an environment, in threads or in worker processes (`--env-workers`)."""
+"""Calls of environments and agent functions, in threads or in worker processes (`--env-workers`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextvars import copy_context
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers
+from furlong.config.hooks import load_function
 from furlong.core.daemon_calls import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import apply_changes
 from furlong.core.user_code import is_async
 from furlong.environments.protocol import Message, Observation, Step, Task
 from furlong.environments.returned_values import checked_observation, checked_step
+from furlong.environments.step_batches import StepBatches, StepMany, step_many_of
 from furlong.rollout.agent import policy
 from furlong.rollout.environment_workers import EnvironmentProcess, ProcessEndedError, environment_workers
 from furlong.rollout.episode_limits import REISSUED
@@ -52,21 +56,64 @@ async def opened_environment(
         finally:
             await environment.close()
         return
-    memory_gib = args.agent_memory_limit
+    async with _seat(num_workers, sample, args) as (process, number):
+        environment = await _ProcessEnvironment.make(spec, process, number)
+        try:
+            yield environment
+        finally:
+            await environment.close()
+
+
+async def call_agent_function(path: str, keywords: Mapping[str, Any], sample: Sample, args: Any) -> Any:
+    """Call an agent function: on the event loop if it is async, otherwise in a thread; or in a worker process."""
+    kind, num_workers = parse_env_workers(args.env_workers)
+    if kind == "thread":
+        function = load_function(path)
+        if is_async(function):
+            return await function(**keywords)
+        call = functools.partial(copy_context().run, function, **keywords)  # it may call `policy()`
+        return await _call_in_thread(call, num_workers, "agent function")
+    async with _seat(num_workers, sample, args) as (process, number):
+        call = {"path": path, "instance": number}
+        await process.call("load", call, lambda: None)
+        done = await process.call("call", {**call, "keywords": dict(keywords)}, policy().watch.release)
+    if "metadata" in done:
+        sample.metadata.clear()
+        sample.metadata.update(done["metadata"])
+    return done["result"]
+
+
+@contextlib.asynccontextmanager
+async def _seat(num_workers: int, sample: Sample, args: Any) -> AsyncGenerator[tuple[EnvironmentProcess, int]]:
+    """Provide a worker process for an episode. The wait for it does not count in the limits of the episode."""
+    memory_gib, watch = args.agent_memory_limit, policy().watch
     workers = environment_workers(num_workers, None if memory_gib is None else int(memory_gib * 2**30))
-    policy().watch.hold()
+    watch.hold()
     try:
-        async with workers.seat(alone=REISSUED in sample.metadata) as (process, number):
-            environment = await _ProcessEnvironment.make(spec, process, number)
-            try:
-                yield environment
-            finally:
-                await environment.close()
+        async with workers.seat(alone=REISSUED in sample.metadata) as seat:
+            yield seat
     finally:
-        policy().watch.release()
+        watch.release()
+
+
+async def _call_in_thread(function: Callable[[], Any], num_workers: int, name: str) -> Any:
+    """Call a function in a thread, of which there are `num_workers`. The wait for one does not count in limits."""
+    permits = _permits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(num_workers))
+    watch = policy().watch
+    watch.hold()
+    try:
+        async with permits:
+            watch.release()
+            value, error = await call_in_thread(function, name=name)
+    finally:
+        watch.release()
+    if error is not None:
+        raise error
+    return value
 
 
 _permits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()  # of the threads
+_batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[type, StepBatches]] = WeakKeyDictionary()  # by class
 
 
 class _ThreadEnvironment:
@@ -75,7 +122,7 @@ class _ThreadEnvironment:
     def __init__(self, spec: EnvironmentSpec, num_workers: int) -> None:
         self.path, self.leads, self._name = spec.path, False, spec.name
         self._instance = cast("Any", None)
-        self._permits = _permits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(num_workers))
+        self._num_workers = num_workers
 
     @staticmethod
     async def make(spec: EnvironmentSpec, made: Any, num_workers: int) -> _ThreadEnvironment:
@@ -88,7 +135,31 @@ class _ThreadEnvironment:
         return checked_observation(await self._call("reset", task, seed), self.path)
 
     async def step(self, message: Message) -> Step:
-        return checked_step(await self._call("step", message), self.path)
+        step_many, watch = step_many_of(self._instance), policy().watch
+        if step_many is None:
+            return checked_step(await self._call("step", message), self.path)
+        watch.hold()
+        try:
+            return await self._batched(step_many).step(self._instance, message, watch.release)
+        finally:
+            watch.release()
+
+    def _batched(self, step_many: StepMany) -> StepBatches:
+        """Return the batches of the class, which all episodes of the run share."""
+        by_class = _batches.setdefault(asyncio.get_running_loop(), {})
+        if type(self._instance) not in by_class:
+            timer, name = policy().blocking, f"environment {self._name}"
+
+            async def call(steps: list[tuple[Any, Message]]) -> Any:
+                if is_async(step_many):
+                    return await timer.timed(functools.partial(step_many, steps))
+                value, error = await call_in_thread(functools.partial(step_many, steps), name=name)
+                if error is not None:
+                    raise error
+                return value
+
+            by_class[type(self._instance)] = StepBatches(self.path, call)
+        return by_class[type(self._instance)]
 
     async def run(self, sample: Sample) -> Any:
         return await self._call("run", policy(), sample)
@@ -102,17 +173,7 @@ class _ThreadEnvironment:
         return await method(*values) if is_async(method) else await self._in_thread(lambda: method(*values))
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        watch = policy().watch
-        watch.hold()
-        try:
-            async with self._permits:
-                watch.release()
-                value, error = await call_in_thread(function, name=f"environment {self._name}")
-        finally:
-            watch.release()
-        if error is not None:
-            raise error
-        return value
+        return await _call_in_thread(function, self._num_workers, f"environment {self._name}")
 
 
 class _ProcessEnvironment:

@@ -26,7 +26,6 @@ from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT
 from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.agent import (
-    BlockingTimer,
     GenerateFunctionError,
     call_generate_function,
     check_fields,
@@ -37,6 +36,7 @@ from furlong.rollout.agent import (
     load_generate_function,
 )
 from furlong.rollout.asked_context import ContextDifference
+from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.episode_limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad, RewardWait
 from furlong.rollout.policy import seed_of_part, shortened

@@ -14,6 +14,7 @@ from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.prefix_use import PrefixUse
@@ -83,6 +84,7 @@ class Policy:
     full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
     load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
     watch: EpisodeWatch = field(default_factory=EpisodeWatch, repr=False)
+    blocking: BlockingTimer = field(default_factory=BlockingTimer, repr=False)  # of the run
     prefix_use: PrefixUse = field(default_factory=PrefixUse, repr=False)
     sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`

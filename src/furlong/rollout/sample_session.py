@@ -44,6 +44,7 @@ def policy_of_sample(
         conversation=conversation,
         load=generation.load,
         watch=EpisodeWatch(generation.limits_of(sample)),
+        blocking=generation.blocking,
         sample=generation.recorded(sample),
         server=generation.session_server,
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import xxhash
 
-from furlong.chat.messages import KeyFunction, Message, checked_messages, key_of
+from furlong.chat.messages import CheckedMessages, KeyFunction, Message, checked_messages, key_of
 from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
 from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
 from furlong.chat.prompt_size import num_chars
@@ -178,7 +178,7 @@ class Session:
         self._check_open()
         await self._prove()
         size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
-        checked = checked_messages(list(messages))
+        checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
         kwargs = dict(template_kwargs or {})
         request = self._request(checked, tools, kwargs, role)
         prompt = await self._prompt(request, tools, kwargs, size)

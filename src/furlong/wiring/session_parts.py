@@ -56,7 +56,7 @@ def build_agent_hooks(context: RunContext) -> AgentHooks | None:
         owners["--agent-function-path"] = import_module_of(flags.agent_function_path)
     for spec in parse_environments(flags.environment):
         owners[f"--environment {spec.path}"] = load_function(spec.path)
-    has_processes = bool(flags.environment) and parse_env_workers(flags.env_workers)[0] == "process"
+    has_processes = bool(owners) and parse_env_workers(flags.env_workers)[0] == "process"
     return AgentHooks(owners, context.args, has_processes=has_processes)
 
 

@@ -15,7 +15,8 @@ from furlong.core.sample import Sample
 from furlong.core.tracing import Heartbeat
 from furlong.diagnosis.hang_watchdog import HangWatchdog, task_wait
 from furlong.interfaces import Completion, Engine, SamplingParams
-from furlong.rollout.agent import BlockingTimer, call_generate_function, policy
+from furlong.rollout.agent import call_generate_function, policy
+from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.policy import Policy
 
 SECONDS = 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from furlong.config.checks.environment_specs import PLUGS, class_path, parse_env
 from furlong.environments.nemo_gym import NemoGym
 from furlong.environments.protocol import Task
 from furlong.errors import ConfigError, InfraError, RolloutError
+from supervised_commands import live_commands
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ROW = {
@@ -116,8 +118,30 @@ def test_gymnasium_environments_take_numbers_and_keep_their_seed():
         GymnasiumText.check_arguments("Pendulum-v1")
 
 
+def evaluated(words: list[str], file: Path, workers: str) -> list[Any]:
+    """Evaluate an environment in threads or processes; return the records, without times and transcripts."""
+    from furlong.cli import main
+
+    more = ["-o", str(file), "--eval-max-response-len", "4", "--env-workers", workers, "2"]
+    assert main(["eval", *words, *more]) == 0
+    assert live_commands() == {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    keys = ("task", "sample", "reward", "parts", "turns", "outcome", "info")
+    return sorted([row[key] for key in keys] for row in rows)
+
+
 @pytest.mark.slow
-def test_tasksets_of_verifiers_are_played_over_a_session(tmp_path, model, monkeypatch):
+def test_gymnasium_environments_are_the_same_in_processes(tmp_path, model):
+    pytest.importorskip("gymnasium", reason="needs the extra gym")
+    words = ["gym:FrozenLake-v1?is_slippery=false", "--hf-checkpoint", str(model), "-n", "3", "--max-turns", "3"]
+    rows = [evaluated(words, tmp_path / f"{workers}.jsonl", workers) for workers in ("thread", "process")]
+    assert len(rows[0]) == 3
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_tasksets_of_verifiers_are_played_over_a_session(workers, tmp_path, model, monkeypatch):
     pytest.importorskip("verifiers.v1", reason="needs the extra verifiers")
     from furlong.cli import main
 
@@ -135,11 +159,10 @@ def test_tasksets_of_verifiers_are_played_over_a_session(tmp_path, model, monkey
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["eval", "verifiers:two_digits?harness=null", "--hf-checkpoint", str(model), "-n", "2", "-o", "v.jsonl"]
-    assert main([*words, "--eval-max-response-len", "4"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()[1:]]
-    assert [(row["reward"], row["parts"], row["turns"]) for row in rows] == [(0.5, {"short": 0.5}, 1)] * 2
-    assert main([*words[:1], "verifiers:absent_taskset", *words[2:4]]) == 2
+    words = ["verifiers:two_digits?harness=null", "--hf-checkpoint", str(model), "-n", "2"]
+    rows = evaluated(words, tmp_path / "v.jsonl", workers)
+    assert [row[2:5] for row in rows] == [[0.5, {"short": 0.5}, 1]] * 2
+    assert main(["eval", "verifiers:absent_taskset", *words[1:3], "--env-workers", workers, "2"]) == 2
 
 
 SERVER = """
@@ -178,7 +201,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 
 
 @pytest.mark.slow
-def test_servers_of_openenv_have_a_session_for_each_episode(tmp_path):
+def test_servers_of_openenv_have_a_session_for_each_episode(tmp_path, model):
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     import subprocess
     import time
@@ -207,8 +230,12 @@ def test_servers_of_openenv_have_a_session_for_each_episode(tmp_path):
         assert (last.reward, last.done) == (4.0, True)
         await env.close()
 
+    words = [f"openenv:http://127.0.0.1:{port}?observation_key=text", "--hf-checkpoint", str(model), "-n", "3"]
     try:
         asyncio.run(main())
+        rows = [evaluated(words, tmp_path / f"{workers}.jsonl", workers) for workers in ("thread", "process")]
+        assert [row[4] for row in rows[0]] == [2] * 3
+        assert rows[0] == rows[1]
     finally:
         process.kill()
         process.wait()

@@ -110,13 +110,18 @@ def test_json_is_refused_for_depth_and_number_of_containers():
 
 def test_slots_are_limited_in_all_and_by_client():
     slots = Slots("requests", 3, "--all", 2, "--each")
-    with slots.slot("a"), slots.slot("a"):
-        with pytest.raises(RefusedError, match="--each") as refused, slots.slot("a"):
-            pass
-        assert refused.value.status == 429
-        with slots.slot("b"), pytest.raises(RefusedError, match="--all"), slots.slot("c"):
-            pass
+    slots.enter("a")
+    slots.enter("a")
+    with pytest.raises(RefusedError, match="--each") as refused:
+        slots.enter("a")
+    assert refused.value.status == 429
+    slots.enter("b")
+    with pytest.raises(RefusedError, match="--all"):
+        slots.enter("c")
+    for client in ("b", "a", "a"):
+        slots.leave(client)
     assert slots.in_use == 0
+    slots.enter("a")
 
 
 def test_bodies_are_limited_one_by_one_and_together():

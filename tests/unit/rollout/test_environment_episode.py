@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from furlong.core.sample import Group, Sample, Status
 from furlong.environments import Observation, Rubric, Step, Task
 from furlong.errors import InfraError
-from furlong.rollout.agent import BlockingTimer
+from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.environment_episode import generate
 from furlong.rollout.episode_limits import EpisodeLimits
 from furlong.rollout.sample_metrics import rollout_metrics
@@ -96,6 +96,26 @@ class Broken(Counting):
 class Unrewarded(Counting):
     def step(self, message: Any) -> Step:
         return Step(done=True)
+
+
+class Batched(Counting):
+    """As Counting; its steps are made together. batches: the number of the turn of each step, by call."""
+
+    batches: ClassVar[list[list[int]]] = []
+    threads: ClassVar[set[threading.Thread]] = set()
+
+    @classmethod
+    def step_many(cls, steps: list[tuple[Batched, Any]]) -> list[Step]:
+        Batched.threads.add(threading.current_thread())
+        cls.batches.append([environment.turn for environment, _ in steps])
+        return [environment.step(message) for environment, message in steps]
+
+
+class AsyncBatched(Batched):
+    @classmethod
+    async def step_many(cls, steps: list[tuple[Batched, Any]]) -> list[Step]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        time.sleep(0.06)
+        return super().step_many(steps)
 
 
 def of(*entries: str, **args: Any) -> dict[str, Any]:
@@ -213,6 +233,20 @@ def test_a_sample_of_a_mixture_names_its_environment():
     (sample,) = play(generate, say, args=of("Counting", "Asynchronous"))
     assert sample.outcome is not None
     assert "Counting, Asynchronous" in sample.outcome.reason
+
+
+@pytest.mark.parametrize("name", ["Batched", "AsyncBatched"])
+def test_step_many_gets_the_steps_of_all_episodes_that_are_ready(name: str):
+    Batched.batches.clear()
+    Batched.threads.clear()
+    blocking = BlockingTimer()
+    samples = play(generate, say, num_samples=6, args=of(f"{name}?rounds=3"), blocking=blocking)
+    assert [sample.reward for sample in samples] == [6.0] * 6
+    assert sum(len(batch) for batch in Batched.batches) == 18
+    assert len(Batched.batches) < 12, "most steps were made alone"
+    is_async = name == "AsyncBatched"
+    assert (Batched.threads == {threading.main_thread()}) == is_async
+    assert (blocking.take() > 0.05) == is_async
 
 
 class Sleeping(Counting):

@@ -120,6 +120,41 @@ def test_each_fault_ends_its_episode_and_no_other():
             assert (fault, sample.status, sample.reward) == (fault, Status.COMPLETED, 6.0)
 
 
+@pytest.mark.parametrize("name", ["Batched", "AsyncBatched"])
+def test_step_many_gets_the_steps_of_the_episodes_of_one_process(name: str):
+    samples = played(f"{name}?rounds=3", workers=("process", "2"), num_samples=8)
+    assert [sample.reward for sample in samples] == [6.0] * 8
+    batches = [sample.metadata["info"].pop("batch") for sample in samples]
+    assert len(set(processes(samples))) == 2
+    assert max(batches) > 1
+    threads = played("Counting?rounds=3", workers=("thread", "2"), num_samples=8)
+    for sample in threads:
+        sample.metadata["environment"] = name
+    processes(threads)
+    assert [facts(sample) for sample in samples] == [facts(sample) for sample in threads]
+
+
+def test_faults_of_batched_steps_end_their_episodes_only():
+    faults = {"crash": ("infra", "killed by signal 11"), "error": ("failed", "ValueError: a bug"),
+              "memory": ("failed", "MemoryError"), "value": ("failed", "object has no JSON form")}  # fmt: skip
+    entry = f"FaultyBatched?faults={','.join(faults)}"
+    samples = played(entry, num_samples=len(faults) + 4, memory=1.0)
+    for sample, (kind, reason) in zip(samples, [*faults.values(), *[("", "")] * 4], strict=True):
+        if kind:
+            assert sample.outcome is not None
+            assert sample.outcome.kind == kind
+            assert reason in sample.outcome.reason
+        else:
+            assert (sample.status, sample.reward) == (Status.COMPLETED, 6.0)
+
+
+def test_a_hang_of_step_many_ends_its_episodes_at_their_limit_with_their_process():
+    samples = played("FaultyBatched?faults=hang", num_samples=3, limits=EpisodeLimits(tool_s=1))
+    limits = [sample.metadata.get("episode_limit") for sample in samples]
+    assert limits[0] == "tool_time"
+    assert {sample.reward for sample, limit in zip(samples, limits, strict=True) if limit is None} <= {6.0}
+
+
 def test_time_that_other_episodes_occupy_a_process_does_not_count():
     entry, limits = "Counting?rounds=1&wait_s=0.4", EpisodeLimits(tool_s=2.5)
     samples = played(entry, workers=("process", "1"), num_samples=8, limits=limits)

@@ -15,7 +15,7 @@ from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
 from furlong.rollout import episode_load
-from furlong.rollout.agent import BlockingTimer
+from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_load import RewardWait
 from furlong.rollout.eval_rollout import EvalSet

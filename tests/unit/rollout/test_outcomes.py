@@ -49,7 +49,6 @@ def ended(
 
     defaults = {"agent_function_path": None, "agent_command": None, "custom_rm_path": "own.py:fn", "rm_type": None}
     defaults |= {"agent_memory_limit": None, "rollout_seed": 1, "env_workers": ("thread", "8"), "environment": ()}
-    ending_agents.lost.clear()
 
     def played(num_samples: int, **options: Any) -> list[Sample]:
         server = SessionServer(model_name="models/tiny")
@@ -90,8 +89,11 @@ def test_of_an_environment(kind: str, tmp_path: Path):
     check(samples, ENDS, COUNTS)
 
 
-def test_of_an_agent_function(tmp_path: Path):
-    samples = ended(agent_function.generate, tmp_path, ends=ENDS, agent_function_path=f"{ending_agents.__file__}:solve")
+@pytest.mark.parametrize("workers", [("thread", "8"), ("process", "4")])
+@pytest.mark.parametrize("name", ["solve", "solve_in_thread"])
+def test_of_an_agent_function(name: str, workers: tuple[str, str], tmp_path: Path):
+    path = f"{ending_agents.__file__}:{name}"
+    samples = ended(agent_function.generate, tmp_path, ends=ENDS, agent_function_path=path, env_workers=workers)
     scored = ENDS | {"raise": ("", "", Status.COMPLETED)}
     check(samples, scored, COUNTS)
 

@@ -156,9 +156,11 @@ def environment_problems(config: Config) -> Iterator[str]:
     flags = config.session
     try:
         kind, _ = parse_env_workers(flags.env_workers)
-        if flags.environment and flags.agent_memory_limit is not None and kind == "thread":
+        runs_here = flags.environment or flags.agent_function_path
+        if runs_here and flags.agent_memory_limit is not None and kind == "thread":
+            what = "environments run" if flags.environment else "the agent function runs"
             yield (
-                f"--agent-memory-limit {flags.agent_memory_limit:g} limits processes, and environments run in threads; "
+                f"--agent-memory-limit {flags.agent_memory_limit:g} limits processes, and {what} in threads; "
                 "add --env-workers process N, or remove --agent-memory-limit"
             )
         specs = parse_environments(flags.environment)
@@ -180,9 +182,13 @@ def environment_problems(config: Config) -> Iterator[str]:
 def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
     """Yield why a class cannot be the environment of `spec`."""
     where, name = f"--environment {spec.path}", getattr(made, "__qualname__", repr(made))
-    methods = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
+    batches = getattr(made, "step_many", None) is not None
+    needed = ("reset",) if batches else ("reset", "step")
+    methods = [method for method in needed if not callable(getattr(made, method, None))]
     if methods and not callable(getattr(made, "run", None)):
         yield f"{where}: {name} has no {' and no '.join(methods)}; write a class with reset and step, or with run"
+    if batches:
+        yield from _step_many_problems(f"{where}: {name}", made)
     try:
         parameters = inspect.signature(made).parameters
         reserved = [key for key in OWN_KEYS if key in parameters]
@@ -210,3 +216,14 @@ def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
             yield from (f"{where}: {problem}" for problem in error.problems)
         except Exception as error:  # noqa: BLE001  user code
             yield f"{where}: the tools of {name} raised {type(error).__name__}: {message_of(error)}; fix them"
+
+
+def _step_many_problems(where: str, made: Any) -> Iterator[str]:
+    """Yield why `step_many` of a class cannot be called with the steps of several environments."""
+    if callable(getattr(made, "run", None)):
+        yield f"{where} has both run and step_many, but step_many is not called where run leads; remove one of them"
+    elif not isinstance(inspect.getattr_static(made, "step_many"), staticmethod | classmethod):
+        yield (
+            f"{where}.step_many belongs to one instance, but gets the (environment, message) of several; make it a "
+            "staticmethod or a classmethod"
+        )

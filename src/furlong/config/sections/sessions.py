@@ -29,7 +29,7 @@ class SessionFlags:
         "Memory in GiB of all processes of one `--agent-command` together, or of one process of `--env-workers` with "
         "those that it starts. An agent or environment that exceeds it fails.",
         within="(0, inf)",
-        needs="agent_command or environment",
+        needs="agent_command or agent_function_path or environment",
     )
     environment: tuple[str, ...] = flag(
         (),
@@ -41,10 +41,11 @@ class SessionFlags:
     )
     env_workers: tuple[str, ...] = flag(
         ("thread", "32"),
-        "Where environments run: `thread N` calls methods that are not async in N threads of the run, `process N` "
-        "keeps instances in N processes, so that their work does not slow down the run.",
+        "Where environments and agent functions run: `thread N` calls methods and functions that are not async in N "
+        "threads of the run, `process N` calls all of them in N processes, so that their work does not slow down the "
+        "run, and their crashes do not end it.",
         kind="many",
-        needs="environment",
+        needs="environment or agent_function_path",
     )
     online_sessions: bool = flag(
         False,

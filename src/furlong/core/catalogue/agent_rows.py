@@ -95,9 +95,9 @@ ROWS = (
         "R",
         "warning",
         symptom="Episodes start over, or are missing from the batch. One episode takes others with it.",
-        cause="Code of the environment crashed its process of --env-workers, or the machine ran out of memory. All "
-        "episodes in that process are lost.",
-        checked="Episodes that were started over because the process of their environment ended.",
+        cause="Code of the environment or agent function crashed its process of --env-workers, or the machine ran out "
+        "of memory. All episodes in that process are lost.",
+        checked="Episodes that were started over because the process of their environment or agent function ended.",
         remedy="Find how it ended in the log (`grep 'the process of the environment ended' run.log`). Signals 6, 7, 8 "
         "and 11 are crashes of native code: debug the method that the log names. Signal 9 is usually the kernel that "
         "is out of memory: use fewer processes with --env-workers, or set --agent-memory-limit, which raises "

@@ -25,6 +25,7 @@ SMALL_BYTES = 32 * 1024  # bodies and texts up to this size are processed on the
 MAX_CONTAINERS = 1_000_000  # lists and objects in a body; each takes 64 bytes or more
 PIECE_BYTES = 64 * 1024  # of a reply, at least
 MESSAGE_CHARS = 1000  # of an error
+RAW = "furlong.raw"  # key of the scope of a request whose body was read: its bytes
 WHOLE = "furlong.whole"  # key of the scope of a request that arrived whole: what answers it
 
 
@@ -36,12 +37,12 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
 
 
 async def read_object(http: HttpRequest) -> dict[str, Any]:
-    """Read and decode the JSON object of a request; {} for an empty body.
+    """Read and decode the JSON object of a request; {} for an empty body. Its bytes are in the scope as RAW.
 
     Raises RequestError for anything else, RefusedError at a limit, and ClientDisconnect.
     """
     guard: RequestGuard = http.state.guard
-    raw = await _read(http, guard)
+    raw = http.scope[RAW] = await _read(http, guard)
     if not raw:
         return {}
     return await off_loop(len(raw), decode_object, raw, guard.limits.max_json_depth)
@@ -90,7 +91,8 @@ def decode_object(raw: bytes | bytearray, max_depth: int) -> dict[str, Any]:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
-    _check_depth(body, max_depth)  # pyright: ignore[reportUnknownArgumentType]
+    if count > max_depth:
+        _check_depth(body, max_depth)  # pyright: ignore[reportUnknownArgumentType]
     return body  # pyright: ignore[reportUnknownVariableType]
 
 

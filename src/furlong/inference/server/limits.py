@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import resource
 from collections import Counter
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,9 +104,8 @@ class Slots:
         self._by_client: Counter[str] = Counter()
         self.in_use = 0
 
-    @contextlib.contextmanager
-    def slot(self, client: str) -> Generator[None]:
-        """Occupy a slot. Raises RefusedError (429) if there is none."""
+    def enter(self, client: str) -> None:
+        """Occupy a slot until `leave`. Raises RefusedError (429) if there is none."""
         if self.in_use >= self._limit:
             raise RefusedError(f"{self.in_use} {self._what} are open, the limit of {self._flag}; retry later", 429)
         if self._by_client[client] >= self._client_limit:
@@ -119,13 +116,13 @@ class Slots:
             )
         self.in_use += 1
         self._by_client[client] += 1
-        try:
-            yield
-        finally:
-            self.in_use -= 1
-            self._by_client[client] -= 1
-            if not self._by_client[client]:
-                del self._by_client[client]
+
+    def leave(self, client: str) -> None:
+        """Release a slot."""
+        self.in_use -= 1
+        self._by_client[client] -= 1
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 class Counts:
@@ -162,7 +159,7 @@ class RequestGuard:
 
     def __init__(self, counts: Counts, client: str, path: str) -> None:
         self._counts, self._client, self._path = counts, client, path
-        self._stack = contextlib.ExitStack()
+        self._entered: list[Slots] = []
         self._body_bytes = self._reply_bytes = 0
         self.limits, self.turns = counts.limits, counts.turns
         self.deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout
@@ -170,11 +167,13 @@ class RequestGuard:
     def open(self) -> None:
         """Count the request. Raises RefusedError (429) at a limit."""
         slots = self._counts.generations if self._path.endswith(GENERATION_PATHS) else self._counts.controls
-        self._stack.enter_context(slots.slot(self._client))
+        slots.enter(self._client)
+        self._entered.append(slots)
 
     def open_stream(self) -> None:
         """Count the request as a stream. Raises RefusedError (429) at a limit."""
-        self._stack.enter_context(self._counts.streams.slot(self._client))
+        self._counts.streams.enter(self._client)
+        self._entered.append(self._counts.streams)
 
     @property
     def body_bytes(self) -> int:
@@ -231,7 +230,8 @@ class RequestGuard:
         self._counts.body_bytes -= self._body_bytes
         self._counts.reply_bytes -= self._reply_bytes
         self._body_bytes = self._reply_bytes = 0
-        self._stack.close()
+        while self._entered:
+            self._entered.pop().leave(self._client)
 
 
 class LimitRequests:

@@ -47,7 +47,11 @@ class ClientCall:
         those that differ. Raises RequestError for values of the wrong type.
         """
         run = session.params
-        wanted = sampling_params({key: value for key, value in self.sampling.items() if value is not None})
+        session.counts.update(f"overridden_{name}" for name in self.overridden)
+        sent = {key: value for key, value in self.sampling.items() if value is not None}
+        if not sent and self.max_tokens is None:
+            return run
+        wanted = sampling_params(sent)
         limit = run.max_new_tokens if self.max_tokens is None else min(self.max_tokens, run.max_new_tokens)
         changes: dict[str, Any] = {
             "max_new_tokens": limit,
@@ -61,7 +65,6 @@ class ClientCall:
                     changes[name] = getattr(wanted, name)
                 else:
                     session.counts[f"overridden_{name}"] += 1
-        session.counts.update(f"overridden_{name}" for name in self.overridden)
         if (seed := wanted.sampling_seed) is not None:
             if run.sampling_seed is None:
                 changes["sampling_seed"] = seed

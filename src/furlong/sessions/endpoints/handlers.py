@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
 import xxhash
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -22,7 +21,7 @@ from furlong.chat.messages import MessageError
 from furlong.errors import EngineError, RolloutError
 from furlong.inference.embedded.request import RequestError
 from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import SMALL_BYTES, has_left, json_response, printable, read_object
+from furlong.inference.server.bodies import RAW, SMALL_BYTES, has_left, json_response, printable, read_object
 from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.inference.server.streaming import event_stream, sse
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
@@ -163,8 +162,7 @@ class SessionEndpoints(ABC):
     def _call(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> AnsweredCall:
         """Start a call, or return the one that a client's retry repeats."""
         role = _role_of(http)
-        body = orjson.dumps(call.body, option=orjson.OPT_SORT_KEYS)
-        key = role + xxhash.xxh3_128_hexdigest(http.scope["path"].encode() + body)
+        key = f"{role} {http.scope['path']} {xxhash.xxh3_128_hexdigest(http.scope[RAW])}"
         known = opened.requests.get(key)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
         if known is None or (known.task.done() and known.is_delivered and not is_retry) or known.is_over:
@@ -204,10 +202,9 @@ class SessionEndpoints(ABC):
         self, session: Session, call: ClientCall, role: str, streams: Sequence[ReplyStream | None]
     ) -> list[Reply]:
         params = call.params(session, client_sampling=self._client_sampling)
-        seeds: list[int | None] = [params.sampling_seed] * call.n
-        if session.params.sampling_seed is None and params.sampling_seed is not None:
-            seeds = [params.sampling_seed + i for i in range(call.n)]
-        each = [replace(params, sampling_seed=seed) for seed in seeds]
+        each = [params] * call.n
+        if call.n > 1 and session.params.sampling_seed is None and params.sampling_seed is not None:
+            each = [replace(params, sampling_seed=params.sampling_seed + i) for i in range(call.n)]
         if call.ids is not None:
             works = [session.complete(call.ids, params=own, role=role) for own in each]
         else:
@@ -224,7 +221,7 @@ class SessionEndpoints(ABC):
                 )
                 for own, stream in zip(each, streams, strict=True)
             ]
-        return list(await asyncio.gather(*works))
+        return [await works[0]] if len(works) == 1 else list(await asyncio.gather(*works))
 
     async def chat(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
         """Answer POST /v1/chat/completions."""
