@@ -22,4 +22,4 @@ run = furlong.train(
     rollout_max_response_len=8,
     lr=1e-4,
 )
-print(f"{run.folder}: reward {run.metrics[0]['rollout/raw_reward']:.2f} to {run.metrics[-1]['rollout/raw_reward']:.2f}")
+print(f"{run.folder}: reward {run.rows[0]['rollout/raw_reward']:.2f} to {run.rows[-1]['rollout/raw_reward']:.2f}")

@@ -3,7 +3,7 @@
     import furlong
 
     run = furlong.train(hf_checkpoint="model", prompt_data="sums.jsonl", rm_type="math", ...)
-    print(run.folder, run.metrics[-1]["rollout/raw_reward"])
+    print(run.folder, run.rows[-1]["rollout/raw_reward"])
 
 The public API is `furlong.__all__`:
 

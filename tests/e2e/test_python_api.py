@@ -63,10 +63,10 @@ def test_keywords_train_what_the_command_trains(make, model, tmp_path):
     run = furlong.train(**make(num_rollout=2))
     assert run.folder == tmp_path / "run"
     assert run.exit_code == 0
-    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert [row["step"] for row in run.rows] == [1, 2]
     assert run.flags["num_rollout"] == 2
     train(flags(model, tmp_path / "prompts.jsonl", tmp_path / "command", num_rollout=2))
-    assert list(map(reproducible, run.metrics)) == list(map(reproducible, rows(tmp_path / "command")))
+    assert list(map(reproducible, run.rows)) == list(map(reproducible, rows(tmp_path / "command")))
 
 
 def test_a_running_event_loop_does_not_matter(make):

@@ -149,4 +149,4 @@ def test_exit_code_is_that_of_the_last_start(tmp_path, last, code):
     rows = [{"event": "start"}, {"event": "failed"}, {"event": "start"}, last]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert Run(tmp_path).exit_code == code
-    assert Run(tmp_path).metrics == []
+    assert Run(tmp_path).rows == []

@@ -29,7 +29,7 @@ _EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": EXIT_CODES["SIGTERM"]}
 class Run:
     """A run's folder, read again at every access: finished, failed or still running.
 
-    >>> Run("outputs/quickstart").metrics[-1]["eval/held_out"]  # doctest: +SKIP
+    >>> Run("outputs/quickstart").rows[-1]["eval/held_out"]  # doctest: +SKIP
     0.97
     """
 
@@ -37,9 +37,14 @@ class Run:
         self.folder = Path(folder)
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`, one per step: `step`, and metrics by name (None if not finite)."""
         return read_intact_rows(self.folder / METRICS, "step")[0]
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics as a pandas DataFrame (see `frame`), or `rows` if pandas is not installed."""
+        return self.rows if _pandas() is None else self.frame()
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -71,14 +76,10 @@ class Run:
 
         Raises ConfigError if pandas is not installed.
         """
-        try:
-            pandas: Any = importlib.import_module("pandas")
-        except ModuleNotFoundError as error:
-            if error.name != "pandas":
-                raise
-            raise ConfigError("Run.frame() needs pandas, which is not installed; pip install pandas") from error
-        rows = self.metrics
-        return pandas.DataFrame(rows or {"step": []}).set_index("step").astype(float)
+        pandas = _pandas()
+        if pandas is None:
+            raise ConfigError("Run.frame() needs pandas, which is not installed; pip install pandas, or read Run.rows")
+        return pandas.DataFrame(self.rows or {"step": []}).set_index("step").astype(float)
 
     def plot(self, *metrics: str) -> Picture:
         """Draw curves, which notebooks display: the given metrics, by default reward and evaluations.
@@ -94,6 +95,16 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
+
+
+def _pandas() -> Any | None:
+    """Import pandas; None if it is not installed."""
+    try:
+        return importlib.import_module("pandas")
+    except ModuleNotFoundError as error:
+        if error.name != "pandas":
+            raise
+        return None
 
 
 def configure(**flags: Any) -> Config:

@@ -26,12 +26,15 @@ def run(tmp_path):
 
 def test_metrics_are_a_frame_with_a_row_per_step(run, monkeypatch):
     pytest.importorskip("pandas")
-    frame = run.frame()
+    frame = run.metrics
+    assert frame.equals(run.frame())
     assert list(frame.index) == [0, 1]
     assert frame.loc[1, "rollout/raw_reward"] == 0.25
     assert frame["train/loss"].isna().all()
     assert len(Run(run.folder / "none").frame()) == 0
     monkeypatch.setitem(sys.modules, "pandas", None)
+    assert run.metrics == run.rows
+    assert run.rows[1] == {"step": 1, "rollout/raw_reward": 0.25, "train/loss": None}
     with pytest.raises(ConfigError, match="pip install pandas"):
         run.frame()
 
