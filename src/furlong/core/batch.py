@@ -149,6 +149,16 @@ def _gather_index(starts: IntArray, rows: IntArray) -> IntArray:
 
 
 @dataclass(frozen=True)
+class HostIndex:
+    """The indices of a micro-batch on the host, which layouts are planned from without waiting for the device."""
+
+    tokens_T: TokenArray
+    cu_seqlens_S1: IntArray
+    response_lengths_S: IntArray
+    response_pos_R: IntArray
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Sequences packed without padding, as tensors on the training device.
 
@@ -162,6 +172,7 @@ class MicroBatch:
     routed_experts_TLK: int16 on the host, the engine's routing of each token in each layer, -1 if unknown.
     policy_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
     step_tokens, step_samples: totals of the optimizer step over all ranks; 0 if unknown.
+    host: what `host_index` returns, if it was kept.
     """
 
     tokens_T: Tensor
@@ -178,11 +189,24 @@ class MicroBatch:
     policy_routes: Tensor | None = None
     step_tokens: int = 0
     step_samples: int = 0
+    host: HostIndex | None = None
 
     @property
     def num_sequences(self) -> int:
         """S."""
         return len(self.cu_seqlens_S1) - 1
+
+    def host_index(self) -> HostIndex:
+        """Return the indices on the host. Waits for the device only if they were not kept when packing."""
+        if self.host is not None:
+            return self.host
+        seq_of_R = self.seq_of_R.cpu().numpy()
+        return HostIndex(
+            tokens_T=self.tokens_T.cpu().numpy(),
+            cu_seqlens_S1=self.cu_seqlens_S1.cpu().numpy().astype(np.int64),
+            response_lengths_S=np.bincount(seq_of_R, minlength=self.num_sequences),
+            response_pos_R=self.response_pos_R.cpu().numpy(),
+        )
 
     def with_columns(self, **columns: Tensor) -> MicroBatch:
         """Return a micro-batch with these per-response-token columns added."""
@@ -203,23 +227,25 @@ def pack_micro_batch(
     cu = np.concatenate([[0], np.cumsum(lengths)])
     seq_of_R = np.repeat(np.arange(len(rows)), response_lengths)
     within_R = np.arange(len(res)) - np.repeat(np.cumsum(response_lengths) - response_lengths, response_lengths)
-    first_response_S = cu[1:] - response_lengths
+    response_pos_R = (cu[1:] - response_lengths)[seq_of_R] + within_R
+    tokens_T = batch.tokens[tok]
 
     def put(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype, non_blocking=True)
 
     return MicroBatch(
-        tokens_T=put(batch.tokens[tok], torch.int64),
+        tokens_T=put(tokens_T, torch.int64),
         position_ids_T=put(np.arange(len(tok)) - np.repeat(cu[:-1], lengths), torch.int64),
         cu_seqlens_S1=put(cu, torch.int32),
         max_seqlen=int(lengths.max()) if len(rows) else 0,
-        response_pos_R=put(first_response_S[seq_of_R] + within_R, torch.int64),
+        response_pos_R=put(response_pos_R, torch.int64),
         seq_of_R=put(seq_of_R, torch.int64),
         mask_R=put(batch.loss_masks[res], torch.float32),
         weight_R=put(weights[res] if weights is not None else np.zeros(len(res)), torch.float32),
         rows=rows,
         columns={name: put(column[res], torch.float32) for name, column in batch.columns.items()},
         routed_experts_TLK=None if batch.routed_experts is None else torch.from_numpy(batch.routed_experts[tok]),
+        host=HostIndex(tokens_T, cu, response_lengths, response_pos_R),
     )
 
 

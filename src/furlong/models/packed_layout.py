@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.core.batch import MicroBatch
+from furlong.core.batch import MicroBatch, TokenArray
 from furlong.models.context_parallel import ContextParallel
 from furlong.models.delta_rule import PackedSequences
 
@@ -40,7 +40,7 @@ class PackedLayout:
     predict_R: index into U of the token whose hidden state predicts each response token.
     buckets: (sequences, padded length), consecutive in P.
     cu_seqlens_S1, max_seqlen: offsets of the sequences for variable-length kernels; cu_host_S1: on the CPU.
-    run_U: index into T of each token that is run; None if all are, in order.
+    run_U, run_host_U: index into T of each token that is run; None if all are, in order.
     spread_P: index into U of the token at each padded position; None if P is U.
     collect_U: index into P of the position that computes each token's output.
     shared_D: index into U of each token with several positions; None without any.
@@ -54,6 +54,7 @@ class PackedLayout:
     cu_host_S1: Tensor
     max_seqlen: int
     run_U: Tensor | None = None
+    run_host_U: Tensor | None = None
     spread_P: Tensor | None = None
     collect_U: Tensor | None = None
     shared_D: Tensor | None = None
@@ -81,11 +82,11 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     padded: bucket sequences for dense attention kernels; otherwise P has the order of T, for a variable-length kernel.
     """
     device = micro.tokens_T.device
-    cu_host_S1 = micro.cu_seqlens_S1.cpu()
-    cu = cu_host_S1.numpy().astype(np.int64)
+    host = micro.host_index()
+    cu, response_lengths = host.cu_seqlens_S1, host.response_lengths_S
+    cu_host_S1 = torch.from_numpy(cu.astype(np.int32))
     lengths = np.diff(cu)
-    response_lengths = np.bincount(micro.seq_of_R.cpu().numpy(), minlength=len(lengths))
-    owner_T = _token_owner(micro, cu, lengths - response_lengths) if share_prompts else None
+    owner_T = _token_owner(micro, host.tokens_T, cu, lengths - response_lengths) if share_prompts else None
 
     if padded and owner_T is not None:
         # The last response token predicts nothing; it is dropped where rows are copied anyway.
@@ -95,8 +96,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     order, buckets = bucket_lengths(lengths) if padded else (np.arange(len(lengths)), ())
     place_P = _padded_positions(cu, lengths, order, buckets) if padded else np.arange(cu[-1])
 
-    response_pos = micro.response_pos_R - 1
-    layout = PackedLayout(response_pos, buckets, micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
+    layout = PackedLayout(micro.response_pos_R - 1, buckets, micro.cu_seqlens_S1, cu_host_S1, micro.max_seqlen)
     if owner_T is None and np.array_equal(place_P, np.arange(cu[-1])):
         return layout
 
@@ -114,7 +114,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     shared_D, copies_C, first_copy_D = _copies(spread_P[real_P], real_P)
 
     def put(array: Index) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     layout = replace(layout, spread_P=put(spread_P), collect_U=put(collect_U))
     if not len(shared_D):
@@ -122,7 +122,8 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     return replace(
         layout,
         run_U=put(run_U),
-        predict_R=put(unique_T[response_pos.cpu().numpy()]),
+        run_host_U=torch.from_numpy(run_U),
+        predict_R=put(unique_T[host.response_pos_R - 1]),
         shared_D=put(shared_D),
         copies_C=put(copies_C),
         first_copy_D=put(first_copy_D),
@@ -167,12 +168,11 @@ def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tu
     return np.where(within_P < length_P, start_P + within_P, -1)
 
 
-def _token_owner(micro: MicroBatch, cu: Index, prompt_lengths: Index) -> Index | None:
+def _token_owner(micro: MicroBatch, tokens_T: TokenArray, cu: Index, prompt_lengths: Index) -> Index | None:
     """Return [T] the token that computes each token: itself, or its copy in the first sequence with the same prompt.
 
     None if it would save too little.
     """
-    tokens_T = micro.tokens_T.cpu().numpy()
     routes_TLK = None if micro.routed_experts_TLK is None else micro.routed_experts_TLK.numpy()
     first: dict[bytes, int] = {}
     owner_T = np.arange(cu[-1])

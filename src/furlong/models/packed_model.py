@@ -224,8 +224,8 @@ class PackedModel(torch.nn.Module):
         engine_lTK = None
         if micro.routed_experts_TLK is not None:
             rows_TLK = micro.routed_experts_TLK
-            if layout.run_U is not None:
-                rows_TLK = rows_TLK[layout.run_U.cpu()]
+            if layout.run_host_U is not None:
+                rows_TLK = rows_TLK[layout.run_host_U]
             if self.context is not None:
                 rows_TLK = self.context.local(rows_TLK + 1) - 1  # padded with -1, unknown
             engine_lTK = self.hooks.rows(rows_TLK)

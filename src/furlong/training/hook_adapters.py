@@ -123,12 +123,12 @@ def split_by_sample(values_R: Tensor, micro: MicroBatch) -> list[Tensor]:
 
 def response_lengths(micro: MicroBatch) -> list[int]:
     """Return the number of response tokens of each sample."""
-    return torch.bincount(micro.seq_of_R, minlength=micro.num_sequences).tolist()
+    return micro.host_index().response_lengths_S.tolist()
 
 
 def total_lengths(micro: MicroBatch) -> list[int]:
     """Return the number of tokens of each sample."""
-    return micro.cu_seqlens_S1.diff().tolist()
+    return np.diff(micro.host_index().cu_seqlens_S1).tolist()
 
 
 def correction_from_hook(function: Callable[..., Any], args: Any) -> CustomCorrection:

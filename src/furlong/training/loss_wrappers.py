@@ -67,7 +67,7 @@ class TokenRecorder(_Wrapper):
 
     def log_probs(self, batch: RolloutBatch) -> FloatArray:
         """Return the recorded log-prob of each response token of the batch, [R]; nan where none was recorded."""
-        return self._filled(batch, [(rows, stats.log_probs_R) for rows, stats in self._parts])
+        return filled_column(batch, [(rows, stats.log_probs_R) for rows, stats in self._parts], rest=np.nan)
 
     def columns(self, batch: RolloutBatch) -> dict[str, FloatArray]:
         """Return `train_log_probs` and, if the loss reads it, `train_entropy`; empty if nothing was recorded."""
@@ -75,14 +75,15 @@ class TokenRecorder(_Wrapper):
             return {}
         entropies = [(rows, stats.entropy_R) for rows, stats in self._parts if stats.entropy_R is not None]
         columns = {"train_log_probs": self.log_probs(batch)}
-        return columns | ({"train_entropy": self._filled(batch, entropies)} if entropies else {})
+        return columns | ({"train_entropy": filled_column(batch, entropies, rest=np.nan)} if entropies else {})
 
-    @staticmethod
-    def _filled(batch: RolloutBatch, parts: Sequence[tuple[IntArray, Tensor]]) -> FloatArray:
-        filled = np.full(int(batch.response_lengths.sum()), np.nan, np.float32)
-        for rows, values_R in parts:
-            filled[batch.response_positions(rows)] = values_R.float().cpu().numpy()
-        return filled
+
+def filled_column(batch: RolloutBatch, parts: Sequence[tuple[IntArray, Tensor]], *, rest: float) -> FloatArray:
+    """Return a column [response tokens of `batch`] from values of some rows; tokens of other rows have `rest`."""
+    filled = np.full(int(batch.response_lengths.sum()), rest, np.float32)
+    for rows, values_R in parts:
+        filled[batch.response_positions(rows)] = values_R.float().cpu().numpy()
+    return filled
 
 
 class StatsRecorder:

@@ -41,7 +41,7 @@ from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
-from furlong.training.loss_wrappers import StatsRecorder, TokenRecorder, WithLogProbs
+from furlong.training.loss_wrappers import StatsRecorder, TokenRecorder, WithLogProbs, filled_column
 from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.packing import Packing, RankPart, split_batch
 from furlong.training.profiling import Profiling
@@ -343,20 +343,20 @@ class RoundWorker:
         *,
         entropy: bool = False,
     ) -> RolloutBatch:
-        """Add `column` (and `entropy`) with a forward pass without gradient over all micro-batches."""
-        num_tokens = int(batch.response_lengths.sum())
-        filled = {column: np.zeros(num_tokens, np.float32)}
-        if entropy:
-            filled["entropy"] = np.zeros(num_tokens, np.float32)
+        """Add `column` (and `entropy`) with a forward pass without gradient over all micro-batches.
+
+        Values are copied to the host at the end, so that no micro-batch waits for the one before.
+        """
+        parts: dict[str, list[tuple[IntArray, Tensor]]] = {column: [], **({"entropy": []} if entropy else {})}
         with clock.phase("ref_log_probs" if role == "ref" else "log_probs"):
             micro_rows = [rows for step in steps for rows in step]
             for rows, stats in zip(micro_rows, self._log_probs(batch, micro_rows, role, entropy=entropy), strict=True):
-                positions = batch.response_positions(rows)
-                filled[column][positions] = stats.log_probs_R.float().cpu().numpy()
+                parts[column].append((rows, stats.log_probs_R))
                 if entropy and stats.entropy_R is not None:
-                    filled["entropy"][positions] = stats.entropy_R.float().cpu().numpy()
+                    parts["entropy"].append((rows, stats.entropy_R))
                 if self._records_routes and role != "ref":
                     self._recorded_routes[rows.tobytes()] = _recorded(stats)
+            filled = {name: filled_column(batch, values, rest=0.0) for name, values in parts.items()}
         return batch.with_columns(**filled)
 
     def _log_probs(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -60,6 +61,34 @@ def test_prompts_of_a_group_are_run_once():
     saved = 9 * 2 + 4 + 30
     last = len(MIXED)  # the last token of each response predicts nothing
     assert len(layout.run_U) == len(MIXED.tokens) - saved - last
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_layout_is_planned_from_the_indices_on_the_host(share_prompts, padded):
+    micro = pack_micro_batch(MIXED, range(len(MIXED)))
+    kept = plan_layout(micro, share_prompts=share_prompts, padded=padded)
+    read = plan_layout(dataclasses.replace(micro, host=None), share_prompts=share_prompts, padded=padded)
+    on_device = pack_micro_batch(MIXED, range(len(MIXED)), device="meta")  # its tensors cannot be read
+    planned = plan_layout(on_device, share_prompts=share_prompts, padded=padded)
+    for name in (field.name for field in dataclasses.fields(kept)):
+        value, other, shape = (getattr(each, name) for each in (kept, read, planned))
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other), name
+            assert (shape.shape, shape.dtype) == (value.shape, value.dtype), name
+            assert shape.is_meta != ("host" in name), name
+        else:
+            assert value == other == shape, name
+    with pytest.raises(NotImplementedError, match="meta"):
+        plan_layout(dataclasses.replace(on_device, host=None))
+
+
+def test_forward_and_backward_pass_do_not_wait_for_the_device():
+    """Tensors on the meta device have no values: reading one for a decision, or copying it to the host, is an error."""
+    model = randomized("qwen3").to("meta")
+    log_probs_R = packed_log_probs(PackedModel(model), pack_micro_batch(MIXED, range(len(MIXED)), device="meta"))
+    log_probs_R.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_equal_lengths_without_a_shared_prompt_copy_no_rows():

@@ -191,7 +191,7 @@ class RouterReplay:
         metrics: list[Metrics] = []
         for micro, count_R in zip(micros, shared.split([len(micro.response_pos_R) for micro in micros]), strict=True):
             assert micro.routed_experts_TLK is not None
-            is_known_R = (micro.routed_experts_TLK[(micro.response_pos_R - 1).cpu(), 0, 0] >= 0).to(device)
+            is_known_R = (micro.routed_experts_TLK[micro.host_index().response_pos_R - 1, 0, 0] >= 0).to(device)
             metrics.append(agreement(micro, (count_R / num_choices).masked_fill(~is_known_R, float("nan"))))
         return metrics
 

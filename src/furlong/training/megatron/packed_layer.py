@@ -55,7 +55,7 @@ class PackedMicroBatch:
 def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> PackedMicroBatch:
     """Pad every sequence to a multiple of 2 * context, and each rank's tokens in total to a multiple of `align`."""
     device = micro.tokens_T.device
-    cu = micro.cu_seqlens_S1.tolist()
+    cu = micro.host_index().cu_seqlens_S1.tolist()
     lengths = [end - start for start, end in pairwise(cu)]
     unit = 2 * context if context > 1 else 1
     padded = [-(-length // unit) * unit for length in lengths]
@@ -66,7 +66,7 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
     starts = torch.tensor([0, *padded]).cumsum(0)
     offsets = torch.tensor(cu)
     moved = torch.repeat_interleave(starts[: len(cu) - 1] - offsets[:-1], torch.tensor(lengths[: len(cu) - 1]))
-    where_T = (torch.arange(cu[-1]) + moved).to(device)
+    where_T = (torch.arange(cu[-1]) + moved).to(device, non_blocking=True)
     tokens = micro.tokens_T.new_zeros(int(starts[-1]))
     tokens[where_T] = micro.tokens_T
     source = torch.full_like(tokens, -1)
@@ -74,7 +74,7 @@ def pack(micro: MicroBatch, *, align: int, context: int, context_rank: int) -> P
     predict_R = where_T[micro.response_pos_R - 1]
     response = torch.arange(len(predict_R), device=device)
     if context > 1:
-        rows = _rows_of_rank(starts.tolist(), context, context_rank).to(device)
+        rows = _rows_of_rank(starts.tolist(), context, context_rank).to(device, non_blocking=True)
         place = torch.full((len(tokens),), -1, device=device)
         place[rows] = torch.arange(len(rows), device=device)
         tokens, source = tokens[rows], source[rows]
