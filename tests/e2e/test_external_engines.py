@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import faulty_engines
+from diagnosed_runs import events
 from furlong.config.command_line import load
 from furlong.core.model_config import read_json
 from furlong.core.sample_file import load_samples
@@ -46,6 +47,8 @@ def test_external_engines_reproduce_the_run_of_the_embedded_engine(model, data, 
         row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(folder)
     )  # the weights are the trainer's
     assert rows(folder)[-1]["train/grad_norm"] > 0
+    [connected] = events(folder, "engines_connected")
+    assert (connected["num"], connected["kv_cache_dtypes"]) == (2, ["auto"])
     log = (folder / "run.log").read_text()
     assert log.count("weight_sync start") == log.count("weight_sync done") == 3
     assert log.count("every checksum verified") == 3

@@ -90,6 +90,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "slowest": _is_count,
         "place": _is_text,
     },
+    "engines_connected": {"num": _is_count, "kv_cache_dtypes": _is_texts},
     "engine_lost": {"engine?": _is_name, "url?": _is_text, "reason?": _is_text, "why?": _is_text, "code?": _is_text},
     "engine_silent": {
         "url?": _is_text,

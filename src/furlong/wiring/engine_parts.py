@@ -18,7 +18,7 @@ from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
-from furlong.diagnosis.monitors.monitor import RunMonitor
+from furlong.diagnosis.monitors.monitor import CONNECTED, RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.external_servers import connect_external
@@ -127,6 +127,8 @@ def _build_servers(
     device_sharing = _device_sharing(context, training.trainer, engine)
     log_dir = Path(config.engines.sglang_log_dir or context.folder / "logs")
     if not is_started(config):
+        dtypes = sorted({server.info.kv_cache_dtype for server in engine.servers})
+        watch.notify(CONNECTED, num=len(engine.servers), kv_cache_dtypes=dtypes)
         supervisor = EngineSupervisor(config, engine, on_event=watch.notify, log_dir=log_dir)
         return ServingParts(engine, sync or WeightSync(), device_sharing, supervisor)
     supervisor = EngineSupervisor(

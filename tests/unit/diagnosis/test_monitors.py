@@ -663,6 +663,27 @@ def test_a_gap_of_engines_with_an_fp8_kv_cache_is_not_called_numerics(tmp_path: 
     assert "fp8_e4m3" in gone.cause
 
 
+def test_the_kv_cache_of_external_engines_is_a_cause_apart_from_quantized_weights() -> None:
+    def found_with(dtypes: list[str], shares: dict[str, float]) -> Diagnosis:
+        monitors = suite(engine="external", rollout_external_engine_addrs=["127.0.0.1:1"])
+        monitors.event({"event": "engines_connected", "num": len(dtypes), "kv_cache_dtypes": dtypes})
+        [found] = monitors.step(1, {GAP: 0.2} | {f"selftest/share/{name}": share for name, share in shares.items()})
+        return found
+
+    rounded = found_with(["auto", "fp8_e4m3"], {"numerics": 1.0})
+    assert "keys and values to fp8_e4m3 (--kv-cache-dtype)" in rounded.cause
+    assert "--kv-cache-dtype auto" in rounded.remedy
+    assert "--sglang" not in rounded.cause + rounded.remedy  # a flag of engines that the run starts
+    both = found_with(["fp8_e4m3"], {"quantization": 0.7, "numerics": 0.3})
+    assert "by cause: quantization 70%, fp8_e4m3 KV cache and numerics 30%" in both.finding
+    assert "quantized weights" in both.cause
+    assert "fp8_e4m3" in both.cause
+    for dtypes in (["auto"], ["bfloat16"]):
+        whole = found_with(dtypes, {"quantization": 0.7, "numerics": 0.3})
+        assert "KV cache" not in whole.finding
+        assert "keys and values" not in whole.cause
+
+
 @pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
 def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> None:
     """Rollouts that were generated ahead of a resume with a smaller batch have several steps, later ones have one."""

@@ -27,6 +27,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "start", "version": "0.0.1", "process": 1, "machine": "a"},
     {"event": "weights_compared", "version": 1, "tensors": 2, "changed": 1, "unchanged": ["a"]},
     {"event": "ranks_timed", "rollout": 1, "seconds": 1.0, **TIMED},
+    {"event": "engines_connected", "num": 1, "kv_cache_dtypes": ["auto"]},
     {"event": "engine_lost", "engine": 0, "url": "u", "reason": "r", "why": "w", "code": ""},
     {"event": "engine_silent", "url": "u", "running": 1, "asked": "/", "seconds": 40.0, "health": "h"},
     {"event": "weight_update_timeout", "version": 1, "seconds": 3, "bucket": 0, "missing": ["u"], "transport": "ipc"},
@@ -88,6 +89,14 @@ def test_the_key_error_that_was_seen_is_a_line_now(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run", [EVENTS[0], *[compared] * 5, {"event": "end"}])
     assert "lines 2, 3, 4, 5, 6 of events.jsonl" in problems(folder)
     assert "unchanged" in FIELDS["weights_compared"]
+
+
+def test_the_kv_cache_that_external_engines_reported_explains_the_recorded_gap(tmp_path: Path) -> None:
+    connected = {"event": "engines_connected", "num": 1, "kv_cache_dtypes": ["fp8_e4m3"]}
+    folder = folder_of(tmp_path / "run", [EVENTS[0], connected, {"event": "end"}], rows=0)
+    (folder / "metrics.jsonl").write_text('{"step":1,"train/train_rollout_logprob_abs_diff":0.2}\n')
+    [gap] = [each for each in examine(folder).diagnoses if each.id == "NUM02"]
+    assert "keys and values to fp8_e4m3" in gap.cause
 
 
 @pytest.mark.parametrize("value", ['"x"', "[1]", "{}", "1e999", '{"a":1}'])

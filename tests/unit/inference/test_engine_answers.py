@@ -184,6 +184,7 @@ def test_a_probe_has_a_time_limit(monkeypatch):
         {"tp_size": "two"}, {"tp_size": -1}, {"tp_size": 1e300}, {"tp_size": [1]}, {"dp_size": 1 << 40},
         {"context_length": "long"}, {"context_length": -5}, {"context_length": 2.5}, {"dtype": 5}, {"device": ["cuda"]},
         {"version": None}, {"version": {}}, {"tokenizer_worker_num": "x"}, {"speculative_algorithm": 4},
+        {"kv_cache_dtype": 8},
     ],
 )  # fmt: skip
 def test_settings_of_a_server_are_typed(value):

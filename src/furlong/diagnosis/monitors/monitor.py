@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from furlong.config.checks.pool_checks import max_staleness
 from furlong.config.checks.value_checks import BOXED
-from furlong.config.engine_groups import quantized_kv_cache, trained_model
+from furlong.config.engine_groups import first_quantized, quantized_kv_cache, trained_model
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.catalogue import Diagnosis, Severity, diagnosis
@@ -34,18 +34,23 @@ if TYPE_CHECKING:
 
 HISTORY = 128  # earlier rows that monitors can read
 EVENTS = 16  # earlier events of one name that monitors can read
+CONNECTED = "engines_connected"  # the event with the settings of engines that the run did not start
 NO_PROGRESS = ("engine_silent", "blocked")  # events that do not count as progress
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run's configuration, what follows from it, and what its model folder says: the rest is 0 if it is unknown."""
+    """A run's configuration, what follows from it, and what its model folder says: the rest is 0 if it is unknown.
+
+    reported_kv_caches: SGLang's `kv_cache_dtype` of engines that the run did not start.
+    """
 
     config: Config = dataclasses.field(default_factory=Config)
     has_chat_template: bool = False
     vocab_size: int = 0
     num_parameters: int = 0
+    reported_kv_caches: Sequence[str] = ()
 
     @staticmethod
     def of(config: Config) -> RunFacts:
@@ -83,6 +88,8 @@ class RunFacts:
     @property
     def quantized_kv_cache(self) -> str:
         """The engines' data type of keys and values if it has fewer than 16 bits, such as fp8_e4m3, or ""."""
+        if self.reported_kv_caches:
+            return first_quantized(self.reported_kv_caches)
         try:
             groups = trained_model(self.config).groups
         except ConfigError:  # the --sglang-config of a finished run is gone: its flags are known
@@ -318,6 +325,8 @@ class MonitorSuite:
     def event(self, event: Event) -> list[Diagnosis]:
         """Check one event, an object with the key `event`; return what is new."""
         name = str(event["event"])
+        if name == CONNECTED:
+            self.facts = dataclasses.replace(self.facts, reported_kv_caches=tuple(event["kv_cache_dtypes"]))
         if name not in self._event_monitors:
             return []
         before = tuple(self._events[name])

@@ -199,6 +199,8 @@ MISMATCH_REMEDIES = {
     "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
     "kv_cache": "use --sglang-kv-cache-dtype auto (in --sglang-config: kv_cache_dtype of the group), or correct the "
     "difference with --use-tis",
+    "external_kv_cache": "start the engines' servers with --kv-cache-dtype auto, or correct the difference with "
+    "--use-tis",
     "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
     "numerics": "use the same precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
     "unexplained": "compare the weights with --check-weight-update-equal; if they are equal, look at what sets "
@@ -220,13 +222,18 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
             "a cut history.",
             MISMATCH_REMEDIES[first],
         )
-    if first == "quantization":
-        return "The engine computes with quantized weights, the trainer does not.", MISMATCH_REMEDIES[first]
     kv_cache = now.facts.quantized_kv_cache
+    is_external = now.facts.config.cluster.engine == "external"
+    flag = "--kv-cache-dtype" if is_external else "--sglang-kv-cache-dtype"
+    if first == "quantization":
+        cause = "The engine computes with quantized weights, the trainer does not."
+        if kv_cache:
+            cause += f" Apart from that, the engine rounds keys and values to {kv_cache} ({flag})."
+        return cause, MISMATCH_REMEDIES[first]
     if kv_cache and first in ("numerics", ""):
         return (
-            f"The engine rounds keys and values to {kv_cache} (--sglang-kv-cache-dtype); the trainer does not.",
-            MISMATCH_REMEDIES["kv_cache"],
+            f"The engine rounds keys and values to {kv_cache} ({flag}); the trainer does not.",
+            MISMATCH_REMEDIES["external_kv_cache" if is_external else "kv_cache"],
         )
     if first == "unexplained":
         cause = (
@@ -237,7 +244,7 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
         if least and now.facts.config.cluster.engine != "embedded":
             cause += f" Or --rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs."
         if kv_cache:
-            cause += f" Or --sglang-kv-cache-dtype {kv_cache}: try auto, which does not round keys and values."
+            cause += f" Or {flag} {kv_cache}: try auto, which does not round keys and values."
         return cause, MISMATCH_REMEDIES[first]
     if first:
         return None, MISMATCH_REMEDIES[first]

@@ -22,6 +22,7 @@ class ServerInfo:
         `sglang_layout.shard_checksums`; "" if there are none.
     returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
     speculation: Algorithm of speculative decoding; "" for none.
+    kv_cache_dtype: SGLang's option; "auto" is the model's data type.
     has_quantized_loader: It was started with furlong's loader of quantized weights.
     streams_increments: Events of a stream have the new tokens only, and not all so far.
     """
@@ -46,6 +47,7 @@ class ServerInfo:
     ep_size: int = 1
     streams_increments: bool = False
     has_quantized_loader: bool = False
+    kv_cache_dtype: str = "auto"
 
     @staticmethod
     def read(answer: Mapping[str, Any], where: str = "GET /server_info") -> ServerInfo:
@@ -76,6 +78,7 @@ class ServerInfo:
             speculation=optional_text(answer, "speculative_algorithm", where),
             streams_increments=bool(answer.get("incremental_streaming_output")),
             has_quantized_loader=LOADER in (answer.get("custom_weight_loader") or ()),
+            kv_cache_dtype=optional_text(answer, "kv_cache_dtype", where, "auto"),
         )
 
     @property
