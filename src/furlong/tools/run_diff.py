@@ -370,7 +370,7 @@ def table(runs: Sequence[RunSummary], *, draws_curves: bool = True) -> str:
             f"{_column(run.tokens_per_s, '7,.0f')}  {_column(run.step_s, '6.2f')}"
         )
         if draws_curves and len(run.curve) > 1:
-            lines.append(f"  reward {sparkline(run.curve)} ({min(run.curve):.3f} to {max(run.curve):.3f})")
+            lines.append(f"  reward {sparkline(run.curve)} (lowest {min(run.curve):.3f}, highest {max(run.curve):.3f})")
         lines += [
             f"  eval {name}: {first:.3f} at first, best {best:.3f} at step {step}"
             for name, (first, best, step) in run.evaluations.items()

@@ -17,6 +17,7 @@ Points = Sequence[tuple[int, float]]
 
 WIDTH, PANEL_HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 64, 16, 34, 28
 LEGEND_LINE = 20
+DIGIT = 8  # width of a digit, rounded up
 COLORS = ("#00796b", "#c2410c", "#1d4ed8", "#a21caf", "#4d7c0f", "#be123c", "#0e7490", "#6d28d9")
 TEXT, GRID = "#3d4650", "#d5dae0"  # readable on white
 REWARD, LOSS = "rollout/raw_reward", "train/nll"
@@ -98,8 +99,9 @@ def _panel(panel: Panel, runs: Sequence[str], top: int) -> list[str]:
         parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4}" text-anchor="end" fill="{TEXT}">{tick:.6g}</text>')
     for tick in x_ticks:
         if first <= tick <= last:
-            bottom = top + PANEL_HEIGHT - 10
-            parts.append(f'<text x="{x(tick)}" y="{bottom}" text-anchor="middle" fill="{TEXT}">{tick:g}</text>')
+            bottom, label = top + PANEL_HEIGHT - 10, f"{tick:.0f}"
+            middle = min(x(tick), WIDTH - DIGIT * len(label) / 2)  # inside of the picture
+            parts.append(f'<text x="{middle}" y="{bottom}" text-anchor="middle" fill="{TEXT}">{label}</text>')
     for i, run in enumerate(runs):
         curve = panel.curves.get(run, ())
         color = COLORS[i % len(COLORS)]

@@ -6,7 +6,7 @@ import pytest
 from furlong.cli import main
 from furlong.core.text import sparkline
 from furlong.errors import ConfigError
-from furlong.tools.run_plot import panels_of, svg_of, ticks
+from furlong.tools.run_plot import WIDTH, Panel, panels_of, svg_of, ticks
 
 
 def write_steps(folder, rows):
@@ -26,6 +26,13 @@ def test_reward_and_evaluations_of_several_runs_are_drawn(tmp_path):
     kinds = [element.tag.rpartition("}")[2] for element in root]
     assert (kinds.count("polyline"), kinds.count("circle")) == (1, 2)
     assert str(a) in [element.text for element in root]
+
+
+def test_labels_of_many_steps_are_whole_numbers_inside_of_the_picture():
+    root = ElementTree.fromstring(svg_of([Panel("train/loss", {"run": [(1, 0.5), (2_000_000, 0.25)]})]))
+    [last] = [element for element in root if element.text == "2000000"]
+    assert last.get("text-anchor") == "middle"
+    assert float(last.get("x")) + 4 * len(last.text) <= WIDTH
 
 
 def test_an_unknown_metric_and_a_folder_without_steps_are_refused(tmp_path):
