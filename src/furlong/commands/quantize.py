@@ -51,6 +51,14 @@ def hf_to_int4(words: Sequence[str]) -> int:
     """Quantize a Hugging Face model to INT4 (W4A16, compressed-tensors' pack-quantized layout, symmetric)."""
     parser = _parser("convert hf-to-int4", hf_to_int4.__doc__)
     _option(parser, "--group-size", type=int, default=32, metavar="N", help="columns per scale (default: 32)")
+    parser.add_argument(
+        "--observer", choices=("minmax", "mse"), default="minmax",
+        help="scale of a group: from its largest magnitude, or the one with the least squared error",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="TEXT",
+        help="choose weights for the inputs of this text (GPTQ); weight updates in training replace them",
+    )  # fmt: skip
     _option(parser, "--is-symmetric", action="store_true", help="no effect: groups are always symmetric")
     _option(parser, "--max-workers", type=int, metavar="N", help="no effect: one file is in memory at a time")
     _option(
@@ -68,7 +76,8 @@ def hf_to_int4(words: Sequence[str]) -> int:
     from furlong.core.quantization.int4 import Int4Groups
 
     defaults = ALL_BUT_EXPERTS if options.only_experts else options.ignore_rules
-    return _quantize(options, Int4Groups(options.group_size), defaults=defaults)
+    form = Int4Groups(options.group_size, observer=options.observer)
+    return _quantize(options, form, defaults=defaults, calibration=_text(options.calibrate))
 
 
 def dequantize(words: Sequence[str]) -> int:
@@ -81,14 +90,26 @@ def dequantize(words: Sequence[str]) -> int:
     return _converted(target, "made whole", lambda folder: dequantize_folder(source, folder))
 
 
-def _quantize(options: argparse.Namespace, form: Any, *, defaults: Sequence[str] | None = None) -> int:
+def _text(path: Path | None) -> str | None:
+    """Read the text of --calibrate. Raises ConfigError if it cannot be read."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibrate {path} cannot be read: {error}; give a text file in UTF-8") from error
+
+
+def _quantize(
+    options: argparse.Namespace, form: Any, *, defaults: Sequence[str] | None = None, calibration: str | None = None
+) -> int:
     source, target = _places(options)
     from furlong.tools.quantize_folder import quantize_folder
 
     return _converted(
         target,
         f"quantized to {form.description}",
-        lambda folder: quantize_folder(source, folder, form, ignore=options.ignore, defaults=defaults),
+        lambda folder: quantize_folder(
+            source, folder, form, ignore=options.ignore, defaults=defaults, calibration=calibration
+        ),
     )
 
 
@@ -102,8 +123,10 @@ def _converted(target: Path, what: str, write: Callable[[Path], Any]) -> int:
                 f"{target} was not written, because its check failed; correct the ignore list, or check SOURCE with "
                 "`furlong check`"
             )
+    calibrated = f" ({done.num_calibrated} calibrated)" if done.num_calibrated else ""
     show(
-        f"{target}: {done.num_quantized} of {done.num_tensors} tensors {what}, {size_text(done.source_bytes)} -> "
+        f"{target}: {done.num_quantized} of {done.num_tensors} tensors {what}{calibrated}, "
+        f"{size_text(done.source_bytes)} -> "
         f"{size_text(done.num_bytes)}; read back and equal; files, layers and ignore list are complete"
     )
     return 0

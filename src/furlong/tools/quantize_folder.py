@@ -6,6 +6,7 @@ that a folder which was not finished does not load.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.models.carried_tensors import is_with_vision
 from furlong.models.hf_model import open_tensors, part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
+from furlong.tools.calibration import Parts, calibrated_parts
 from furlong.tools.model_folder import StoredModel, read_model
 
 MAX_FILE_BYTES = 4 << 30
@@ -37,22 +39,30 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote: numbers of all tensors and of quantized weights, and bytes before and after."""
+    """What a conversion wrote: numbers of all tensors, of quantized and calibrated weights, bytes before and after."""
 
     num_tensors: int
     num_quantized: int
     source_bytes: int
     num_bytes: int
+    num_calibrated: int = 0
 
 
 def quantize_folder(
-    source: Path, target: Path, form: WeightFormat, *, ignore: Sequence[str] = (), defaults: Sequence[str] | None = None
+    source: Path,
+    target: Path,
+    form: WeightFormat,
+    *,
+    ignore: Sequence[str] = (),
+    defaults: Sequence[str] | None = None,
+    calibration: str | None = None,
 ) -> Converted:
     """Write a quantized copy of `source` into the existing folder `target`, and verify it.
 
-    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. Raises CheckpointError, naming
-    the tensor, for a weight that cannot be quantized, and ConfigError for a folder that is quantized, or of which
-    nothing would be.
+    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. calibration: a text; INT4 weights
+    are chosen for it (`tools.calibration`), which needs the whole model in memory. Raises CheckpointError, naming the
+    tensor, for a weight that cannot be quantized, and ConfigError for a folder that is quantized, or of which nothing
+    would be.
     """
     model = read_model(source)
     if quantization_settings(model.config):
@@ -71,9 +81,13 @@ def quantize_folder(
         )
     dtype = FLOATS[kinds.pop()]
     scheme = QuantizationScheme(_in_dtype(form, dtype), names, dtype)
+    parts = {} if calibration is None else _calibrated(model, scheme, calibration)
 
     def quantized(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for name, tensor in tensors:
+            if name in parts:
+                yield from ((f"{module_of(name)}.{part}", value) for part, value in parts[name].items())
+                continue
             if name not in names:
                 yield name, tensor
                 continue
@@ -86,7 +100,17 @@ def quantize_folder(
         scheme.form, candidates - names, [e for e in ignored if any(is_ignored(n, [e]) for n in candidates)]
     )
     config = {**model.config, "quantization_config": settings}
-    return _write(model, target, lambda file: quantized(_of_file(source / file)), config, len(names))
+    converted = _write(model, target, lambda file: quantized(_of_file(source / file)), config, len(names))
+    return dataclasses.replace(converted, num_calibrated=len(parts))
+
+
+def _calibrated(model: StoredModel, scheme: QuantizationScheme, text: str) -> dict[str, Parts]:
+    try:
+        for name in scheme.names:
+            scheme.parts(name, tuple(model.tensors[name].shape))
+    except QuantizationError as error:
+        raise CheckpointError(f"{model.folder}: {error}") from error
+    return calibrated_parts(model.folder, scheme, text)
 
 
 def dequantize_folder(source: Path, target: Path) -> Converted:
@@ -112,7 +136,7 @@ def dequantize_folder(source: Path, target: Path) -> Converted:
 def _in_dtype(form: WeightFormat, dtype: torch.dtype) -> WeightFormat:
     """Return the format for weights in `dtype`: INT4 and FP8 per channel have scales in it."""
     if isinstance(form, Int4Groups):
-        return Int4Groups(form.group_size, dtype)
+        return dataclasses.replace(form, scale_dtype=dtype)
     return Fp8Scaled(form.per, dtype) if isinstance(form, Fp8Scaled) and form.per == "channel" else form
 
 
@@ -190,7 +214,8 @@ def quantization_config(form: WeightFormat, unquantized: Iterable[str], ignore: 
         if is_int
         else {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
     )
-    weights |= {"symmetric": True, "dynamic": False, "actorder": None, "observer": "minmax"}
+    weights |= {"symmetric": True, "dynamic": False, "actorder": None}
+    weights["observer"] = form.observer if isinstance(form, Int4Groups) else "minmax"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None if is_int else activations}
     return {
         "quant_method": "compressed-tensors",

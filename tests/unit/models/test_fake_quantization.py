@@ -51,9 +51,10 @@ def loaded(folder: Path, dtype: torch.dtype):
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4)),
     st.integers(0, 10**6),
     st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
+    st.sampled_from(["minmax", "mse"]),
 )
-def test_rounded_values_are_those_of_the_stored_parts(dtype, scale_dtype, shape, seed, size):
-    form = Int4Groups(8, scale_dtype=scale_dtype)
+def test_rounded_values_are_those_of_the_stored_parts(dtype, scale_dtype, shape, seed, size, observer):
+    form = Int4Groups(8, scale_dtype=scale_dtype, observer=observer)
     experts, rows, groups = shape
     weight = (torch.randn(experts, rows, groups * 8, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
     weight[0, 0, :8] = 0.0

@@ -62,6 +62,22 @@ def test_a_converted_folder_passes_its_check_and_comes_back(model: Path, tmp_pat
     assert all(torch.equal(tensor, same[name]) for name, tensor in loaded.items())
 
 
+def test_updates_choose_scales_as_the_conversion_did(model: Path, tmp_path: Path) -> None:
+    whole = tensors_of(model)
+    stored = {}
+    for observer in ("minmax", "mse"):
+        target = tmp_path / observer
+        words = ["hf-to-int4", "--group-size", "8", "--observer", observer]
+        assert main(["convert", *words, str(model), str(target)]) == 0
+        scheme, stored[observer] = folder_scheme(target), tensors_of(target)
+        assert scheme is not None
+        for name in scheme.names:
+            for part, value in scheme.quantize(name, whole[name]):
+                assert torch.equal(value, stored[observer][part]), part
+    assert stored["minmax"].keys() == stored["mse"].keys()
+    assert any(not torch.equal(value, stored["mse"][name]) for name, value in stored["minmax"].items())
+
+
 def test_ignored_weights_stay_and_are_listed(model: Path, tmp_path: Path) -> None:
     for number, command in enumerate(("hf-to-fp8", "hf-to-int4 --group-size 8")):
         target = tmp_path / str(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from furlong.core.quantization.weight_format import (
 
 PER_WORD = 8  # values in an int32
 LOWEST, HIGHEST = -8, 7
+Observer = Literal["minmax", "mse"]
+SHRINKS = (1.07, 1.03, 0.96, 0.92, 0.88, 0.84, 0.79, 0.73)  # scales that "mse" tries, over that of "minmax"
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,15 @@ class Int4Groups:
     """`weight_packed`: 8 values per int32, the first in the lowest bits; `weight_scale`: one per row and group.
 
     `weight_shape` is [rows, columns]. Computes in `scale_dtype`, the weight's own dtype in folders that compressed-
-    tensors wrote, whose results these are bit for bit.
+    tensors wrote. observer: how a scale is chosen. "minmax" divides the largest magnitude of the group by 7.5, which
+    gives the results of compressed-tensors bit for bit; "mse" tries larger and smaller scales, too, and takes the one
+    with the least squared error. The stored format is the same.
     """
 
     group_size: int
     scale_dtype: torch.dtype = torch.bfloat16
     shape_dtype: torch.dtype = torch.int64
+    observer: Observer = "minmax"
 
     @property
     def description(self) -> str:
@@ -63,12 +69,17 @@ class Int4Groups:
         return rows, groups * self.group_size
 
     def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
-        """Divide each group by its largest magnitude / 7.5 and round to -8 .. 7."""
+        """Divide each group by its scale and round to -8 .. 7."""
         self.parts(tuple(weight.shape))
         values, scale = self._divided(weight)
         check(scale)
-        shape = torch.tensor(weight.shape, device=weight.device, dtype=self.shape_dtype)
-        return {"weight_packed": packed(values.to(torch.int8).flatten(1)), "weight_scale": scale, "weight_shape": shape}
+        return self.stored(values, scale)
+
+    def stored(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return the parts for integers [rows, groups, group_size] and their scales [rows, groups]."""
+        values = values.to(torch.int8).flatten(1)
+        shape = torch.tensor(values.shape, device=values.device, dtype=self.shape_dtype)
+        return {"weight_packed": packed(values), "weight_scale": scale, "weight_shape": shape}
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Return what `dequantize` gives for the parts of `quantize`, without packing.
@@ -81,15 +92,42 @@ class Int4Groups:
     def _divided(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the integers [rows, groups, group_size], in the dtype of the scales, and the scales [rows, groups]."""
         groups = weight.detach().to(self.scale_dtype).unflatten(1, (-1, self.group_size))
+        scale = self.scales(groups)
+        return (groups / scale[:, :, None]).clamp_(LOWEST, HIGHEST).round_(), scale
+
+    def scales(self, groups: Tensor, *, importance: Tensor | None = None) -> Tensor:
+        """Return the scales [rows, groups] of weights [rows, groups, group_size].
+
+        importance [groups, group_size]: factors of the squared errors, which are minimized then.
+        """
         scale = largest_magnitudes(groups, (2,)) / ((HIGHEST - LOWEST) / 2)
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        return (groups / scale[:, :, None]).clamp_(LOWEST, HIGHEST).round_(), scale
+        return scale if self.observer == "minmax" and importance is None else _least_error(groups, scale, importance)
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Multiply in the dtype of the scales, and round to `dtype`."""
         scale = parts["weight_scale"]
         values = unpacked(parts["weight_packed"], scale.shape[1] * self.group_size)
         return (values.to(scale.dtype).unflatten(1, (-1, self.group_size)) * scale[:, :, None]).flatten(1).to(dtype)
+
+
+def _least_error(groups: Tensor, scale: Tensor, importance: Tensor | None) -> Tensor:
+    """Return for each group the one of `scale` and its multiples by `SHRINKS` with the least squared error.
+
+    The scale of a group with inf or nan stays inf or nan.
+    """
+    units = groups.float() / scale.float()[:, :, None]
+
+    def error_of(shrink: float) -> Tensor:
+        errors = (units / shrink).clamp_(LOWEST, HIGHEST).round_().mul_(shrink).sub_(units).square_()
+        return (errors if importance is None else errors * importance).sum(2)
+
+    factor, least = torch.ones_like(units[:, :, 0]), error_of(1.0)
+    for shrink in SHRINKS:
+        error = error_of(shrink)
+        is_better = error < least
+        factor, least = factor.masked_fill_(is_better, shrink), torch.where(is_better, error, least)
+    return (scale.float() * factor).to(scale.dtype)
 
 
 def packed(values: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ def _compressed(settings: Mapping[str, Any], scale: torch.dtype, shape: torch.dt
     if args.get("symmetric") is False:
         raise ConfigError(f"`symmetric` is false ({seen}); {SUPPORTED}")
     if (kind, bits, strategy) == ("int", 4, "group") and isinstance(size, int) and size > 0:
-        return Int4Groups(size, scale, shape)
+        return Int4Groups(size, scale, shape, "mse" if args.get("observer") == "mse" else "minmax")
     if (kind, bits) == ("float", 8) and strategy in ("channel", "tensor"):
         return Fp8Scaled(strategy, scale)
     raise ConfigError(f"the weights have {seen}; {SUPPORTED}")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from furlong.core.quantization.fp8 import E4M3, Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups, packed, unpacked
+from furlong.core.quantization.int4 import SHRINKS, Int4Groups, packed, unpacked
 from furlong.core.quantization.weight_format import QuantizationError, WeightFormat
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "quantized.safetensors"
@@ -102,8 +102,13 @@ FORMATS: dict[str, WeightFormat] = {
     "tensor": Fp8Scaled("tensor"),
     "int4": Int4Groups(32, scale_dtype=torch.float32),
     "int4 of 128": Int4Groups(128, scale_dtype=torch.bfloat16),
+    "int4, least error": Int4Groups(32, scale_dtype=torch.bfloat16, observer="mse"),
 }
-STEP = {"int4": 1 / 7.5, "int4 of 128": 1 / 7.4}  # of the largest magnitude; FP8 rounds to 1/16 of the value
+STEP = {
+    "int4": 1 / 7.5,
+    "int4 of 128": 1 / 7.4,
+    "int4, least error": 1 - 6.9 / 7.5 * min(SHRINKS),
+}  # of the largest magnitude; FP8 rounds to 1/16 of the value
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -144,6 +149,26 @@ def test_only_matrices_are_quantized(form: WeightFormat, shape: tuple[int, ...])
 def test_a_group_size_that_does_not_divide_is_refused_with_both_numbers():
     with pytest.raises(QuantizationError, match=r"192 columns .* group size 128"):
         Int4Groups(128).quantize(torch.ones(4, 192))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999), size=st.sampled_from([1e-30, 1e-4, 1.0, 1e30]), spread=st.sampled_from([0.1, 1.0, 3.0])
+)
+def test_the_scale_of_mse_is_the_tried_one_with_the_least_error(seed: int, size: float, spread: float):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(6, 64, generator=generator) * (torch.randn(6, 64, generator=generator) * spread).exp() * size
+    form = Int4Groups(32, scale_dtype=torch.float32, observer="mse")
+    groups = (weight.double() / size).unflatten(1, (-1, 32))
+    plain = groups.abs().amax(2) / 7.5
+    errors = []
+    for shrink in (1.0, *SHRINKS):
+        scale = (plain * shrink)[:, :, None]
+        errors.append((((groups / scale).clamp(-8, 7).round() * scale - groups) ** 2).sum(2))
+    least = torch.stack(errors).amin(0)
+    rounded = (form.rounded(weight).double() / size).unflatten(1, (-1, 32))
+    assert torch.allclose(((rounded - groups) ** 2).sum(2), least, rtol=1e-3)
+    assert bool((least < errors[0]).any())
 
 
 @settings(max_examples=40, deadline=None)

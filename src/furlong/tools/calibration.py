@@ -1,0 +1,119 @@
+"""Calibrates INT4 weights on a text, decoder layer by decoder layer, with a whole model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from furlong.core.quantization.compensation import compensated
+from furlong.core.quantization.int4 import Int4Groups
+from furlong.core.quantization.scheme import QuantizationScheme
+from furlong.errors import CheckpointError, ConfigError
+from furlong.models.hf_model import load_config, load_network
+from furlong.models.tokenizer import load_tokenizer
+
+NUM_WINDOWS, WINDOW = 16, 512  # sequences of the text, spread evenly, and their tokens
+
+Parts = Mapping[str, Tensor]
+
+
+@dataclass
+class _LayerCalls:
+    """The keywords of each decoder layer for one sequence, and the hidden states of all sequences."""
+
+    keywords: list[dict[str, Any]]
+    hidden: list[Tensor]
+
+
+@torch.no_grad()
+def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dict[str, Parts]:
+    """Return the stored parts of the folder's quantized linear layers, by the names of their weights.
+
+    Each layer gets the outputs of the quantized layers before it. Weights that are not modules of their own, as those
+    of fused experts, are left out. Raises ConfigError for a short text, and CheckpointError for values that are not
+    finite.
+    """
+    form = cast("Int4Groups", scheme.form)
+    ids = _windows(load_tokenizer(folder).encode(text))
+    model = load_network(folder, load_config(folder), dtype=torch.float32, attn_implementation="eager").eval()
+    layers: Sequence[nn.Module] = cast("Any", model.base_model).layers
+    calls = _first_inputs(model, layers, ids)
+    parts: dict[str, Parts] = {}
+    names = {module: f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for layer, keywords in zip(layers, calls.keywords, strict=True):
+        linears = [each for each in layer.modules() if isinstance(each, nn.Linear) and names[each] in scheme.names]
+        moments = _input_moments(layer, linears, keywords, calls.hidden)
+        for module in linears:
+            weight = module.weight.to(scheme.dtype)
+            if not bool(torch.isfinite(weight).all() and torch.isfinite(moments[module]).all()):
+                raise CheckpointError(f"{folder}: {names[module]} or its inputs are not finite; `furlong check` it")
+            parts[names[module]] = compensated(form, weight, moments[module])
+            module.weight.copy_(form.dequantize(parts[names[module]], torch.float32))
+        calls.hidden = [_output(layer(hidden, **keywords)) for hidden in calls.hidden]
+    return parts
+
+
+def _windows(ids: Sequence[int]) -> Tensor:
+    """Return sequences [NUM_WINDOWS, WINDOW] that are spread over the text. Raises ConfigError for a short text."""
+    if len(ids) < NUM_WINDOWS * WINDOW:
+        raise ConfigError(
+            f"--calibrate has a text of {len(ids):,} tokens; give one of at least {NUM_WINDOWS * WINDOW:,}, such as "
+            "prompts and responses of the task"
+        )
+    starts = [(len(ids) - WINDOW) * number // (NUM_WINDOWS - 1) for number in range(NUM_WINDOWS)]
+    return torch.tensor([list(ids[start : start + WINDOW]) for start in starts])
+
+
+class _Captured(Exception):  # noqa: N818  not an error: ends a forward pass
+    """The first layer was called."""
+
+
+def _first_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> _LayerCalls:
+    """Return how the model calls its layers for a sequence, and the inputs of the first one for all sequences."""
+    calls = _LayerCalls([], [])
+
+    def keep(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        hidden = args[0] if args else keywords["hidden_states"]
+        if module is layers[0]:
+            calls.hidden.append(hidden)
+        if len(calls.keywords) == len(layers):
+            raise _Captured
+        calls.keywords.append({name: value for name, value in keywords.items() if name != "hidden_states"})
+
+    handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    for sequence in ids:
+        try:
+            model.base_model(input_ids=sequence[None], use_cache=False)
+        except _Captured:
+            continue
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def _input_moments(
+    layer: nn.Module, linears: Sequence[nn.Module], keywords: dict[str, Any], inputs: Sequence[Tensor]
+) -> dict[nn.Module, Tensor]:
+    """Return the sum of x x^T over the inputs x of each linear layer."""
+    moments: dict[nn.Module, Tensor] = {}
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = args[0].flatten(0, -2)
+        moments[module] = moments.get(module, 0) + rows.T @ rows
+
+    handles = [module.register_forward_pre_hook(add) for module in linears]
+    for hidden in inputs:
+        layer(hidden, **keywords)
+    for handle in handles:
+        handle.remove()
+    return moments
+
+
+def _output(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,64 @@
+"""Conversion to INT4 with a calibration text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from furlong.cli import main
+from furlong.models.hf_model import load_model
+from furlong.models.quantized_folder import folder_scheme
+from furlong.models.tokenizer import load_tokenizer
+from furlong.quickstart.quickstart import model_folder
+from furlong.tools import calibration
+from furlong.tools.model_folder import check_model
+
+SUMS = " ".join(f"{a} + {b} = {a + b}" for a in range(40) for b in range(1, 40, 3))
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "NUM_WINDOWS", 4)
+    monkeypatch.setattr(calibration, "WINDOW", 128)
+
+
+def distance(folder: Path) -> float:
+    """KL divergence of the model's tokens from those of a quantized folder."""
+    ids = torch.tensor([load_tokenizer(model_folder()).encode(SUMS)[:128]])
+    log_probs = []
+    for each in (model_folder(), folder):
+        model = load_model(each)
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            log_probs.append(model(ids).logits.log_softmax(-1))
+    whole, quantized = log_probs
+    return float((whole.exp() * (whole - quantized)).sum(-1).mean())
+
+
+@pytest.mark.slow
+def test_calibrated_weights_change_the_model_less_in_the_same_format(tmp_path: Path, capsys) -> None:
+    (tmp_path / "sums.txt").write_text(SUMS)
+    words = ["convert", "hf-to-int4", str(model_folder())]
+    assert main([*words, str(tmp_path / "rounded")]) == 0
+    assert main([*words, str(tmp_path / "calibrated"), "--calibrate", str(tmp_path / "sums.txt")]) == 0
+    rounded, calibrated = folder_scheme(tmp_path / "rounded"), folder_scheme(tmp_path / "calibrated")
+    assert rounded == calibrated
+    assert calibrated is not None
+    assert f"({len(calibrated.names)} calibrated)" in capsys.readouterr().out
+    assert check_model(tmp_path / "calibrated") == []
+    assert distance(tmp_path / "calibrated") < distance(tmp_path / "rounded") / 4
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"1 + 1", "at least 512"), (b"\xff\xfe\xfa", "UTF-8"), (None, "cannot be read")]
+)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, capsys, content: bytes | None, reason: str) -> None:
+    text = tmp_path / "text"
+    if content is not None:
+        text.write_bytes(content)
+    words = ["convert", "hf-to-int4", str(model_folder()), str(tmp_path / "target"), "--calibrate", str(text)]
+    assert main(words) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
