@@ -282,7 +282,9 @@ def compare_cache(arguments: argparse.Namespace) -> None:
             columns, log_probs = asyncio.run(measure_cache(arguments, width, is_kept=is_kept))
             seen.append(log_probs)
             label = f"{name}, width {width}"
-            print(f"{label:18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 12, 8), strict=True)), flush=True)
+            print(
+                f"{label:18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 12, 8), strict=True)), flush=True
+            )
         print("log-probs are", "bitwise equal" if seen[0] == seen[1] else "DIFFERENT", flush=True)
 
 

@@ -15,11 +15,11 @@ from furlong.core.catalogue import CATALOGUE, MOMENTS, diagnosis, find_row, most
 from furlong.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "furlong"
-# Of pip, hf, ps, and of furlong's commands other than train.
+# Of pip, hf, ps, SGLang, and of furlong's commands other than train.
 OF_OTHER_COMMANDS = """
     --local-dir --no-build-isolation --force-reinstall --no-deps --sort --query-gpu --query-compute-apps --format
     --pid --run --list --explain --json --metric --device --step --template --thinking --host --port --response
-    --with-checkpoint --enable-memory-saver --mem-fraction-static --shm-size --ipc --mem
+    --with-checkpoint --enable-memory-saver --mem-fraction-static --kv-cache-dtype --shm-size --ipc --mem --calibrate
     --ulimit --pids-limit --gpus --time --requeue --exclude --object-store-memory
     --help
 """
