@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults import (
+    score_blind,
     score_doctor,
     score_folders,
     score_healthy,
@@ -15,5 +16,5 @@ from faults import (
 )
 
 OF_FAULTS = (score_doctor, score_seams, score_refusals, score_runs, score_reports, score_messages, score_folders)
-FAULTS = [*(each for module in OF_FAULTS for each in module.CASES), *score_strangers.FAULTS]
-SETTINGS = [*score_healthy.CASES, *score_messages.NOISY, *score_strangers.ODD]
+FAULTS = [*(each for module in OF_FAULTS for each in module.CASES), *score_strangers.FAULTS, *score_blind.FAULTS]
+SETTINGS = [*score_healthy.CASES, *score_messages.NOISY, *score_strangers.ODD, *score_blind.HEALTHY]

@@ -6,6 +6,7 @@ import pytest
 
 from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
 from faults import (
+    score_blind,
     score_doctor,
     score_folders,
     score_healthy,
@@ -23,7 +24,7 @@ COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not 
 REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.PAIRS[::8], *score_refusals.USERS]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
-STRANGERS = [each for each in score_strangers.CASES if not each.is_slow][::3]
+STRANGERS = [each for each in (*score_strangers.CASES, *score_blind.CASES) if not each.is_slow][::3]
 HEALTHY = [*COMMANDS_OF_HEALTHY[: -len(METRICS) : 12], *METRICS]
 FAST = [
     *COMMANDS,

@@ -69,6 +69,12 @@ def describe_exception(error: BaseException) -> str:
     return "\n  ".join([f"{type(error).__name__}: {_short(message_of(error))}", *where])
 
 
+def place_of(error: BaseException) -> str:
+    """Return ` at file:line` of the innermost frame in a file of the user; "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
 def message_of(error: BaseException) -> str:
     """Return the text of an exception, whose class may be one of user code that fails to build it.
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from furlong.core import slime_modules
 from furlong.core.forked_processes import forks_end_here
-from furlong.core.user_code import describe_exception, message_of
+from furlong.core.user_code import describe_exception, message_of, place_of
 from furlong.errors import ConfigError, EndedBySignal
 
 
@@ -69,9 +69,8 @@ def _module(path: str, name: str) -> ModuleType:
     except (KeyboardInterrupt, EndedBySignal):
         raise
     except Exception as error:
-        raise ConfigError(
-            f"{path}: importing {name} raised {type(error).__name__}: {message_of(error)}; fix the module"
-        ) from error
+        what = f"{type(error).__name__}: {message_of(error)}{place_of(error)}"
+        raise ConfigError(f"{path}: importing {name} raised {what}; fix the module") from error
     except BaseException as error:  # sys.exit
         raise ConfigError(f"{path}: importing {name} raised {describe_exception(error)}; fix the module") from error
 
@@ -109,7 +108,7 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
         if isinstance(error, slime_modules.NotInFurlongError):
             raise ConfigError(f"{path}: {file}: {error}") from error
         what = (
-            f"{type(error).__name__}: {message_of(error)}"
+            f"{type(error).__name__}: {message_of(error)}{place_of(error)}"
             if isinstance(error, Exception)
             else describe_exception(error)
         )

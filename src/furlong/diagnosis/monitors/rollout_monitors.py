@@ -126,14 +126,17 @@ def _collapse_cause(facts: RunFacts) -> tuple[str, str]:
             "large.",
             f"{back} a lower --entropy-coef (0.001 is common), or a lower --lr",
         )
-    if algo.use_kl_loss and algo.kl_loss_coef >= LARGE_KL:
+    terms = [("--kl-coef", algo.kl_coef)]  # in the reward
+    terms += [("--kl-loss-coef", algo.kl_loss_coef)] * algo.use_kl_loss
+    flag, coefficient = max(terms, key=lambda term: term[1])
+    if coefficient >= LARGE_KL:
         return (
-            f"The KL term may outweigh the reward (--kl-loss-coef {algo.kl_loss_coef:g}), or the steps are too large.",
-            f"{back} a lower --kl-loss-coef (0.001 to 0.1 is common), or a lower --lr",
+            f"The KL term may outweigh the reward ({flag} {coefficient:g}), or the steps are too large.",
+            f"{back} a lower {flag} (0.001 to 0.1 is common), or a lower --lr",
         )
     pull = "--use-kl-loss --kl-loss-type k3 and a --kl-loss-coef of 0.001 to 0.1"
-    if algo.use_kl_loss:
-        pull = f"a larger --kl-loss-coef (now {algo.kl_loss_coef:g})"
+    if coefficient or algo.use_kl_loss:
+        pull = f"a larger {flag} (now {coefficient:g})"
     bonus = f", without the entropy bonus (--entropy-coef {algo.entropy_coef:g})" if algo.entropy_coef > 0 else ""
     return COLLAPSED_CAUSE, f"{back} a lower --lr, or with {pull}{bonus}"
 
