@@ -56,7 +56,7 @@ def _head(noise: float) -> Change:
         path = world.model / "model.safetensors"
         tensors = load_file(path)
         embedding = tensors["model.embed_tokens.weight"]
-        tensors["lm_head.weight"] = embedding + noise * torch.randn(embedding.shape)
+        tensors["lm_head.weight"] = (embedding + noise * torch.randn(embedding.shape)).to(embedding.dtype)
         save_file(tensors, path, {"format": "pt"})
 
     return prepare

@@ -119,6 +119,11 @@ class TensorFile:
         self._file.close()
 
     @property
+    def has_checksums(self) -> bool:
+        """Whether what is read is compared."""
+        return self._checksums is not None
+
+    @property
     def tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors by name."""
         return dict(self._header.tensors)

@@ -15,6 +15,7 @@ from furlong.errors import CheckpointError, ConfigError
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 READ_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # by loaders of folders
 ADDED_FAMILIES = ("kimi_k2", "mimo")  # model types that transformers lacks; see `added_families`
 ADAPTER = "adapter_config.json"  # of a PEFT folder, which has only the difference to a base model
@@ -88,6 +89,14 @@ def _base_of(folder: Path) -> str:
         return str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
     except ConfigError:
         return ""
+
+
+def template_file(folder: Path) -> Path:
+    """Return the file of a folder that has its chat template."""
+    single, settings, older = (folder / name for name in TEMPLATE_FILES)
+    if single.is_file():
+        return single
+    return settings if read_json(settings).get("chat_template") else older
 
 
 def quantization_seen(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:

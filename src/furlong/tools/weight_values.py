@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,16 @@ class BadValues:
 
 
 def bad_values(shard: Shard) -> Iterator[BadValues]:
-    """Check every floating-point tensor of a file. Raises CheckpointError if it cannot be read."""
+    """Check every floating-point tensor of a file, and whatever has a checksum.
+
+    Raises CheckpointError if it cannot be read, or was changed.
+    """
     with open_tensor_file(shard.path) as file:
         for name, tensor in file.tensors.items():
             kind = FORMATS.get(tensor.dtype)
             if kind is None or not tensor.num_bytes:
+                if file.has_checksums:
+                    deque(_chunks(file, tensor), maxlen=0)
                 continue
             num_bad, is_zero = _count(file, tensor, kind)
             if num_bad or (is_zero and len(tensor.shape) > 1):
@@ -81,13 +87,19 @@ def bad_values(shard: Shard) -> Iterator[BadValues]:
                 yield BadValues(name, num_bad, size)
 
 
-def _count(file: TensorFile, tensor: StoredTensor, kind: FloatFormat) -> tuple[int, bool]:
-    num_bad, is_zero = 0, True
+def _chunks(file: TensorFile, tensor: StoredTensor) -> Iterator[bytearray]:
+    """Read a tensor in parts."""
     end = tensor.offset + tensor.num_bytes
-    holder = np.dtype(kind.holder)
     for start in range(tensor.offset, end, CHUNK_BYTES):
         content = bytearray(min(CHUNK_BYTES, end - start))
         file.read(start, memoryview(content))
+        yield content
+
+
+def _count(file: TensorFile, tensor: StoredTensor, kind: FloatFormat) -> tuple[int, bool]:
+    num_bad, is_zero = 0, True
+    holder = np.dtype(kind.holder)
+    for content in _chunks(file, tensor):
         bits: NDArray[Any] = np.frombuffer(content, holder)
         bits = bits & holder.type(kind.magnitude)
         num_bad += int(np.count_nonzero(bits >= holder.type(kind.not_finite_above)))

@@ -16,7 +16,7 @@ from furlong.core.model_config import read_json
 from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder
+from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder, template_file
 from furlong.models.template_trial import require_bounded_template
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
@@ -116,9 +116,10 @@ def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
         )
     elif problem := syntax_problem(tokenizer):
         path = data.chat_template_path
+        place = f"--chat-template-path {path}" if path else f"the chat template in {template_file(context.model_dir)}"
         yield diagnosis(
             "TPL01",
-            f"--chat-template-path {path} {problem}" if path else f"the chat template of {context.model_dir} {problem}",
+            f"{place} {problem}",
             cause="It is not valid Jinja, so no prompt can be rendered.",
             remedy="correct that line, or use another template with --chat-template-path (`furlong template list`)",
         )

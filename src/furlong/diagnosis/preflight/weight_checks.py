@@ -20,7 +20,7 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_family
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import TOKENIZER_FILES, check_folder, quantization_seen
+from furlong.models.hf_folder import TOKENIZER_FILES, check_folder, quantization_seen, template_file
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, quantization, read_model
 from furlong.tools.template_test import read_tokenizer
 
@@ -197,7 +197,9 @@ def folder_findings(folder: Path) -> list[Diagnosis]:
         problems += _tokens_without_row(model, tokenizer)
         if problem := syntax_problem(tokenizer):
             remedy = "correct that line, or set another template with --chat-template-path"
-            problems.append(diagnosis("TPL01", f"the chat template of {folder} {problem}", remedy=remedy))
+            problems.append(
+                diagnosis("TPL01", f"the chat template in {template_file(folder)} {problem}", remedy=remedy)
+            )
     return [*problems, *_separate_head("", model), *folder_shapes(folder)]
 
 
