@@ -5,9 +5,9 @@
 
 `sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. The agents over
 HTTP are in another process (`lean_clients.py`). The first two rows have no time between turns, so that they show how
-many turns a second the process manages; in the last two a tool takes --tool-ms after each turn, and they show the time
-of a turn at the same load. Columns: turns per second, CPU time of this process per turn, median and 99th percentile of
-a turn in ms, longest time in ms that the event loop was held, memory in MiB before, and after by before.
+many turns a second the process manages; in the last two a tool takes --tool-ms on average after each turn, and they
+show the time of a turn at the same load. Columns: turns per second, CPU time of this process per turn, median and 99th
+percentile of a turn in ms, longest time in ms that the event loop was held, memory in MiB before, and after by before.
 
 `cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine, once
 for each hidden size of --widths. Columns: prefilled tokens by new ones, ms of the first turns after the first and of
@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 import torch
-from lean_clients import QUESTION, next_question
+from lean_clients import QUESTION, next_question, tool_time
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.chat.template_boundary import ChatFormat
@@ -173,7 +173,7 @@ class _SessionBench:
             message = (await policy.chat(messages)).message
             seconds.append(time.perf_counter() - began)
             messages += [message, {"role": "user", "content": next_question(turn)}]
-            await asyncio.sleep(self.arguments.tool_ms / 1000)
+            await asyncio.sleep(tool_time(self.arguments.tool_ms / 1000))
         return seconds
 
     async def episodes(self, count: int) -> list[float]:
@@ -282,9 +282,7 @@ def compare_cache(arguments: argparse.Namespace) -> None:
             columns, log_probs = asyncio.run(measure_cache(arguments, width, is_kept=is_kept))
             seen.append(log_probs)
             label = f"{name}, width {width}"
-            print(
-                f"{label:18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 12, 8), strict=True)), flush=True
-            )
+            print(f"{label:18}" + "".join(map(str.rjust, columns, (12, 12, 12, 8))), flush=True)
         print("log-probs are", "bitwise equal" if seen[0] == seen[1] else "DIFFERENT", flush=True)
 
 
@@ -295,7 +293,7 @@ def add_commands(commands: Any) -> None:
     sessions.add_argument("--at-a-time", type=int, default=512)
     sessions.add_argument("--turns", type=int, default=6)
     sessions.add_argument("--engine-ms", type=float, default=5.0)
-    sessions.add_argument("--tool-ms", type=float, default=2000.0)
+    sessions.add_argument("--tool-ms", type=float, default=1000.0)
     sessions.set_defaults(run=compare_sessions)
     cache = commands.add_parser("cache", help="the prefix cache against none")
     cache.add_argument("--turns", type=int, default=200)

@@ -1,8 +1,8 @@
 """A process of agents that post chat requests with as little work as possible, so that the server is what is measured.
 
 Reads one base URL a line from stdin. For each it plays an episode of `--turns` turns over a connection of its own,
-waiting `--tool-ms` after each answer, and then writes the seconds of its turns as one line of JSON to stdout. Ends with
-stdin.
+waiting `--tool-ms` on average after each answer, and then writes the seconds of its turns as one line of JSON to
+stdout. Ends with stdin.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 from typing import Any
@@ -18,6 +19,11 @@ from urllib.parse import urlsplit
 import orjson
 
 QUESTION = "1+2="
+
+
+def tool_time(mean_s: float) -> float:
+    """Return the seconds that a tool takes, half to one and a half of the mean, so that turns do not come at once."""
+    return mean_s * random.uniform(0.5, 1.5)
 
 
 def next_question(turn: int) -> str:
@@ -80,7 +86,7 @@ async def play(url: str, turns: int, tool_s: float) -> list[float]:
         reply = orjson.loads(await connection.post(head, orjson.dumps({"messages": messages})))
         seconds.append(time.perf_counter() - began)
         messages += [reply["choices"][0]["message"], {"role": "user", "content": next_question(turn)}]
-        await asyncio.sleep(tool_s)
+        await asyncio.sleep(tool_time(tool_s))
     connection.close()
     return seconds
 

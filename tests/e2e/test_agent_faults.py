@@ -189,7 +189,7 @@ def test_each_fault_of_an_agent_function_in_a_process_is_an_outcome_of_its_episo
     workers = {"env_workers": ["process", "8"], "agent_memory_limit": 1}
     assert train(function_flags(model, data, tmp_path, faults, monkeypatch, **workers)) == 1
     said, limits, errors, failed = outcomes(tmp_path)
-    assert said == ["closed", "fork", "output", "silent", *["well"] * 10], "the crash is started again"
+    assert said == ["closed", "fork", "output", "silent", *["well"] * 9], "the crash is started again"
     assert limits == ["tool_time"] * 2
     assert ["MemoryError" in error for error in errors] == [True]
     assert len(failed) == 1

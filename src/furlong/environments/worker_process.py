@@ -197,7 +197,7 @@ class EnvironmentWorker:
             function = self._maker(message) if method == "make" else lambda: load_function(message["path"])
             self._waiting.put(_Call(number, function, lambda value: value if method == "make" else None))
             return
-        if method == "call":
+        if method == "agent_function":
             self._call_function(message)
             return
         assert instance is not None, f"instance {message['instance']} is unknown"

@@ -76,7 +76,7 @@ async def call_agent_function(path: str, keywords: Mapping[str, Any], sample: Sa
     async with _seat(num_workers, sample, args) as (process, number):
         call = {"path": path, "instance": number}
         await process.call("load", call, lambda: None)
-        done = await process.call("call", {**call, "keywords": dict(keywords)}, policy().watch.release)
+        done = await process.call("agent_function", {**call, "keywords": dict(keywords)}, policy().watch.release)
     if "metadata" in done:
         sample.metadata.clear()
         sample.metadata.update(done["metadata"])

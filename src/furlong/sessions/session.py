@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import xxhash
 
@@ -22,6 +23,7 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
 from furlong.errors import RolloutError
+from furlong.inference.server.turns import Turns
 from furlong.interfaces import Completion, FinishReason, SamplingParams
 from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
@@ -42,10 +44,13 @@ class Complete(Protocol):
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
 FEW, SMALL = 64, 1 << 15  # messages, and their characters, that are processed on the event loop
+TURN_S = 0.001  # that the event loop needs to prepare a request, or to keep its answer
 ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 logger = logging.getLogger(__name__)
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
 
 
 class EndedError(RolloutError):
@@ -177,6 +182,7 @@ class Session:
         """
         self._check_open()
         await self._prove()
+        await _turn()
         size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
         checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
         kwargs = dict(template_kwargs or {})
@@ -353,6 +359,7 @@ class Session:
             stream.begin(response_id, len(prompt.ids), deltas=self._deltas(params), parser=self.parser,
                          has_tools=has_tools, is_opened=prompt.is_opened)  # fmt: skip
             completion = await self._complete(prompt.ids, params, part, stream.tokens)
+        await _turn()
         self._check_open()
         start = 0 if prompt.parent is None else prompt.parent.num_ids
         num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
@@ -419,6 +426,11 @@ class Session:
                 for i, call in enumerate(calls)
             ]
         return message
+
+
+async def _turn() -> None:
+    """Wait until it is this session's turn: answers that arrive at once must not hold the event loop."""
+    await _turns.setdefault(asyncio.get_running_loop(), Turns()).wait(TURN_S)
 
 
 def _reply(node: TreeNode, message: Message) -> Reply:

@@ -14,7 +14,7 @@ from furlong.chat.messages import MessageError
 from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
-from furlong.interfaces import SamplingParams
+from furlong.interfaces import Completion, SamplingParams
 from furlong.sessions.samples import samples_from_session
 from furlong.sessions.session import SMALL, EndedError, FullContextError, Reply, Session, SessionSettings
 
@@ -301,3 +301,44 @@ def test_an_invalid_message_is_named(messages, field):
     session = session_of(Script(bpe_tokenizer("plain")))
     with pytest.raises(MessageError, match=field):
         asyncio.run(session.chat(messages))
+
+
+def test_many_requests_and_answers_at_once_do_not_hold_the_event_loop():
+    iteration, prompts, answers = [0], list[int](), list[int]()
+    tokenizer = bpe_tokenizer("plain")
+
+    class Noted(ChatFormat):
+        def encode(self, text: str) -> list[int]:
+            prompts.append(iteration[0])
+            return super().encode(text)
+
+        def decode(self, ids: Any) -> str:
+            answers.append(iteration[0])
+            return super().decode(ids)
+
+    def count() -> None:
+        iteration[0] += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    async def main() -> None:
+        count()
+        arrived = asyncio.Event()
+
+        async def complete(*_: Any) -> Completion:
+            await arrived.wait()
+            return Completion([7, tokenizer.eos_token_id], [-0.5, -0.5], [0, 0], "stop", "x")
+
+        session = Session(chat, complete, name="s", params=SamplingParams())
+        chats = [asyncio.create_task(session.chat([{"role": "user", "content": str(i)}])) for i in range(200)]
+        while len(prompts) < 200:
+            await asyncio.sleep(0)
+        arrived.set()
+        await asyncio.gather(*chats)
+
+    chat = Noted(tokenizer)
+    chat.proof()
+    prompts.clear()
+    answers.clear()
+    asyncio.run(main())
+    assert len(prompts) == len(answers) == 200
+    assert max(max(each.count(i) for i in set(each)) for each in (prompts, answers)) <= 10
