@@ -172,32 +172,29 @@ def test_set_up_and_teardown_of_an_environment_surround_the_evaluation(workers, 
     assert not Path("second.jsonl").exists()
 
 
-def test_an_evaluation_that_is_killed_twice_resumes_to_the_records_of_a_whole_one(model, tmp_path):
-    (tmp_path / "twice.py").write_text(ENVIRONMENT.replace("self.rounds += 1", "self.rounds += 1; time.sleep(0.05)"))
-    (tmp_path / "twice.py").write_text("import time\n" + (tmp_path / "twice.py").read_text())
-    words = ["eval", f"{tmp_path}/twice.py:Twice", "--hf-checkpoint", str(model), "-n", "24", "-k", "2"]
+def test_an_evaluation_that_is_killed_resumes_to_the_records_of_a_whole_one(model, tmp_path):
+    (tmp_path / "twice.py").write_text(
+        "import time\n" + ENVIRONMENT.replace("self.rounds += 1", "self.rounds += 1; time.sleep(0.05)")
+    )
+    words = ["eval", f"{tmp_path}/twice.py:Twice", "--hf-checkpoint", str(model), "-n", "16", "-k", "2"]
     words += ["--eval-max-response-len", "4", "--concurrency", "2", "--env-workers", "process", "2"]
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    code, _, err = finish(start([*words, "-o", str(whole)], tmp_path))
-    assert code == 0, err
-    for attempt in range(2):
-        process = start([*words, "-o", str(killed), *["--resume"] * (attempt > 0)], tmp_path)
-        before = _num_lines(killed)
-        while process.poll() is None and _num_lines(killed) < before + 6:
-            time.sleep(0.005)
-        assert process.poll() is None, process.communicate()
-        process.kill()
-        process.communicate()
-        deadline = time.monotonic() + 10
-        while live_commands(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert live_commands(process.pid) == {}
+    assert main([*words, "-o", str(whole)]) == 0
+    process = start([*words, "-o", str(killed)], tmp_path)
+    while process.poll() is None and _num_lines(killed) < 6:
+        time.sleep(0.005)
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while live_commands(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert live_commands(process.pid) == {}
     assert _num_lines(killed) < _num_lines(whole)
     with killed.open("ab") as file:
         file.write(whole.read_bytes()[-40:-20])  # the kernel may write a part of what a killed process wrote
-    code, _, err = finish(start([*words, "-o", str(killed), "--resume"], tmp_path))
-    assert code == 0, err
-    assert len(values(killed)) == 48
+    assert main([*words, "-o", str(killed), "--resume"]) == 0
+    assert len(values(killed)) == 32
     assert values(killed) == values(whole)
 
 
