@@ -37,6 +37,7 @@ from lean_clients import QUESTION, next_question, tool_time
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.chat.template_boundary import ChatFormat
+from furlong.core.garbage import raise_gc_threshold
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.weights import WeightSource
@@ -200,6 +201,8 @@ async def measure_sessions(arguments: argparse.Namespace, *, over_http: bool) ->
         bench.clients = await _Clients.start(arguments)
     await bench.episodes(arguments.at_a_time)
     gc.collect()
+    gc.freeze()
+    raise_gc_threshold(arguments.count)  # as in a run
     before = psutil.Process().memory_info().rss / 2**20
     stop = asyncio.Event()
     watch = asyncio.create_task(_longest_block(stop))

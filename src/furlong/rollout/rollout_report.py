@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
+from furlong.rollout.episode_limits import SILENT
 
 
 def throughput(samples: Sequence[Sample], seconds: float, num_gpus: int) -> Metrics:
@@ -47,6 +48,8 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
         remedy = "raise --generate-timeout, or lower --rollout-max-response-len"
         return diagnosis("STOP02", finding, cause=cause, remedy=remedy)
     failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
+    if sum(SILENT in s.metadata for s in failed) * 2 > len(failed):
+        return diagnosis("AGT07", finding)
     if sum(map(exceeds_context, failed)) * 2 > len(failed):
         cause = "The history grows with each turn, and the function requests more tokens when the context is full."
         remedy = (

@@ -19,6 +19,7 @@ from furlong.inference.server.generate_api import sampling_params as server_para
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
+from furlong.rollout.episode_limits import SILENT
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
 from furlong.rollout.generate import Generation, generate_sample, score
 from furlong.rollout.rollout_report import all_failed
@@ -194,6 +195,14 @@ def test_the_function_that_fails_for_every_sample_is_named_with_a_fix(outcome, i
         f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
     )
     assert flag in diagnosis.remedy
+
+
+def test_agents_that_never_ask_the_policy_are_named_if_they_are_all_of_a_rollout():
+    outcome = Outcome.failed("the agent ended without an answer", stage="generate")
+    samples = [Sample(status=Status.FAILED, outcome=outcome, metadata={SILENT: True}) for _ in range(3)]
+    diagnosis = all_failed(7, [Group(0, samples)])
+    assert diagnosis.id == "AGT07"
+    assert "OPENAI_BASE_URL" in diagnosis.remedy
 
 
 def test_a_reward_that_starts_to_fail_ends_the_run():
