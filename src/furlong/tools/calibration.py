@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,9 +36,9 @@ class _LayerCalls:
 def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dict[str, Parts]:
     """Return the stored parts of the folder's quantized linear layers, by the names of their weights.
 
-    Each layer gets the outputs of the quantized layers before it. Weights that are not modules of their own, as those
-    of fused experts, are left out. Raises ConfigError for a short text, and CheckpointError for values that are not
-    finite.
+    Each linear layer gets its inputs from the quantized ones before it. Weights that are not modules of their own, as
+    those of fused experts, are left out. Raises ConfigError for a short text, and CheckpointError for values that are
+    not finite.
     """
     form = cast("Int4Groups", scheme.form)
     ids = _windows(load_tokenizer(folder).encode(text))
@@ -48,13 +49,14 @@ def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dic
     names = {module: f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for layer, keywords in zip(layers, calls.keywords, strict=True):
         linears = [each for each in layer.modules() if isinstance(each, nn.Linear) and names[each] in scheme.names]
-        moments = _input_moments(layer, linears, keywords, calls.hidden)
-        for module in linears:
-            weight = module.weight.to(scheme.dtype)
-            if not bool(torch.isfinite(weight).all() and torch.isfinite(moments[module]).all()):
-                raise CheckpointError(f"{folder}: {names[module]} or its inputs are not finite; `furlong check` it")
-            parts[names[module]] = compensated(form, weight, moments[module])
-            module.weight.copy_(form.dequantize(parts[names[module]], torch.float32))
+        for together in _by_input(layer, linears, keywords, calls.hidden[0]):
+            moment_CC = _input_moment(layer, together[0], keywords, calls.hidden)
+            for module in together:
+                weight = module.weight.to(scheme.dtype)
+                if not bool(torch.isfinite(weight).all() and torch.isfinite(moment_CC).all()):
+                    raise CheckpointError(f"{folder}: {names[module]} or its inputs are not finite; `furlong check` it")
+                parts[names[module]] = compensated(form, weight, moment_CC)
+                module.weight.copy_(form.dequantize(parts[names[module]], torch.float32))
         calls.hidden = [_output(layer(hidden, **keywords)) for hidden in calls.hidden]
     return parts
 
@@ -97,22 +99,48 @@ def _first_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tens
     return calls
 
 
-def _input_moments(
-    layer: nn.Module, linears: Sequence[nn.Module], keywords: dict[str, Any], inputs: Sequence[Tensor]
-) -> dict[nn.Module, Tensor]:
-    """Return the sum of x x^T over the inputs x of each linear layer."""
-    moments: dict[nn.Module, Tensor] = {}
+def _by_input(
+    layer: nn.Module, linears: Sequence[nn.Linear], keywords: dict[str, Any], hidden: Tensor
+) -> list[list[nn.Linear]]:
+    """Return the linear layers in the order of their calls, those with the same input together."""
+    inputs: list[Tensor] = []
+    groups: list[list[nn.Linear]] = []
 
-    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = args[0].flatten(0, -2)
-        moments[module] = moments.get(module, 0) + rows.T @ rows
+    def note(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        if inputs and args[0] is inputs[-1]:
+            groups[-1].append(module)
+        else:
+            inputs.append(args[0])
+            groups.append([module])
 
-    handles = [module.register_forward_pre_hook(add) for module in linears]
-    for hidden in inputs:
+    with _hooks(linears, note):
         layer(hidden, **keywords)
-    for handle in handles:
-        handle.remove()
-    return moments
+    return groups
+
+
+def _input_moment(layer: nn.Module, linear: nn.Linear, keywords: dict[str, Any], inputs: Sequence[Tensor]) -> Tensor:
+    """Return the sum of x x^T over the inputs x of a linear layer."""
+    moment_CC = torch.zeros(linear.in_features, linear.in_features)
+
+    def add(module: nn.Linear, args: tuple[Tensor, ...]) -> None:  # noqa: ARG001  torch's signature
+        rows = args[0].flatten(0, -2)
+        moment_CC.addmm_(rows.T, rows)
+
+    with _hooks([linear], add):
+        for hidden in inputs:
+            layer(hidden, **keywords)
+    return moment_CC
+
+
+@contextmanager
+def _hooks(modules: Sequence[nn.Module], hook: Any) -> Generator[None]:
+    """Call `hook` before each forward pass of these modules."""
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _output(result: Any) -> Tensor:
