@@ -74,8 +74,10 @@ def test_a_running_event_loop_does_not_matter(make):
         return furlong.train(**make(num_rollout=1))
 
     before = threading.active_count()
-    assert asyncio.run(cell()).exit_code == 0
+    run = asyncio.run(cell())
+    assert run.exit_code == 0
     assert threading.active_count() <= before
+    assert "CHECK01" not in (run.folder / "run.log").read_text()  # checks of rewards run a loop of their own
 
 
 def test_an_error_is_raised_and_recorded(make, tmp_path):

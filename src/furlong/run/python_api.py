@@ -8,9 +8,9 @@ import importlib
 import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.sections import Config
@@ -23,6 +23,7 @@ from furlong.run.notebook import REFRESH_S, LiveDisplay, Picture, open_display, 
 from furlong.run.run_folder import run_folder
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
+T = TypeVar("T")
 _EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": EXIT_CODES["SIGTERM"]}
 
 
@@ -134,7 +135,7 @@ def train(**flags: Any) -> Run:
     """
     resolved, problems = _resolve(flags)
     with exits_raise():
-        findings = check_before_run(resolved, problems)
+        findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
         folder, interrupt = run_folder(resolved), Interrupt()
 
         def start() -> int:
@@ -172,6 +173,14 @@ def _is_loop_running() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _outside_of_loop(call: Callable[[], T]) -> T:
+    """Call a function, in another thread if an event loop runs in this one: it may run a loop of its own."""
+    if not _is_loop_running():
+        return call()
+    with ThreadPoolExecutor(1, "furlong-check") as pool:
+        return pool.submit(call).result()
 
 
 def _call_in_thread(start: Callable[[], int], interrupt: Interrupt, display: LiveDisplay | None) -> None:
