@@ -105,7 +105,7 @@ def is_known_family(config: Mapping[str, Any]) -> bool:
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
     data, tokenizer = context.config.data, context.tokenizer
-    if not data.apply_chat_template or tokenizer is None:
+    if not data.apply_chat_template or tokenizer is None or context.model_dir is None:
         return
     if not tokenizer.chat_template:
         yield diagnosis(
