@@ -58,5 +58,8 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
         )
         return diagnosis("TOOL02", finding, cause=cause, remedy=remedy)
     return diagnosis(
-        "HOOK01", finding, cause="It fails for every prompt.", remedy="fix --custom-generate-function-path"
+        "HOOK01",
+        finding,
+        cause="It fails for every prompt.",
+        remedy="fix the code of --custom-generate-function-path, --agent-function-path, --agent-command or --environment",
     )

@@ -125,10 +125,18 @@ class RunFacts:
         return self.config.algo.use_rollout_logprobs or self.config.algo.keep_old_actor
 
     @property
-    def has_custom_generation(self) -> bool:
-        """Whether a user's function generates samples."""
-        rollout = self.config.rollout
-        return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
+    def generating_flag(self) -> str | None:
+        """The flag that names the user's code that generates samples; None without any."""
+        session, rollout = self.config.session, self.config.rollout
+        flags = {
+            "--environment": session.environment,
+            "--agent-function-path": session.agent_function_path,
+            "--agent-command": session.agent_command,
+            "--online-sessions": session.online_sessions,
+            "--custom-generate-function-path": rollout.custom_generate_function_path,
+            "--rollout-function-path": rollout.rollout_function_path,
+        }
+        return next((flag for flag, value in flags.items() if value), None)
 
     @property
     def has_reward_server(self) -> bool:

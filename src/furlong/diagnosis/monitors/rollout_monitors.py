@@ -32,7 +32,7 @@ CONTEXT_FULL = 0.1  # of the samples
 def truncation(now: StepContext) -> Alert | None:
     """STOP02: the first responses are truncated."""
     ratio = now.row.get("rollout/truncated_ratio")
-    if ratio is not None and now.facts.has_custom_generation:
+    if ratio is not None and now.facts.generating_flag:
         ratio -= now.row.get("rollout/context_full_frac", 0.0)  # of conversations: TOOL02
     if ratio is None or ratio < TRUNCATED or not _is_surely_truncated(now):
         return None
@@ -312,8 +312,8 @@ def failed_generation(now: StepContext) -> Alert | None:
         "HOOK01",
         f"{failed + timed_out:.0f} of about {now.facts.num_samples} samples were not generated "
         f"({failed:.0f} failed, {timed_out:.0f} timed out); they are left out of the batch",
-        cause="--custom-generate-function-path raised, or waited too long for something; the log has the first reasons."
-        if now.facts.has_custom_generation
+        cause=f"{now.facts.generating_flag} raised, or waited too long for something; the log has the first reasons."
+        if now.facts.generating_flag
         else "Responses took longer than --generate-timeout.",
         remedy="fix the error in the log (`grep 'generate function failed' run.log`)"
         if failed >= timed_out
@@ -328,7 +328,7 @@ def blocking_generation(now: StepContext) -> Alert | None:
     """HOOK02: the share of a rollout during which a generate function blocked the event loop."""
     if now.facts.config.session.environment:
         return None
-    return _blocking(now, "HOOK02", "--custom-generate-function-path")
+    return _blocking(now, "HOOK02", now.facts.generating_flag or "--custom-generate-function-path")
 
 
 def blocking_environment(now: StepContext) -> Alert | None:
@@ -459,7 +459,7 @@ def tool_output(now: StepContext) -> Alert | None:
 def full_context(now: StepContext) -> Alert | None:
     """TOOL02: conversations that end because the context is full."""
     share = now.row.get("rollout/context_full_frac", 0.0)
-    if share < CONTEXT_FULL or not now.facts.has_custom_generation:
+    if share < CONTEXT_FULL or not now.facts.generating_flag:
         return None
     turns = now.row.get("multi_turn/multi_turn_metric/round_number_mean")
     length = now.facts.config.rollout.rollout_max_context_len
