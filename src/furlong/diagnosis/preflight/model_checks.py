@@ -115,6 +115,7 @@ def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
             remedy="remove --apply-chat-template, or set a template with --chat-template-path",
         )
     elif problem := syntax_problem(tokenizer):
+        assert context.model_dir is not None  # it has the tokenizer
         path = data.chat_template_path
         place = f"--chat-template-path {path}" if path else f"the chat template in {template_file(context.model_dir)}"
         yield diagnosis(
