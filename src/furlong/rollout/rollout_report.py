@@ -61,5 +61,6 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
         "HOOK01",
         finding,
         cause="It fails for every prompt.",
-        remedy="fix the code of --custom-generate-function-path, --agent-function-path, --agent-command or --environment",
+        remedy="fix what generates samples: --custom-generate-function-path, --agent-function-path, --agent-command or "
+        "--environment",
     )
