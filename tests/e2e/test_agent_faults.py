@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import tempfile
@@ -203,7 +204,8 @@ def test_each_fault_of_an_agent_function_in_a_process_is_an_outcome_of_its_episo
 
 def test_faults_of_an_agent_function_in_a_thread_do_not_end_the_run(model, data, tmp_path, monkeypatch, forked):
     faults = "hang,fork,daemon,output,exit,silent"
-    child = Child(forked, function_flags(model, data, tmp_path, faults, monkeypatch), tmp_path)
+    argv = function_flags(model, data, tmp_path, faults, monkeypatch)
+    child = Child(forked, argv, tmp_path, LAUNCHES=os.environ["LAUNCHES"], FAULTS=faults)
     child.process.join(120)
     assert child.process.exitcode == 0, child.log.read_text()
     said, limits, errors, failed = outcomes(tmp_path)
