@@ -95,7 +95,7 @@ def test_a_package_that_is_not_installed_is_a_configuration_error(monkeypatch, t
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*noload:DeprecationWarning")  # SQLAlchemy 2.1, of MLflow's own query
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow calls in newer SQLAlchemy and pandas
 def test_mlflow_itself_stores_metrics_flags_and_samples(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
