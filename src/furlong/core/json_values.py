@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from furlong.core.text import shortened
@@ -54,10 +55,13 @@ def written_value(text: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"the key {shortened(twice)} is given twice")
+        raise ValueError(f"the key {shortened(duplicate_key(pairs))} is given twice")
     return values
+
+
+def duplicate_key(pairs: Sequence[tuple[str, Any]]) -> str:
+    """Return the first key of a JSON object that occurs several times."""
+    return next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
 
 
 def _finite(text: str) -> float:

@@ -16,7 +16,7 @@ import orjson
 from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
 from furlong.core.chat_template import TEMPLATE_ERRORS
-from furlong.core.json_values import MAX_DEPTH, TOO_DEEP, check_depth
+from furlong.core.json_values import MAX_DEPTH, TOO_DEEP, check_depth, duplicate_key
 from furlong.data.chat import has_text, message_problem, render_chat, require_template
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -306,9 +306,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object from pairs. Raises _BadRowError for a duplicate key."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise _BadRowError(f"the key {duplicate!r} occurs {keys.count(duplicate)} times in one object; keep one")
+        raise _BadRowError(f"the key {duplicate_key(pairs)!r} occurs several times in one object; keep one")
     return values
 
 
