@@ -185,7 +185,7 @@ async def measure(args: argparse.Namespace, scratch: Path) -> tuple[Weights, dic
     try:
         join(port, rank=0)
         assert pipe.recv() == "ready"
-        await engine.wait_until_ready(LIMIT_S)
+        await engine.while_starting(engine.wait_until_ready(), LIMIT_S)
         server = SglangServer(engine.url, ServerInfo.read({}))
         server.info = ServerInfo.read(await server.ask("/server_info"))
         syncs = own_ways(weights, server, scratch / "model", scratch)

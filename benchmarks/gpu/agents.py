@@ -177,7 +177,7 @@ async def compare(model: Path, device: str, options: argparse.Namespace) -> None
     server = await start_server(launch_of(model, options, device), 0, gpus, log_dir=options.out)
     heads = ("episodes/s", "turns/s", "in flight", "at most", "idle", "cached", "oldest", "step s", "train s")
     try:
-        await server.wait_until_ready(options.timeout)
+        await server.while_starting(server.wait_until_ready(), options.timeout)
         print(f"server ready after {time.perf_counter() - began:.0f} s\n", flush=True)
         print(f"{'':16}" + "".join(f"{head:>11}" for head in heads), flush=True)
         for name in options.rows:

@@ -87,7 +87,7 @@ async def sglang_ms(model: Path, options: argparse.Namespace, folder: Path) -> l
     began = time.perf_counter()
     served = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder)
     try:
-        await served.wait_until_ready(options.start_timeout)
+        await served.while_starting(served.wait_until_ready(), options.start_timeout)
         print(f"SGLang is up after {time.perf_counter() - began:.0f} s", flush=True)
         server = await client_of(served, options.requests)
         await server.freeze_objects()

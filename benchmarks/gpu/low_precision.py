@@ -208,7 +208,7 @@ async def measured(
 ) -> dict[str, Any]:
     """Update and use one server; return the figures."""
     began = time.perf_counter()
-    await engine.wait_until_ready(options.start_timeout)
+    await engine.while_starting(engine.wait_until_ready(), options.start_timeout)
     print(f"{precision}: up after another {time.perf_counter() - began:.0f} s", flush=True)
     server = await client_of(engine, options.requests)
     try:

@@ -372,7 +372,7 @@ async def measure_engine(
         launch = SglangLaunch(model, num_gpus=1, has_text=False, is_colocated=True, options=options, env=env)
         served = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder / "logs")
         try:
-            await served.wait_until_ready(args.limit)
+            await served.while_starting(served.wait_until_ready(), args.limit)
             server = await client_of(served, 8)
             whole = in_use() - before
             info = await server.ask("/server_info")

@@ -5,6 +5,7 @@
     python benchmarks/gpu/one_gpu.py --out results --smollm2 DIR --rows smol-20 --steps 12 --timeout 120
     python benchmarks/gpu/one_gpu.py --out results --smollm2 DIR --profile --rows smol-20
     python benchmarks/gpu/one_gpu.py --out results --rows 0.6b-1024 --sides sglang     # furlong with --engine sglang
+    python benchmarks/gpu/one_gpu.py --out results --rows 0.6b-256 --sides furlong trl-vllm      # needs vllm, too
 
 A row is a model, a number of prompts with 8 samples each and a response length. Both sides train on the same prompts
 with a random reward, GRPO without KL and one AdamW step per rollout, each in a process of its own, one after the other.
@@ -12,7 +13,9 @@ furlong runs with its defaults: no flag about slots, micro-batches or attention.
 transformers engine, except that its batch sizes must be given: all samples of a step are generated as one batch (with
 1,024 new tokens in two, since the keys and values of 512 sequences fill the GPU), and trained in micro-batches of the
 row's `trl_rows` sequences. Weights are bfloat16 on both sides. TRL also keeps AdamW's states in bfloat16, and furlong
-keeps float32 master weights and moments. The side `sglang` is furlong with one more flag, `--engine sglang`.
+keeps float32 master weights and moments. The side `sglang` is furlong with one more flag, `--engine sglang`. The side
+`trl-vllm` is TRL with `use_vllm` in its own process (`colocate`) and TRL's defaults for vLLM's memory; all samples of a
+step are one batch.
 
 Step times are taken by this process when a side reports the end of a step, and the median excludes the first two steps
 (the first one if there are fewer than five). A side with a single step is timed from the begin of its step, without
@@ -50,7 +53,8 @@ from trl_rival import furlong_words, random_reward, trl_config
 
 SAMPLES = 8
 LR = 1e-6
-SIDES = ("furlong", "trl", "sglang")
+SIDES = ("furlong", "trl", "sglang", "trl-vllm")
+TRL_SIDES = ("trl", "trl-vllm")
 POLL_S = 0.01
 EARLY_STEP = 10
 PROFILED_STEPS, WARM_STEPS = 20, 30
@@ -125,8 +129,8 @@ def furlong_command(row: Row, model: Path, data: Path, out: Path, steps: int, ex
     return [sys.executable, "-m", "furlong", "train", *words, *extra]
 
 
-def trl_worker(row: Row, model: Path, data: Path, result: Path, steps: int) -> None:
-    """Train with TRL and append a line to `result` at the end of each step."""
+def trl_worker(row: Row, model: Path, data: Path, result: Path, steps: int, *, vllm: bool) -> None:
+    """Train with TRL, with transformers or vLLM, and append a line to `result` at the end of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -167,7 +171,8 @@ def trl_worker(row: Row, model: Path, data: Path, result: Path, steps: int) -> N
         use_cpu=not has_gpu,
         per_device_train_batch_size=row.trl_rows,
         gradient_accumulation_steps=row.prompts * SAMPLES // row.trl_rows,
-        generation_batch_size=row.prompts * SAMPLES // row.trl_parts,
+        generation_batch_size=row.prompts * SAMPLES // (1 if vllm else row.trl_parts),
+        **({"use_vllm": True, "vllm_mode": "colocate"} if vllm else {}),
     )
     rows = [{"prompt": json.loads(line)["prompt"]} for line in data.read_text().splitlines()]
     Timed(
@@ -221,14 +226,23 @@ def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model, data = write_inputs(row, out / "inputs" / name, options.smollm2)
     answer: dict[str, Any] = {}
     for side in options.sides:
-        steps = (side == "trl" and options.trl_steps) or options.steps or row.steps
+        steps = (side in TRL_SIDES and options.trl_steps) or options.steps or row.steps
         marks = out / f"{name}-{side}-{os.getpid()}" / "metrics.jsonl"
-        if side != "trl":
+        if side not in TRL_SIDES:
             flags = [*(["--engine", "sglang"] if side == "sglang" else []), *options.furlong]
             command = furlong_command(row, model, data, marks.parent, steps, flags)
         else:
             marks.parent.mkdir(parents=True)
-            command = [sys.executable, __file__, "--trl-worker", name, str(model), str(data), str(marks), str(steps)]
+            command = [
+                sys.executable,
+                __file__,
+                f"--{side}-worker",
+                name,
+                str(model),
+                str(data),
+                str(marks),
+                str(steps),
+            ]
         log = out / f"{name}-{side}.log"
         answer[side] = watch(command, marks, log, steps=steps, timeout=options.timeout)
         print(f"{name} {side}: {json.dumps(answer[side])}", flush=True)
@@ -237,10 +251,16 @@ def run_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
+def _ratio(answer: dict[str, Any], side: str) -> str:
+    pair = [answer.get(each, {}).get("median_s") for each in (side, "furlong")]
+    return str(round(pair[0] / pair[1], 2)) if all(pair) else "-"
+
+
 def table(answers: dict[str, Any]) -> str:
     """Return the rows measured so far, in Markdown."""
-    lines = ["| row | " + " | ".join(f"{side}, s a step (generation)" for side in SIDES) + " | TRL / furlong |"]
-    lines.append("|---" * (len(SIDES) + 2) + "|")
+    titles = [*(f"{side}, s a step (generation)" for side in SIDES), *(f"{side} / furlong" for side in TRL_SIDES)]
+    lines = [f"| row | {' | '.join(titles)} |"]
+    lines.append("|---" * (len(titles) + 1) + "|")
     for name, answer in answers.items():
         times = [answer.get(side, {}) for side in SIDES]
         cells = [
@@ -249,8 +269,8 @@ def table(answers: dict[str, Any]) -> str:
             else str(each.get("ended", "-"))
             for each in times
         ]
-        pair = [answer.get(side, {}).get("median_s") for side in ("trl", "furlong")]
-        lines.append(f"| {name} | {' | '.join(cells)} | {round(pair[0] / pair[1], 2) if all(pair) else '-'} |")
+        ratios = [_ratio(answer, side) for side in TRL_SIDES]
+        lines.append(f"| {name} | {' | '.join([*cells, *ratios])} |")
     return "\n".join(lines)
 
 
@@ -370,9 +390,9 @@ def report(title: str, summary: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the rows and write one_gpu.json."""
-    if sys.argv[1:2] == ["--trl-worker"]:
-        name, model, data, result, steps = sys.argv[2:]
-        trl_worker(ROWS[name], Path(model), Path(data), Path(result), int(steps))
+    if sys.argv[1:2] in (["--trl-worker"], ["--trl-vllm-worker"]):
+        side, name, model, data, result, steps = sys.argv[1:]
+        trl_worker(ROWS[name], Path(model), Path(data), Path(result), int(steps), vllm="vllm" in side)
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and one_gpu.json")

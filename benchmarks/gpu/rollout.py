@@ -174,7 +174,9 @@ async def measure_all(
     try:
         for index, (shape, launch) in enumerate(launches.items()):
             servers[shape] = await start_server(launch, index, [HostGpus(host, 0, 1)], log_dir=folder)
-        await asyncio.gather(*(server.wait_until_ready(args.start_timeout) for server in servers.values()))
+        await asyncio.gather(
+            *(each.while_starting(each.wait_until_ready(), args.start_timeout) for each in servers.values())
+        )
         print(f"{len(servers)} servers up after {time.perf_counter() - started:.0f} s", flush=True)
         for shape, server in servers.items():
             if args.engine == "sglang":

@@ -181,7 +181,7 @@ async def cycles(args: argparse.Namespace, launch: Launch, folder: Path, device:
     )
     engine = await start_server(launch, 0, [HostGpus(LocalHost(), 0, 1)], log_dir=folder)
     try:
-        await engine.wait_until_ready(args.start_timeout)
+        await engine.while_starting(engine.wait_until_ready(), args.start_timeout)
         server = await client_of(engine, 8)
         http = HttpEngine([server])
         flags = SyncFlags(update_weight_buffer_size=args.bucket_mb << 20)

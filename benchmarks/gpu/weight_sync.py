@@ -154,7 +154,7 @@ def build_launch(args: argparse.Namespace, folder: Path, *, num_gpus: int = 1, i
 
 async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
     """Wait for a server to start and to load its checksum kernels."""
-    await engine.wait_until_ready(timeout_s)
+    await engine.while_starting(engine.wait_until_ready(), timeout_s)
     server = await client_of(engine, 1)
     if server.device_dtypes:
         await server.checksums()
