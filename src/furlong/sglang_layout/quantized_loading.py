@@ -62,21 +62,30 @@ class Update:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers = [layer for name, module in model.named_modules() if (layer := _layer(name, module)) is not None]
+        self._sent: dict[str, Tensor] = {}  # by parameter: the sum of what was sent
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Have SGLang load these tensors."""
         changing = [(name, tensor) for name, tensor in tensors if not name.endswith(CONSTANT)]
-        with torch.no_grad(), _loadable(self._layers):
+        blocks = {_block_of(name) for name, _ in changing}
+        layers = [layer for layer in self._layers if (block := _block_of(layer.name)) is None or block in blocks]
+        with torch.no_grad(), _loadable(layers):
             self._model.load_weights(changing)  # pyright: ignore[reportCallIssue]  SGLang's
+            parts = [part for layer in layers for part in layer.take_loaded()]
+            for name, total in integer_sums(parts).items():
+                self._sent[name] = self._sent[name] + total if name in self._sent else total
 
     def finish(self) -> None:
         """Compare what was loaded, then rearrange it for the kernels."""
-        missing = [name for layer in self._layers for name in layer.missing()]
+        whole = [each for layer in self._layers for each in layer.named_parameters()]
+        missing = [name for name, _ in whole if name not in self._sent]
         if missing:
             raise RuntimeError(f"{len(missing)} quantized parameters were not loaded: {', '.join(missing[:3])}")
-        sums = [each for layer in self._layers for each in layer.sums()]
-        differences = torch.stack([sent - loaded for _, sent, loaded in sums]).tolist() if sums else []
-        wrong = [name for (name, _, _), difference in zip(sums, differences, strict=True) if difference]
+        loaded = integer_sums([each for layer in self._layers if layer.is_whole for each in layer.named_parameters()])
+        differences = (
+            torch.stack([self._sent[name] - total for name, total in loaded.items()]).tolist() if loaded else []
+        )
+        wrong = [name for name, difference in zip(loaded, differences, strict=True) if difference]
         if wrong:
             names = ", ".join(wrong[:3])
             raise RuntimeError(f"{len(wrong)} quantized parameters differ from what was sent: {names}")
@@ -97,7 +106,7 @@ class QuantizedLayer:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     is_staged: bool = False
     _loaders: dict[str, Callable[..., None]] = field(default_factory=dict[str, Callable[..., None]])
-    _sent: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _loaded: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
 
     def prepare(self) -> None:
         """Make the parameters to load."""
@@ -132,23 +141,25 @@ class QuantizedLayer:
 
     def _counting(self, name: str) -> Callable[..., None]:
         def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            total = integer_sum(tensor.to(parameter.dtype))  # scales may be stored in float32
-            self._sent[name] = self._sent[name] + total if name in self._sent else total
+            self._loaded.append((f"{self.name}.{name}", tensor.to(parameter.dtype)))  # scales may be sent in float32
             self._loaders[name](parameter, tensor, *args, **kwargs)
 
         return load_and_count
 
-    def missing(self) -> list[str]:
-        """Return the parameters that were not loaded."""
-        return [f"{self.name}.{name}" for name in self.parameters if name not in self._sent]
+    def take_loaded(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters and tensors that were loaded since the last call."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
 
-    def sums(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, sum sent and sum loaded of each parameter that this process has whole."""
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters to load."""
+        return ((f"{self.name}.{name}", parameter) for name, parameter in self.parameters.items())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has all of the layer, so that sums can be compared."""
         sizes = ("tp_size", "moe_tp_size", "moe_ep_size")
-        if any(getattr(self.module, size, 1) not in (1, None) for size in sizes):
-            return
-        for name, sent in self._sent.items():
-            yield f"{self.name}.{name}", sent, integer_sum(self.parameters[name])
+        return all(getattr(self.module, size, 1) in (1, None) for size in sizes)
 
     def rearrange(self) -> None:
         """Have SGLang rearrange what was loaded, into the tensors that the kernels use."""
@@ -174,6 +185,30 @@ def integer_sum(tensor: Tensor) -> Tensor:
     """Return the sum of the elements, read as integers; it does not depend on their order."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def integer_sums(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return `integer_sum` by name, added up where a name has several tensors, with few launches on a GPU."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in tensors))}
+    if not places:
+        return {}
+    sums = torch.zeros(len(places), dtype=torch.int64, device=tensors[0][1].device)
+    left = list(tensors)
+    if sums.is_cuda:
+        from furlong.sglang_layout.integer_sum_kernel import add_sums, can_sum
+
+        for size in INTEGERS:
+            some = [(name, each) for name, each in tensors if each.itemsize == size and can_sum(each)]
+            add_sums(sums, [each for _, each in some], [places[name] for name, _ in some])
+        left = [(name, each) for name, each in tensors if not can_sum(each)]
+    for name, each in left:
+        sums[places[name]] += integer_sum(each)
+    return dict(zip(places, sums.unbind(), strict=True))
+
+
+def _block_of(name: str) -> int | None:
+    """Return the first number in a name, which is that of a transformer block; None without one."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 - `furlong serve` computes the same checksums as this program: every bit of every tensor is compared.
 - SGLang hashes the tensors of its own layout with its own function. Where both are known (`sglang_layout`), every
   tensor of every process is compared, too.
-- SGLang's loader of quantized weights (`sglang_layout.quantized_loading`) compares the sums of all of their tensors.
-- For other servers (later pipeline stages, unknown model families), and unquantized weights beside quantized ones,
-  rows of some tensors are compared if the model can show them, and the server's checksum must change exactly when the
-  weights do and be equal on all servers of one layout.
+- SGLang's loader of quantized weights (`sglang_layout.quantized_loading`) compares the sums of all of their tensors;
+  the checksums of the others are compared as above.
+- For other servers (later pipeline stages, unknown model families), rows of some tensors are compared if the model can
+  show them; the server's checksum must change exactly when the weights do, and be equal on all servers of a layout.
 
 A warning names what could not be compared.
 """
@@ -24,7 +24,7 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
-from furlong.sglang_layout.fused_checksums import APART, DENSE, WITH_EXPERTS, expected
+from furlong.sglang_layout.fused_checksums import APART, DENSE, WHOLE, WITH_EXPERTS, expected
 from furlong.sglang_layout.shard_checksums import HEAD, kind_of
 from furlong.weight_sync.transports.transport import WeightServer
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
@@ -120,7 +120,7 @@ def _description(source: WeightSource | None, name: str) -> str:
 def record_for(servers: Sequence[WeightServer], *, is_quantized: bool = False) -> WeightRecord:
     """Make an empty record of what verifying these servers will need."""
     dtypes = [server.checksum_dtype for server in servers]
-    on_device = [server for server in servers if server.device_dtypes and not is_quantized]
+    on_device = [server for server in servers if server.device_dtypes]
     return WeightRecord(
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
@@ -187,11 +187,12 @@ class WeightVerifier:
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
         sums = sent.is_quantized and server.has_quantized_loader  # compared by it, before kernels rearrange the weights
-        if sent.is_quantized:
-            if not sums:
-                self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
+        also = ", sums of all quantized tensors verified" if sums else ""
+        if sent.is_quantized and not sums:
+            self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
         elif server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
-            return result
+            text, digest = result
+            return f"{text}{also}", digest
         await finished
         num_compared = await self._compare_rows(server, sent, version)
         digest = await self._compare_change(server, sent, version)
@@ -203,13 +204,14 @@ class WeightVerifier:
                 f"shows no tensors of this model, so its weights are not compared with the trainer's; {seen}",
             )
         compared = f"{num_compared} tensors compared by rows, {'a' if digest else 'no'} checksum of the engine's own"
-        return f"{compared}{', sums of all quantized tensors verified' if sums else ''}", digest
+        return f"{compared}{also}", digest
 
     async def _compare_all(
         self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> tuple[str, str] | None:
         """Compare every tensor in the server's layout, except experts in an unknown one; None if all of it is unknown.
 
+        Of a model with quantized weights, the others are compared.
         Returns what was compared, and the server's checksum over all. With pipeline stages only the first is compared.
         """
         family, sharding = self._families[server.url], server.sharding
@@ -229,6 +231,9 @@ class WeightVerifier:
             self._warn(server, version, f"{unknown}, so for its experts only a change is checked")
         by_rank = _by_rank(server, answers, version, without_experts=bool(unknown))
         first = expected(sent.fused, by_rank[0], sharding, without_experts=bool(unknown))
+        if sent.is_quantized and first.keys() <= by_rank[0].keys():
+            by_rank = {rank: {name: loaded[name] for name in first} for rank, loaded in by_rank.items()}
+            self._check_change(server, sent, digest, version)
         is_part = server.num_stages > 1 and by_rank[0].keys() < first.keys()
         if first.keys() != by_rank[0].keys() and not is_part:
             names = sorted(first.keys() ^ by_rank[0].keys())
@@ -322,7 +327,7 @@ def _unknown_layout(server: WeightServer, family: str) -> str:
 
 def _unknown_experts(server: WeightServer, family: str, sent: WeightRecord) -> str:
     """Return why the layout of this server's experts is unknown; "" if it is known."""
-    if family not in WITH_EXPERTS:
+    if family not in WITH_EXPERTS or not any(kind_of(name) == "experts" for name in sent.fused.get(WHOLE, {})):
         return ""
     if server.rearranges_experts:
         return f"rearranges experts ({server.rearranges_experts})"

@@ -40,7 +40,7 @@ class WeightRecord:
     sums: by precision and name. fused: by shard and SGLang's name, from `FusedChecksums.digests`.
     wrong, unhashed: SGLang's tensors that were sent incorrectly, or whose checksum cannot be known, and why.
     uncut, uncut_experts: numbers of processes whose shards have no known checksum, and why.
-    is_quantized: whether some weights were sent quantized; rows are kept of the others.
+    is_quantized: whether some weights were sent quantized; rows and SGLang's checksums are kept of the others.
     checksums: the trainer's checksums by its own names; for tensors on a GPU sent to SGLang, by SGLang's names.
     verify_s: seconds spent on checksums.
 
@@ -145,20 +145,22 @@ class _Recorder:
         record.num_tensors += 1
         record.has_head |= name == HEAD
         record.num_bytes += num_bytes
-        if self._fused is not None:
-            self._fused.add(name, tensor)
+        is_part = record.is_quantized and is_stored_part(name, tensor.dtype)
+        fused = None if is_part else self._fused
+        if fused is not None:
+            fused.add(name, tensor)
         if not tensor.is_cuda or record.dtypes:
             record.checksums[name] = checksum(tensor)
-        elif self._fused is None:
+        elif fused is None:
             self._on_device.add(name, [tensor])
         for dtype in record.dtypes:
             is_same = tensor.dtype == dtype or not tensor.is_floating_point()
             record.sums.setdefault(dtype, {})[name] = record.checksums[name] if is_same else checksum(tensor.to(dtype))
-        if record.keep_rows and not (record.is_quantized and is_stored_part(name, tensor.dtype)):
+        if record.keep_rows and not is_part:
             self._rows_of_all.offer(name, tensor)
             if tensor.ndim == 1:
                 self._rows_of_vectors.offer(name, tensor)
-        if self._is_live and (self._fused is None or self._fused.keeps(tensor.dtype)):
+        if self._is_live and (fused is None or fused.keeps(tensor.dtype)):
             return
         self._waiting_bytes += num_bytes
         if self._waiting_bytes >= FLUSH_BYTES:

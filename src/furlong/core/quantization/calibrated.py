@@ -40,6 +40,11 @@ class AwqGroups:
         """The names of the parts."""
         return "qweight", "qzeros", "scales"
 
+    @property
+    def rows_apart(self) -> int | None:
+        """Weights are not quantized to it, so they are never joined."""
+        return None
+
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""
         rows, columns = check_matrix(shape)
@@ -91,6 +96,11 @@ class GptqGroups:
     def part_names(self) -> tuple[str, ...]:
         """The names of the parts."""
         return "qweight", "qzeros", "scales", "g_idx"
+
+    @property
+    def rows_apart(self) -> int | None:
+        """Weights are not quantized to it, so they are never joined."""
+        return None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""

@@ -46,6 +46,11 @@ class Fp8Blocks:
         """The names of the parts."""
         return WEIGHT, "weight_scale_inv"
 
+    @property
+    def rows_apart(self) -> int | None:
+        """The rows of a block share a scale."""
+        return self.block[0]
+
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""
         rows, columns = check_matrix(shape)
@@ -102,6 +107,11 @@ class Fp8Scaled:
     def part_names(self) -> tuple[str, ...]:
         """The names of the parts."""
         return WEIGHT, "weight_scale"
+
+    @property
+    def rows_apart(self) -> int | None:
+        """Each row has a scale of its own, or all share one."""
+        return 1 if self.per == "channel" else None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from furlong.core.quantization.weight_format import (
+    WEIGHT_SHAPE,
     Check,
     QuantizationError,
     check_finite,
     check_matrix,
     largest_magnitudes,
+    shape_tensor,
 )
 
 PER_WORD = 8  # values in an int32
@@ -48,7 +50,12 @@ class Int4Groups:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the parts."""
-        return "weight_packed", "weight_scale", "weight_shape"
+        return "weight_packed", "weight_scale", WEIGHT_SHAPE
+
+    @property
+    def rows_apart(self) -> int | None:
+        """Each row has scales of its own."""
+        return 1
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""
@@ -61,7 +68,7 @@ class Int4Groups:
         return {
             "weight_packed": ((rows, -(-columns // PER_WORD)), torch.int32),
             "weight_scale": ((rows, columns // self.group_size), self.scale_dtype),
-            "weight_shape": ((2,), self.shape_dtype),
+            WEIGHT_SHAPE: ((2,), self.shape_dtype),
         }
 
     def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -79,8 +86,8 @@ class Int4Groups:
     def stored(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """Return the parts for integers [rows, groups, group_size] and their scales [rows, groups]."""
         values = values.to(torch.int8).flatten(1)
-        shape = torch.tensor(values.shape, device=values.device, dtype=self.shape_dtype)
-        return {"weight_packed": packed(values), "weight_scale": scale, "weight_shape": shape}
+        shape = shape_tensor(tuple(values.shape), self.shape_dtype, values.device)
+        return {"weight_packed": packed(values), "weight_scale": scale, WEIGHT_SHAPE: shape}
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Return what `dequantize` gives for the parts of `quantize`, without packing.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,14 @@ from furlong.core.quantization.calibrated import AWQ_BITS, CALIBRATED, AwqGroups
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import module_of
 from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import WEIGHT, Check, QuantizationError, WeightFormat, check_finite
+from furlong.core.quantization.weight_format import (
+    WEIGHT,
+    Check,
+    QuantizationError,
+    WeightFormat,
+    check_finite,
+    quantize_stacked,
+)
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import ConfigError, SyncError
@@ -24,11 +31,27 @@ PARTS = (  # besides `weight`
     *("weight_packed", "weight_scale_inv", "weight_scale", "weight_shape"),
     *("qweight", "qzeros", "scales", "g_idx"),  # of AWQ and GPTQ
 )
+STACK_BYTES = 64 << 20  # of weights that are quantized together: enough that launches cost little
 PACKED = (".weight_packed", ".qweight")  # ends of the names of parts with a weight's integers
 SUPPORTED = (
     "furlong reads FP8 (E4M3, `quant_method` fp8 or compressed-tensors' float-quantized), INT4 (compressed-tensors' "
     "pack-quantized, symmetric, in groups), and, for engines without weight updates, AWQ and GPTQ"
 )
+
+
+@dataclass
+class _Stack:
+    """Weights of one width that are quantized together; `rows` remain of them afterwards."""
+
+    names: list[str] = field(default_factory=list[str])
+    weights: list[Tensor] = field(default_factory=list[Tensor])
+    rows: list[int] = field(default_factory=list[int])
+    num_bytes: int = 0
+
+    def add(self, name: str, weight: Tensor) -> None:
+        self.names.append(name)
+        self.weights.append(weight)
+        self.num_bytes += weight.nbytes
 
 
 @dataclass(frozen=True)
@@ -89,22 +112,31 @@ class QuantizationScheme:
         """Return a source of the engine's tensors from one of the trainer's.
 
         A pass raises SyncError for a weight that cannot be quantized, and for quantized weights that `source` lacks.
-        inf and nan are found at its end, so that the device is waited for once.
+        inf and nan are found at its end, so that the device is waited for once. Weights of one width wait until there
+        are `STACK_BYTES` of them, and are quantized together; the others are not held back.
         """
 
         def read() -> Iterator[NamedTensor]:
             left, tensors = set(self.names), iter(source.open())
-            largest: dict[str, Tensor] = {}
+            stacks: dict[tuple[int, torch.device], _Stack] = {}
+            largest: list[tuple[_Stack, Tensor]] = []
             for name, tensor in tensors:
                 if name not in self.names:
                     yield name, tensor
                     continue
                 left.discard(name)
                 try:
-                    yield from self.quantize(name, tensor, lambda values, name=name: largest.update({name: values}))
+                    self.parts(name, tuple(tensor.shape))
                 except QuantizationError as error:
                     deque(tensors, maxlen=0)  # ranks read together: none may stop early
                     raise SyncError(f"the weights cannot be sent to the engines: {error}") from error
+                key = tensor.shape[1], tensor.device
+                stack = stacks.setdefault(key, _Stack())
+                stack.add(name, tensor.detach().to(self.dtype))
+                if stack.num_bytes >= STACK_BYTES or not self._goes_on(stack):
+                    yield from self._parts_of(stacks.pop(key), largest)
+            for stack in stacks.values():
+                yield from self._parts_of(stack, largest)
             self._check_finite(largest)
             if left:
                 raise SyncError(
@@ -114,16 +146,32 @@ class QuantizationScheme:
 
         return WeightSource(read, num_kv_heads=source.num_kv_heads, num_experts=source.num_experts)
 
-    def _check_finite(self, largest: Mapping[str, Tensor]) -> None:
+    def _goes_on(self, stack: _Stack) -> bool:
+        """Whether another weight may follow the last one of a stack."""
+        apart = self.form.rows_apart
+        return apart is not None and stack.weights[-1].shape[0] % apart == 0
+
+    def _parts_of(self, stack: _Stack, largest: list[tuple[_Stack, Tensor]]) -> Iterator[NamedTensor]:
+        """Yield the stored tensors of a stack; its largest magnitudes are checked later."""
+        many = quantize_stacked(self.form, stack.weights, lambda values: largest.append((stack, values)))
+        stack.rows = [weight.shape[0] for weight in stack.weights]
+        stack.weights = []
+        for name, parts in zip(stack.names, many, strict=True):
+            yield from ((f"{module_of(name)}.{part}", tensor) for part, tensor in parts.items())
+
+    def _check_finite(self, largest: Sequence[tuple[_Stack, Tensor]]) -> None:
         """Raise SyncError for the first weight whose largest magnitudes are not finite."""
-        if not largest or bool(torch.stack([torch.isfinite(values).all() for values in largest.values()]).all()):
+        if not largest or bool(torch.stack([torch.isfinite(values).all() for _, values in largest]).all()):
             return
-        for name, values in largest.items():
-            try:
-                check_finite(values)
-            except QuantizationError as error:
-                problem = self._unstorable(name, error)
-                raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
+        for stack, values in largest:
+            apart = self.form.rows_apart or len(values)
+            shares = values.split([-(-rows // apart) for rows in stack.rows]) if len(stack.names) > 1 else [values]
+            for name, share in zip(stack.names, shares, strict=True):
+                try:
+                    check_finite(share)
+                except QuantizationError as error:
+                    problem = self._unstorable(name, error)
+                    raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
 
     def dequantized(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield the tensors of a folder with quantized weights made whole, once all parts of each were read."""

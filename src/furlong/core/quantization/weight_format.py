@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-WEIGHT = "weight"
+WEIGHT, WEIGHT_SHAPE = "weight", "weight_shape"
 Check = Callable[[Tensor], None]
 """Checks the largest magnitudes of a weight, as `check_finite`, or keeps them to be checked later."""
 
@@ -33,6 +34,11 @@ class WeightFormat(Protocol):
         """The names of the parts."""
         ...
 
+    @property
+    def rows_apart(self) -> int | None:
+        """Rows after each multiple of this number share no scale with those before; None if all rows share one."""
+        ...
+
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part of a weight [rows, columns]. Raises QuantizationError if it has none."""
         ...
@@ -52,6 +58,38 @@ class WeightFormat(Protocol):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the weight [rows, columns] that the parts stand for."""
         ...
+
+
+def shape_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the part `weight_shape`, copied on the device: copying it from the host would wait for a GPU."""
+    return _shape_tensor(shape, dtype, device).clone()
+
+
+@functools.cache
+def _shape_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(shape, dtype=dtype, device=device)
+
+
+def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check) -> list[dict[str, Tensor]]:
+    """Quantize weights of one width by the operations of a single one; the parts are those of `form.quantize`.
+
+    The rows of all but the last must be multiples of `form.rows_apart`, unless there is only one weight.
+    """
+    if len(weights) == 1:
+        return [form.quantize(weights[0], check)]
+    whole = form.quantize(torch.cat(list(weights)), check)
+    result: list[dict[str, Tensor]] = []
+    first = dict.fromkeys(whole, 0)
+    for weight in weights:
+        parts: dict[str, Tensor] = {}
+        for part, (shape, dtype) in form.parts(tuple(weight.shape)).items():
+            if part == WEIGHT_SHAPE:
+                parts[part] = shape_tensor(tuple(weight.shape), dtype, weight.device)
+                continue
+            parts[part] = whole[part][first[part] : first[part] + shape[0]]
+            first[part] += shape[0]
+        result.append(parts)
+    return result
 
 
 def largest_magnitudes(values: Tensor, dim: tuple[int, ...], *, keepdim: bool = False) -> Tensor:

@@ -177,7 +177,9 @@ class SglangServer(SglangClient):
     def device_dtypes(self) -> frozenset[torch.dtype]:
         """Possible dtypes of its weights if it computes `core.device_checksum`; else empty."""
         info = self.info
-        if info.software not in HASHED or info.device_type != "cuda" or info.is_quantized:
+        if info.software not in HASHED or info.device_type != "cuda":
+            return frozenset()
+        if info.is_quantized and not info.has_quantized_loader:
             return frozenset()
         named = PRECISIONS.get(info.dtype)
         return frozenset(PRECISIONS.values() if named is None else [named])
