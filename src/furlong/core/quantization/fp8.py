@@ -16,6 +16,7 @@ from furlong.core.quantization.weight_format import (
     QuantizationError,
     check_finite,
     check_matrix,
+    has_kernels,
     largest_magnitudes,
 )
 
@@ -64,6 +65,14 @@ class Fp8Blocks:
     def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide each block by its largest magnitude / 448 and round to E4M3."""
         (grid, _) = self.parts(tuple(weight.shape))["weight_scale_inv"]
+        if self._has_kernel and has_kernels(weight):
+            from furlong.core.quantization.kernels import fp8_blocks
+
+            values, scales, largest = fp8_blocks(
+                weight.detach().contiguous(), self.block, smallest=SMALLEST_AMAX, largest=LARGEST
+            )
+            check(largest)
+            return {WEIGHT: values, "weight_scale_inv": scales}
         height, width = self.block
         padding = (0, grid[1] * width - weight.shape[1], 0, grid[0] * height - weight.shape[0])
         padded = functional.pad(weight.detach(), padding) if any(padding) else weight.detach().contiguous()
@@ -78,6 +87,11 @@ class Fp8Blocks:
         rounded = _rounded(blocks / scale.float()[:, None, :, None])
         whole = rounded.view(grid[0] * height, grid[1] * width)
         return {WEIGHT: whole[: weight.shape[0], : weight.shape[1]].contiguous(), "weight_scale_inv": scale}
+
+    @property
+    def _has_kernel(self) -> bool:
+        is_power = all(size & (size - 1) == 0 for size in self.block)  # as Triton needs
+        return is_power and self.scale_dtype == torch.float32 and not self.is_power_of_two
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Multiply in float32, and round to `dtype`."""

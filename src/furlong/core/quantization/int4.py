@@ -16,6 +16,7 @@ from furlong.core.quantization.weight_format import (
     QuantizationError,
     check_finite,
     check_matrix,
+    has_kernels,
     largest_magnitudes,
     shape_tensor,
 )
@@ -79,9 +80,21 @@ class Int4Groups:
     def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide each group by its scale and round to -8 .. 7."""
         self.parts(tuple(weight.shape))
+        if self._has_kernel and has_kernels(weight):
+            from furlong.core.quantization.kernels import int4_groups
+
+            words, scale = int4_groups(weight.detach().to(self.scale_dtype).contiguous(), self.group_size)
+            check(scale)
+            shape = shape_tensor(tuple(weight.shape), self.shape_dtype, weight.device)
+            return {"weight_packed": words, "weight_scale": scale, WEIGHT_SHAPE: shape}
         values, scale = self._divided(weight)
         check(scale)
         return self.stored(values, scale)
+
+    @property
+    def _has_kernel(self) -> bool:
+        is_power = self.group_size >= PER_WORD and self.group_size & (self.group_size - 1) == 0  # as Triton needs
+        return is_power and self.observer == "minmax" and self.scale_dtype.itemsize == 2
 
     def stored(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """Return the parts for integers [rows, groups, group_size] and their scales [rows, groups]."""

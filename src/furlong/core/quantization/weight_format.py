@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -90,6 +91,16 @@ def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check
             first[part] += shape[0]
         result.append(parts)
     return result
+
+
+def has_kernels(weight: Tensor) -> bool:
+    """Whether `kernels` quantize a weight: it is on a GPU that has E4M3 (SM 8.9), with Triton."""
+    return weight.is_cuda and _has_kernels(weight.device)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9) and importlib.util.find_spec("triton") is not None
 
 
 def largest_magnitudes(values: Tensor, dim: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
