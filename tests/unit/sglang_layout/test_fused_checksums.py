@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import pytest
 import torch
 
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
+from furlong.core.quantization.fp8 import Fp8Blocks
+from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.weights import EngineSharding, WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout.fused_checksums import FusedChecksums
+from furlong.sglang_layout.quantized_loading import LOADER
 from furlong.weight_sync.verification import WeightVerifier, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
@@ -89,3 +93,46 @@ def test_a_joined_projection_that_is_sent_whole_is_split_by_halves():
         digests.append(sums.digests())
     assert digests[0] == digests[1]
     assert len(digests[0]) == 3  # whole, and both processes
+
+
+QUANTIZED = {"quantization": "fp8", "custom_weight_loader": [LOADER]}
+MATRICES = re.compile(r".*(mlp|self_attn)\..*\.weight")
+SCHEME = QuantizationScheme(Fp8Blocks((8, 8)), frozenset(filter(MATRICES.fullmatch, STATE)), torch.bfloat16)
+
+
+class LoadedQuantized(Sglang):
+    """A server with furlong's loader: it has the other tensors as they are, and quantized ones in forms of its own."""
+
+    def ranks(self):
+        own = {"model.layers.0.mlp.gate_up_proj.weight": torch.ones(3), "model.layers.0.mlp.workspace": torch.ones(2)}
+        [(_, tensors)] = super().ranks()
+        return [(0, {name: tensor for name, tensor in tensors.items() if not MATRICES.fullmatch(name)} | own)]
+
+
+def check_quantized(state):
+    async def body():
+        server = LoadedQuantized({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, **QUANTIZED)
+        sent = record_for([server], is_quantized=True)
+        for _ in sent.recording(SCHEME.quantized(WeightSource(STATE.items))).open():
+            pass
+        sent.finish()
+        try:
+            return await WeightVerifier().check([server], sent, 7), server.shown
+        finally:
+            await server.close()
+
+    return asyncio.run(body())
+
+
+def test_beside_quantized_weights_every_other_tensor_is_compared():
+    text, rows = check_quantized(STATE)
+    assert text == "every checksum verified, sums of all quantized tensors verified"
+    assert rows == []
+
+
+@pytest.mark.parametrize("name", [name for name in STATE if name not in SCHEME.names and name != "lm_head.weight"])
+def test_one_wrong_element_beside_quantized_weights_is_found(name):
+    stored = {key: tensor.clone() for key, tensor in STATE.items()}
+    stored[name].view(-1)[-1] += 1
+    with pytest.raises(SyncError, match=r"http://engine: .*differ"):
+        check_quantized(stored)

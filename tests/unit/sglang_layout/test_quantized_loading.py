@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.sglang_layout.quantized_loading import LOADER, header_of, integer_sum, load
+from furlong.sglang_layout.quantized_loading import LOADER, header_of, integer_sum, integer_sums, load
 
 
 class Recorded(torch.nn.Module):
@@ -67,6 +67,15 @@ def test_a_sum_ignores_order_and_notices_a_bit(dtype):
     other = tensor.clone()
     other.view(torch.uint8)[5, 7] ^= 1
     assert integer_sum(other) != integer_sum(tensor)
+
+
+def test_tensors_of_one_name_are_added_up():
+    parts = [("x", torch.arange(5, dtype=torch.int32)), ("y", torch.ones(3)), ("x", torch.arange(7, dtype=torch.int8))]
+    sums = integer_sums(parts)
+    assert list(sums) == ["x", "y"]
+    assert sums["x"] == 10 + 21
+    assert sums["y"] == integer_sum(torch.ones(3))
+    assert integer_sums([]) == {}
 
 
 def test_sglang_imports_the_loader_by_its_name():
