@@ -15,12 +15,13 @@ import json
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=2, help="runs at the same time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--keep", type=Path, help="folder to keep the files of failed cells in")
+    parser.add_argument("--results", type=Path, help="file of outcomes, which later commands continue")
     flags = parser.parse_args(argv)
     sys.path.insert(0, str(TESTS / "helpers"))
 
+    outcomes = [] if flags.results is None else read_outcomes(flags.results)
+    judged = {outcome.cell for outcome in outcomes}
     cells = [cell for cell in all_cells() if _is_wanted(cell, flags)]
     cells = random.Random(flags.seed).sample(cells, round(len(cells) * flags.share))
+    cells = [cell for cell in cells if cell not in judged]
     folder = Path(tempfile.mkdtemp(prefix="hooks-"))
     model, data = _files(folder)
-    outcomes: list[Outcome] = []
     with concurrent.futures.ThreadPoolExecutor(flags.parallel) as pool:
         end = time.monotonic() + flags.seconds
         jobs = [pool.submit(judge, cell, folder / str(i), model, data, end) for i, cell in enumerate(cells)]
@@ -84,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (outcome := job.result()) is None:
                 continue
             outcomes.append(outcome)
+            if flags.results is not None:
+                with flags.results.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
             if outcome.faults:
                 print(_line(outcome), flush=True)
                 if flags.keep is not None:
@@ -92,6 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shutil.rmtree(folder)
     print(table(outcomes))
     return int(any(outcome.faults for outcome in outcomes))
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Return the outcomes of earlier commands with the same --results."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Outcome(Cell(**row.pop("cell")), **row) for row in rows]
 
 
 def all_cells() -> list[Cell]:
@@ -185,20 +198,23 @@ def _faults(cell: Cell, folder: Path, code: int | None, log: str) -> list[str]:
     is_complete = code == 0 and steps >= STEPS
     if code == 0 and not is_complete:
         faults.append(f"exit code 0 after {steps} of {STEPS} steps")
-    if code not in (0, 1, 2) and cell.name not in OF_SIGNALS:
+    if code not in (0, 1, 2) and cell.name not in OF_SIGNALS and (cell.name, code) != ("descriptors", -signal.SIGABRT):
         faults.append(f"exit code {code}")
-    if "Traceback (most recent" in log:
+    if "Traceback (most recent" in log and cell.name != "child":  # which is Python, too
         faults.append("a traceback")
     if not is_complete and not re.search(r"attack\.py[:\"]", log):
         faults.append("the error does not name the file")
-    elif not is_complete and not re.search(r"attack\.py(:|\", line |: line |.{0,40}line )\d+", log):
+    elif not is_complete and not is_lineless(cell) and not LINE.search(log):
         faults.append("the error names no line")
-    if is_complete and cell.name in UNDONE:
+    is_harmless = cell.name in HARMLESS or cell.name in HARMLESS_FOR.get(cell.hook, ())
+    if is_complete and is_harmless:
+        pass
+    elif is_complete and cell.name in UNDONE:
         faults += [] if "attack.py" in log else ["not reported in the log"]
-    elif is_complete and cell.hook in OF_SAMPLES and cell.kind == "attack" and cell.name not in HARMLESS:
+    elif is_complete and cell.hook in OF_SAMPLES and cell.kind == "attack":
         is_counted = any(row.get(f"rollout/{name}") for row in _rows(path) for name in FAILURES)
         faults += [] if is_counted or "attack.py" in log else ["no effect on the run, not counted"]
-    elif is_complete and cell.kind in ENDING and cell.name not in HARMLESS:
+    elif is_complete and cell.kind in ENDING:
         faults.append("no effect on the run")
     if (folder / "run" / "ledger.jsonl").exists():
         try:
@@ -212,10 +228,28 @@ def _faults(cell: Cell, folder: Path, code: int | None, log: str) -> list[str]:
     return faults
 
 
+LINE = re.compile(r"attack\.py(:|\", line |: line |.{0,40}line )\d+")
+
+
+def is_lineless(cell: Cell) -> bool:
+    """Whether only the file can be named: compiled code ended the import, or the file has no lines of text."""
+    return (cell.at_import and cell.name in OF_C) or cell.name in ("null bytes", "UTF-16")
+
+
 # Attacks that a run may survive with all its steps: they change nothing that it needs, or only a thread ends.
-HARMLESS = ("SystemExit of a thread", "torch grad", "torch seed", "torch threads", "asyncio.run")
+HARMLESS = ("SystemExit of a thread", "torch grad", "torch seed", "torch threads", "asyncio.run", "atexit")
+# Reward functions have processes of their own, whose state is theirs. Two hooks are called before there is a loop.
+OWN_STATE = ("umask", "low AS", "low NOFILE", "torch dtype", "logging", "excepthook", "warnings", "locale", "chdir",
+             "SIGTERM ignored")  # fmt: skip
+BUILDING = ("event loop stopped", "event loop closed", "run folder")
+HARMLESS_FOR = {
+    **dict.fromkeys(("reward", "reward_async", "reward_sync"), OWN_STATE),
+    **dict.fromkeys(("megatron_init", "provider"), BUILDING),
+}
+OF_C = ("C exit", "C _exit", "C exit itself", "SIGKILL", "SIGSEGV", "SIGABRT", "alarm", "setitimer", "SIGINT default")
 UNDONE = ("logging",)  # attacks that a run undoes with a warning
 # Attacks by a signal that no program can handle, or by default does not; the process beside the run names the function.
+# PyTorch's own threads abort the process if their descriptors are closed.
 OF_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGINT default", "alarm", "setitimer")
 ENDING = ("attack", "import attack", "source")  # kinds of attacks that otherwise end the run
 # Hooks whose failure fails only the sample, and the metrics that count it.

@@ -139,7 +139,8 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
     try:
         return command()
     except ConfigError as error:
-        print(redact_credentials(problems_text(error)), file=sys.stderr)
+        notes: list[str] = getattr(error, "__notes__", [])
+        print(redact_credentials("\n".join([problems_text(error), *notes])), file=sys.stderr)
         return 2
     except UnicodeEncodeError as error:  # of a path that a YAML or data file names
         encoding = sys.getfilesystemencoding()
@@ -148,7 +149,7 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
         print(redact_credentials(problems_text(ConfigError(_locale_problem(encoding, error.object)))), file=sys.stderr)
         return 2
     except FurlongError as error:
-        notes: list[str] = getattr(error, "__notes__", [])
+        notes = getattr(error, "__notes__", [])
         text = "\n".join([f"{name}: {type(error).__name__}: {error}", *notes])
         print(redact_credentials(text), file=sys.stderr)
         return 1

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import hook_attacks
 from runs import FORKED, command_in_child, flags
 
 pytestmark = pytest.mark.slow
+
+
+def _ended(folder, model, data, **named):
+    """Return the exit code of a run with these flags, and what it wrote."""
+    words = ["train", *flags(model, data, folder / "run", **named)]
+    process = FORKED.Process(target=command_in_child, args=(words, folder / "log.txt"))
+    process.start()
+    process.join(120)
+    return process.exitcode, (folder / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -32,12 +43,36 @@ pytestmark = pytest.mark.slow
 )
 def test_an_attack_is_an_error_that_names_the_function(hook, attack, words, model, data, tmp_path):
     named = hook_attacks.write_attack(tmp_path, hook, attack=hook_attacks.ATTACKS[attack])
-    words_of_command = ["train", *flags(model, data, tmp_path / "run", **named)]
-    process = FORKED.Process(target=command_in_child, args=(words_of_command, tmp_path / "log.txt"))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 1
-    log = (tmp_path / "log.txt").read_text()
+    code, log = _ended(tmp_path, model, data, **named)
+    assert code == 1
     assert words is None or (words in log and "attack.py:" in log)
     assert "Traceback" not in log
     assert "FILE01" not in log  # a closed descriptor is not a failure of the disk
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [
+        ("source", "None"),
+        ("reducer", "huge"),
+        ("tis", "nested"),
+        ("loss", "object"),
+        ("rollout", "int"),
+        ("sample_hook", "int"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_the_function(hook, value, model, data, tmp_path):
+    named = hook_attacks.write_attack(tmp_path, hook, value=hook_attacks.VALUES[value])
+    code, log = _ended(tmp_path, model, data, **named)
+    assert code == 1
+    assert re.search(r"attack\.py:\d+", log)
+    assert "Traceback" not in log
+
+
+def test_a_function_that_never_returns_while_the_run_is_built_ends_it(model, data, tmp_path):
+    named = hook_attacks.write_attack(tmp_path, "source")
+    with (tmp_path / "attack.py").open("a") as file:
+        file.write("hook.__init__ = lambda self, args: time.sleep(1000)\n")
+    code, log = _ended(tmp_path, model, data, **named, hang_timeout=1)
+    assert code == 1
+    assert re.search(r"user code does not return, <lambda> \(.*attack\.py:\d+\)", log)

@@ -59,7 +59,7 @@ def test_a_trainer_that_hangs_is_reported_with_its_source_line_and_continues(tmp
         return step(self)
 
     monkeypatch.setattr(FsdpBackend, "optim_step", stuck)
-    code, found = run(tmp_path / "run", num_rollout=1, hang_timeout=2)
+    code, found = run(tmp_path / "run", num_rollout=1, hang_timeout=2, on_hang="warn")
     assert (code, list(found)) == (0, ["HANG01"])
     assert "furlong-trainer" in found["HANG01"]["finding"]
     assert "stuck (faults/test_hanging.py:" in found["HANG01"]["finding"]
@@ -90,7 +90,7 @@ def hang_for_ever(folder: str) -> None:
         hang.attach(task)
         time.sleep(60)
 
-    with HangWatchdog(Path(folder), seconds=0.2, observer=Unobserved(), stops=True, grace_s=0.3) as hang:
+    with HangWatchdog(Path(folder), seconds=0.2, observer=Unobserved(), stops="stop", grace_s=0.3) as hang:
         asyncio.run(blocked(hang))
 
 
@@ -106,7 +106,7 @@ def test_a_process_that_cannot_stop_is_ended(tmp_path, forked):
 
 def test_a_run_that_closes_is_not_cancelled(tmp_path):
     async def close_slowly():
-        hang = HangWatchdog(tmp_path, seconds=0.1, observer=Unobserved(), stops=True)
+        hang = HangWatchdog(tmp_path, seconds=0.1, observer=Unobserved(), stops="stop")
         with hang:
             hang.attach(asyncio.current_task())
             hang.begin_close()

@@ -61,6 +61,12 @@ async def converses(args, sample, sampling_params):
     return await _converse(sample, numbers=False)
 
 
+async def converses_with_tools(args, sample, sampling_params):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    await policy().chat(_messages(sample), tools=[tool], max_new_tokens=4)
+    return sample
+
+
 async def loses_its_sandbox_at_times(args, sample, sampling_params):
     if next(CALLS) % 4 == 0:
         raise InfraError("the sandbox was evicted: no space left on the host")

@@ -203,6 +203,7 @@ async def later():
 """
 
 MEGATRON = {"train_backend": "megatron", "num_steps_per_rollout": 2}
+TOOLS = {"custom_generate_function_path": "faulty_agents.converses_with_tools", "rm_type": "random"}
 AGENT = {"custom_generate_function_path": "faulty_agents.converses", "rm_type": "random"}
 
 # Flags, the function of `hooks_zoo` that works, whether it is async.
@@ -235,7 +236,7 @@ HOOKS: Mapping[str, tuple[str, str, bool, dict[str, Any]]] = {
     "environment": ("environment", "faulty_agents.Patient", True, {"rm_type": None}),
     "match": ("session_match", "faulty_agents.any_message", False, AGENT),
     "leaves": ("session_leaves", "faulty_agents.all_leaves", False, AGENT),
-    "tool_parser": ("session_tool_parser", "faulty_agents.no_tools", False, AGENT),
+    "tool_parser": ("session_tool_parser", "faulty_agents.no_tools", False, TOOLS),
     "megatron_init": ("custom_megatron_init_path", "hooks_zoo.megatron_init", False, MEGATRON),
     "provider": ("custom_model_provider_path", "hooks_zoo.provider", False, MEGATRON),
     "log_prob_hook": ("custom_megatron_before_log_prob_hook_path", "hooks_zoo.before_log_prob", False, MEGATRON),

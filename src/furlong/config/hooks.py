@@ -19,6 +19,7 @@ from furlong.config.checks.environment_specs import class_path, class_problems, 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.sections.sessions import TOOL_PARSERS
+from furlong.core.process_guard import location_of, process_guard
 from furlong.core.sample import Sample
 from furlong.core.slime_modules import NotInFurlongError
 from furlong.core.text import did_you_mean
@@ -325,11 +326,15 @@ def usable_hooks(config: Config) -> Hooks:
     if problems:
         raise ConfigError(*problems)
     wrapped: dict[Function, Function] = {}  # one function may serve two flags, and must stay one object
+    process_guard.functions.clear()
     for name, hook in HOOKS.items():
         loaded = getattr(hooks, name)
         for function in loaded if isinstance(loaded, tuple) else (loaded,):
-            if function is not None and name not in _CAUGHT_BY_CALLER and function not in wrapped:
-                where = f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
+            if function is None:
+                continue
+            where = f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
+            process_guard.functions.setdefault(hook.flag, []).append(f"{where} ({location_of(function)})")
+            if name not in _CAUGHT_BY_CALLER and function not in wrapped:
                 wrapped[function] = with_hook_errors(function, where)
     values: dict[str, Any] = {}
     for name, loaded in vars(hooks).items():

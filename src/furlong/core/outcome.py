@@ -41,9 +41,9 @@ class Outcome:
         return Outcome("failed", None, reason, stage)
 
     @staticmethod
-    def timed_out(seconds: float, *, stage: OutcomeStage = "reward") -> Outcome:
+    def timed_out(seconds: float, *, stage: OutcomeStage = "reward", details: str = "") -> Outcome:
         """The call did not return within `seconds`."""
-        return Outcome("timed_out", None, f"no answer within {seconds:g} s", stage)
+        return Outcome("timed_out", None, f"no answer within {seconds:g} s{'; ' if details else ''}{details}", stage)
 
 
 def outcome_from_value(value: Any) -> Outcome:

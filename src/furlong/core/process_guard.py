@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 from furlong.core.forked_processes import end_if_forked
 from furlong.core.log_state import LogState
 from furlong.core.process_state import ProcessState
-from furlong.errors import FurlongError, HookError
+from furlong.errors import EngineError, FurlongError, HookError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class ProcessGuard:
 
     def __init__(self) -> None:
         self.note: Callable[[str], object] | None = None
+        self.functions: dict[str, list[str]] = {}  # names and locations of the run's user functions, by flag
         self._is_watching = self._is_of_call = False
         self._state: ProcessState | None = None
         self._log: LogState | None = None
@@ -46,6 +48,7 @@ class ProcessGuard:
         self._finding = ""  # kept after `watching`
         self._pid = self._thread = 0
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
+        self._last_whole = self._last
 
     @contextlib.contextmanager
     def watching(self, *, each_call: bool = False) -> Generator[None]:
@@ -56,7 +59,8 @@ class ProcessGuard:
         """
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
         self._is_of_call = each_call
-        self._last, self._thread, self._log = None, threading.get_ident(), LogState()
+        self._last = self._last_whole = None
+        self._thread, self._log = threading.get_ident(), LogState()
         try:
             with _interruptible(), self.blaming():
                 yield
@@ -80,18 +84,42 @@ class ProcessGuard:
             self._finding = self._finding or self._replaced()
             if self._finding and not isinstance(error, FurlongError):
                 raise ProcessChangedError(self._finding) from error
+            self._add_locations(error)
             raise
 
+    def _add_locations(self, error: Exception) -> None:
+        """Add where the functions are whose flags an error names to its notes, and which was called last.
+
+        A wrong value that a function returned or left in its arguments is found when furlong uses it, without a frame
+        of the function.
+        """
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        named = [flag for flag in self.functions if re.search(rf"{flag}(?![\w-])", text)]
+        places = [place for flag in named for place in self.functions[flag]]
+        if self._last is not None and not isinstance(error, HookError | EngineError):
+            function, name = self._last_whole or self._last
+            places.append(f"user code called last: {name} ({location_of(function)})")
+        for place in places:
+            if (where := place.rpartition("(")[2].removesuffix(")")) not in text:
+                error.add_note(place)
+                text += where
+
     def last_called(self) -> str:
-        """Return flag and location of the function that was called last; "" if none was."""
-        return "" if self._last is None else f"{self._last[1]} ({location_of(self._last[0])})"
+        """Return flag and location of the function that was called last; "" if none was.
+
+        Beside a generate function that was resumed last, those of the last function that was called as a whole.
+        """
+        calls = dict.fromkeys(each for each in (self._last, self._last_whole) if each is not None)
+        return " and ".join(f"{name} ({location_of(function)})" for function, name in calls)
 
     def begin(self, function: Callable[..., Any] | None = None, name: str = "") -> None:
         """Record the state, before the first call of user code. `note` gets name and location of the function."""
         if self.note is not None and function is not None:
             self.note(f"{name} ({location_of(function)})")
+        if self._is_watching and function is not None:
+            self._last = function, name
         if self._is_watching and self._state is None:
-            self._state, self._limit = ProcessState(), _recursion_limit()
+            self._state, self._limit = ProcessState(is_of_call=self._is_of_call), _recursion_limit()
 
     def check(self, function: Callable[..., Any], name: str, *, is_step: bool = False) -> None:
         """Raise ProcessChangedError, with the location of `function`, if the state has changed; restores it.
@@ -110,7 +138,10 @@ class ProcessGuard:
 
     def _compare(self, state: ProcessState, function: Callable[..., Any], name: str, *, is_step: bool) -> None:
         state.restore_builtins()
+        state.restore_limits()
         self._last = function, name
+        if not is_step:
+            self._last_whole = self._last
         end_if_forked(self._pid)
         if _recursion_limit() < self._limit:  # at once: a low limit fails in any code
             _set_recursion_limit(self._limit)

@@ -56,7 +56,8 @@ class ProcessState:
     A comparison takes about 100 us, without libraries 40.
 
     `is_worker` compares only functions, descriptors and the recursion limit: a worker
-    that runs one reward function does not depend on the rest. Call `close` to close the descriptor that it opens.
+    that runs one reward function does not depend on the rest. `is_of_call`: it is of one call in one thread, so that
+    PyTorch's gradient mode is compared, too. Call `close` to close the descriptor that it opens.
 
     >>> state = ProcessState()
     >>> state.changes()
@@ -64,8 +65,9 @@ class ProcessState:
     >>> state.close()
     """
 
-    def __init__(self, *, is_worker: bool = False) -> None:
-        self._is_worker = is_worker
+    def __init__(self, *, is_worker: bool = False, is_of_call: bool = False) -> None:
+        self._is_worker, self._is_of_call = is_worker, is_of_call
+        self._lowered_limits, self._replaced_functions = list[str](), list[str]()
         self._sentinel = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # user code that closes a range closes it
         self._descriptors = {number: _identity(number) for number in (*STANDARD, self._sentinel)}
         self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_open(name)}
@@ -95,11 +97,34 @@ class ProcessState:
                 now[each[0]] = each[1]
                 self._replaced_builtins += [each[0]]
 
+    def restore_functions(self) -> None:
+        """Undo replacements of functions of standard modules at once; `changes` reports them."""
+        self.restore_builtins()
+        for name, module in self._modules.items():
+            now, before = vars(module), self._functions[name]
+            for attribute, value in before.items() if [*map(now.get, before)] != [*before.values()] else ():
+                new = now.get(attribute)
+                if new is not value and _is_foreign(new):
+                    self._replaced_functions.append(f"it replaced {name}.{attribute}")
+                    setattr(module, attribute, value)
+
+    def restore_limits(self) -> None:
+        """Undo lowered resource limits at once, with which any code may fail; `changes` reports them."""
+        for name, before in self._limits.items():
+            now = resource.getrlimit(getattr(resource, name))
+            if now == before or _number(now[0]) >= _number(before[0]):
+                continue
+            with contextlib.suppress(OSError, ValueError):  # a lowered hard limit stays
+                resource.setrlimit(getattr(resource, name), before)
+            text = f"it lowered {name} from {_shown_limit(before[0])} to {now[0]}"
+            self._lowered_limits += [] if text in self._lowered_limits else [text]
+
     def changes(self, *, libraries: bool = True) -> list[str]:
         """Describe each change since creation, such as "it replaced time.monotonic"; [] if there is none.
 
         `libraries`: also compare functions of libraries, which takes most of the time.
         """
+        self.restore_limits()
         of_libraries = self._replaced_in_libraries() if libraries else ()
         return [*self._replaced(), *of_libraries, *self._closed(), *self._moved(), *self._lowered()]
 
@@ -120,9 +145,8 @@ class ProcessState:
             for attribute, value in functions.items():
                 if _is_replaced(name, attribute, value, vars(owner).get(attribute)):
                     delattr(owner, attribute) if value is None else setattr(owner, attribute, value)
-        for name, before in self._limits.items():
-            with contextlib.suppress(OSError, ValueError):  # a lowered hard limit stays
-                resource.setrlimit(getattr(resource, name), before)
+        self._lowered_limits.clear()
+        self._replaced_functions.clear()
         _restore_torch(self._torch)
         if sys.getrecursionlimit() < self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
@@ -166,6 +190,7 @@ class ProcessState:
     def _replaced(self) -> Iterator[str]:
         for attribute in self._replaced_builtins:
             yield f"it replaced builtins.{attribute}"
+        yield from self._replaced_functions
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 yield f"it replaced the module {name}"
@@ -188,13 +213,10 @@ class ProcessState:
                     yield f"it {'deleted' if attribute not in now else 'replaced'} {name}.{attribute}"
 
     def _lowered(self) -> Iterator[str]:
-        for name, before in self._limits.items():
-            now = resource.getrlimit(getattr(resource, name))
-            if now != before and _number(now[0]) < _number(before[0]):
-                yield f"it lowered {name} from {_shown_limit(before[0])} to {now[0]}"
+        yield from self._lowered_limits
         now = torch_settings() if self._torch else {}
         for name, before in self._torch.items():
-            if name != "gradients" and now[name] != before:
+            if now[name] != before and (name != "gradients" or self._is_of_call):
                 yield f"it changed PyTorch's {name} from {before} to {now[name]}"
 
     def _closed(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -38,6 +39,7 @@ def close_in_forked_children(*descriptors: int) -> None:
 
     def close() -> None:
         for descriptor in descriptors:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # user code closed it, or forks a second time
+                os.close(descriptor)
 
     os.register_at_fork(after_in_child=close)

@@ -34,7 +34,7 @@ class ProcessExitError(RuntimeError):
 
 _exit = os._exit  # it raises within `exits_raise`
 before_exit: list[Callable[[], None]] = []  # called by `exit_process`
-_LOOP_STOPPED = "Event loop stopped before Future completed."  # by loop.stop()
+LOOP_STOPPED = "Event loop stopped before Future completed."  # by loop.stop()
 _EXITS = ("_exit", "abort", "execv", "execve")  # functions of `os` that end this process
 _C_EXITS = ("exit", "_exit", "_Exit", "quick_exit", "abort", "Py_Exit")
 
@@ -249,7 +249,7 @@ def exits_fail_the_run() -> Generator[None]:
             raise
         raise HookError(f"user code ended the run: {describe_exception(error)}; raise an exception instead") from error
     except RuntimeError as error:
-        if str(error) != _LOOP_STOPPED:
+        if str(error) != LOOP_STOPPED:
             raise
         caller = process_guard.last_called() or "no hook"
         raise HookError(f"user code stopped the event loop of the run; {caller} was called last") from error

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from furlong.config.hooks import HOOKS
 from furlong.core.sample import Group, Sample
+from furlong.core.text import shortened
 from furlong.core.user_code import with_hook_errors
 from furlong.data.prompt import Prompt
 from furlong.data.source import STATE_VERSION, sample_seed
@@ -46,13 +47,14 @@ class CustomDataSource:
         answer = self._call["get_samples"](n)
         if not isinstance(answer, list) or not all(_is_group(item) for item in cast("list[Any]", answer)):
             raise DataError(
-                f"get_samples of {type(self.instance).__name__} must return a list of non-empty lists of furlong.Sample"
+                f"--data-source-path: get_samples of {type(self.instance).__name__} returned {shortened(answer)}; it "
+                "must return a list of non-empty lists of furlong.Sample"
             )
         groups = [self._numbered(samples) for samples in cast("list[list[Sample]]", answer)]
         if len(groups) > n or len({group.index for group in groups}) < len(groups):
             raise DataError(
-                f"get_samples({n}) of {type(self.instance).__name__} returned {len(groups)} groups with "
-                f"group_index {[group.index for group in groups]}; return at most {n}, with distinct values"
+                f"--data-source-path: get_samples({n}) of {type(self.instance).__name__} returned {len(groups)} groups "
+                f"with group_index {[group.index for group in groups]}; return at most {n}, with distinct values"
             )
         return groups
 

@@ -18,16 +18,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import psutil
 
 from furlong.core.event_loop import LoopProbe, is_event_loop
 from furlong.core.process_exit import STDERR
+from furlong.core.process_guard import process_guard
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import exit_process, is_library_file, is_user_file
 from furlong.core.user_processes import kill_user_processes
@@ -40,6 +41,7 @@ BLOCKED_S = 5.0  # beyond the first time that user code is seen to block the eve
 DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
+CALLERS = ("furlong-trainer", "MainThread", "asyncio_")  # threads that call user code
 ENGINE_CALLS = ("Policy.generate", "generate_turn")
 WAITING = (
     "threading.py",
@@ -49,14 +51,17 @@ WAITING = (
 )  # files in which idle threads wait
 
 Depths = Callable[[], Mapping[str, int]]
+OnHang = Literal["warn", "stop-user-code", "stop"]
+WARNED_AT = (1 / 6, 1 / 2)  # parts of the time after which user code that does not return is named
 
 
 class HangWatchdog:
     """Watches `core.tracing.heartbeat` from its own thread. Use as a context manager around the run.
 
-    One report is written to `folder` each time that progress stops. With `stops`, the task passed to `attach` is
-    cancelled, which ends the run in good order if its parts still respond; otherwise the process exits with code 1
-    after `grace_s`.
+    One report is written to `folder` each time that progress stops. If the hang `stops` the run (`stop-user-code`: if
+    user code does not return), the task passed to `attach` is cancelled, which ends the run in good order if its parts
+    still respond; otherwise, and without such a task, the process exits with code 1 after `grace_s`. Before, warnings
+    name the line of user code.
 
     seconds: time without progress; 0 disables the watchdog. depths: returns queue lengths. stacks: returns stack traces
     of processes that are not children of this one.
@@ -68,7 +73,7 @@ class HangWatchdog:
         *,
         seconds: float,
         observer: Observer,
-        stops: bool = False,
+        stops: OnHang = "warn",
         depths: Depths = dict,
         stacks: Callable[[], Mapping[str, str]] = dict,
         grace_s: float = GRACE_S,
@@ -115,6 +120,7 @@ class HangWatchdog:
     def _watch(self) -> None:
         probe = None
         reported = 0.0  # the last heartbeat before the hang that was reported
+        num_warnings = 0  # since the last progress
         while not self._done.wait(min(self._seconds / 4, 5.0)):
             self._await_lock()
             if probe is None and self._loop is not None:
@@ -123,23 +129,52 @@ class HangWatchdog:
                 self._report_blocking(probe.blocked_at())
             last = heartbeat.last()
             if last != self._last:
-                self._last, self._requests = last, heartbeat.notes().get("request", 0)
-            if time.monotonic() - last < self._seconds or last == reported:
+                self._last, self._requests, num_warnings = last, heartbeat.notes().get("request", 0), 0
+            seconds = time.monotonic() - last
+            if seconds < self._seconds and num_warnings < sum(seconds > self._seconds * part for part in WARNED_AT):
+                num_warnings += 1
+                self._warn(seconds)
+            if seconds < self._seconds or last == reported:
                 continue
-            self._report(time.monotonic() - last)
+            is_ending = self._report(seconds)
             reported = heartbeat.last()  # the report is an event, which does not count as progress
-            if self._stops and self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self._loop.call_soon_threadsafe(self._cancel)
+            if is_ending:
+                if self._loop is not None:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended
+                        self._loop.call_soon_threadsafe(self._cancel)
                 self._end_if_needed()
                 return
 
+    def _warn(self, seconds: float) -> None:
+        """Name the user code that does not return, if the run will end because of it."""
+        if self._stops != "warn" and (place := self._user_code()) is not None:
+            logger.warning(
+                "no progress for %.0f s: user code does not return, %s; the run ends after %g s without progress "
+                "(--hang-timeout, or --on-hang warn to wait)",
+                seconds, place, self._seconds,
+            )  # fmt: skip
+
+    def _user_code(self) -> str | None:
+        """Return where user code stands that the run waits for; None if it waits for something else.
+
+        A function that keeps asking the engine is not waited for, and neither is one whose requests are in the engine.
+        """
+        if heartbeat.notes().get("request", 0) > self._requests:
+            return None
+        if (place := running_user_code()) is not None:
+            return place
+        own = [wait for wait in self._user_waits() if wait.is_user and not wait.for_engine]
+        if own:
+            return str(own[0])
+        activities = map(rank_activity, self._other_stacks().values())
+        return next((each.where for each in activities if each is not None and each.is_user), None)
+
     def _await_lock(self) -> None:
-        """Have the stacks printed, and the process exit with --on-hang stop, if this is not called again in time.
+        """Have the stacks printed, and the process exit without --on-hang warn, if this is not called again in time.
 
         Compiled code that keeps the interpreter lock stops every thread of Python; faulthandler needs no lock.
         """
-        faulthandler.dump_traceback_later(self._seconds + self._grace_s, exit=self._stops, file=STDERR)
+        faulthandler.dump_traceback_later(self._seconds + self._grace_s, exit=self._stops != "warn", file=STDERR)
 
     def _report_blocking(self, place: str | None) -> None:
         """Report user code that has kept the event loop from running for `BLOCKED_S`, once for each place."""
@@ -152,7 +187,9 @@ class HangWatchdog:
             self._reported_places.add(place)
             self._observer.notify("blocked", seconds=round(now - self._blocking[1], 1), where=place)
 
-    def _report(self, seconds: float) -> None:
+    def _report(self, seconds: float) -> bool:
+        """Report a hang; returns whether it ends the run."""
+        is_ending = self._stops == "stop" or (self._stops == "stop-user-code" and self._user_code() is not None)
         others = self._other_stacks()
         requests = heartbeat.notes().get("request", 0) - self._requests
         doing, probable = self._activity(describe_ranks(others), requests)
@@ -169,12 +206,13 @@ class HangWatchdog:
             doing=doing,
             probable=probable,
             report=str(path),
-            stops=self._stops,
+            stops=is_ending,
             last={name: round(age, 1) for name, age in ages.items()},
             queues=dict(self._depths()),
             waits=self._waits(),
             requests=requests,
         )
+        return is_ending
 
     def _write(
         self, file: TextIO, seconds: float, doing: str, ages: Mapping[str, float], counts: Mapping[str, int]
@@ -228,7 +266,7 @@ class HangWatchdog:
         waits = self._user_waits()
         if waits and requests:
             return self._user_activity(waits, requests, None)
-        for name in ("furlong-trainer", "MainThread", "asyncio_"):
+        for name in CALLERS:
             if (where := busy_in(name)) is not None:
                 return f"the thread {name.rstrip('_')} is in {where}", "HANG01"
         engine = busy_in("furlong-engine")
@@ -239,7 +277,9 @@ class HangWatchdog:
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
         lines = self._waits()
         probable = "REW03" if any("(rewards/" in line for line in lines) else "STOP02" if running else "HANG01"
-        return f"all threads are idle; {'; '.join(lines[:2])}", probable
+        called = process_guard.last_called()
+        last = [f"user code called last: {called}"] if called else []
+        return "; ".join(["all threads are idle", *lines[:2], *last]), probable
 
     def _user_activity(self, waits: Counter[TaskWait], requests: int, engine: str | None) -> tuple[str, str]:
         """Describe which functions of the user wait, and for what: the engine, or something of their own."""
@@ -256,7 +296,8 @@ class HangWatchdog:
         """Wait for the run to end; kill the process if it does not."""
         if self._done.wait(self._grace_s):
             return
-        message = f"the run did not end within {self._grace_s:g} s after it was cancelled; exiting"
+        place = self._user_code()
+        message = f"the run did not end within {self._grace_s:g} s; exiting{'' if place is None else f': {place} runs'}"
         logger.error("%s", message)
         self._observer.notify("failed", error="Hang", message=message)
         kill_user_processes()
@@ -300,11 +341,28 @@ def waiting_in(task: asyncio.Task[Any]) -> str:
     return str(task_wait(task))
 
 
+def running_user_code() -> str | None:
+    """Return where a thread of this process executes user code, or a library that user code calls; None if none."""
+    for name in CALLERS:
+        if (found := _busy_frames(name)) is not None and is_user_file(found[0].f_code.co_filename):
+            return _place(found[0])
+    return None
+
+
 def busy_in(thread_name: str) -> str | None:
     """Return where a thread of this process is busy; None if it is idle or does not exist.
 
     That is the innermost function of the user or of furlong, and what it calls in a library, such as an operator.
     """
+    found = _busy_frames(thread_name)
+    if found is None:
+        return None
+    frame, innermost = found
+    return _place(frame) if frame is innermost else f"{_place(frame)}, calling {innermost.f_code.co_qualname}"
+
+
+def _busy_frames(thread_name: str) -> tuple[FrameType, FrameType] | None:
+    """Return the frame of `busy_in`, and the innermost one."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
     for thread in threading.enumerate():
         if not thread.name.startswith(thread_name) or thread.ident not in frames:
@@ -317,9 +375,7 @@ def busy_in(thread_name: str) -> str | None:
             frame = frame.f_back
         if frame is not None and is_event_loop(frame):
             continue  # between two tasks
-        if frame is None or frame is innermost:
-            return _place(innermost)
-        return f"{_place(frame)}, calling {innermost.f_code.co_qualname}"
+        return frame or innermost, innermost
     return None
 
 
@@ -364,6 +420,7 @@ class RankActivity:
     where: str
     caller: str
     waits: bool
+    is_user: bool = False
 
     def text(self) -> str:
         """Describe it, as in `waits in all_reduce (...), from optim_step (...)`."""
@@ -382,8 +439,15 @@ def rank_activity(stacks: str) -> RankActivity | None:
             where=_frame_place(frames[0]),
             caller="" if caller is None else _frame_place(caller),
             waits=any(part in frames[0][0] for part in WAITS),
+            is_user=_is_in_user_code(path for path, _, _ in frames),
         )
     return None
+
+
+def _is_in_user_code(paths: Iterable[str]) -> bool:
+    """Return whether user code is called: the innermost frame outside of libraries is in a file of the user."""
+    own = next((path for path in paths if not is_library_file(path)), None)
+    return own is not None and is_user_file(own)
 
 
 def describe_ranks(stacks: Mapping[str, str]) -> str:

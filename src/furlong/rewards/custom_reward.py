@@ -5,6 +5,7 @@ The parameters of a function determine its style (`config.hooks.reward_style`). 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from furlong.config.hooks import RewardStyle, load_function, reward_style
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
+from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
 from furlong.errors import ConfigError, RewardError
@@ -46,9 +48,13 @@ class CustomReward:
 
     def outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
         """Convert the return value of the function to one outcome per sample."""
-        if self.style in ("batch", "trl"):
-            return outcomes_from_list(value, num_samples)
-        return [outcome_from_value(value)]
+        is_list = self.style in ("batch", "trl")
+        outcomes = outcomes_from_list(value, num_samples) if is_list else [outcome_from_value(value)]
+        return [each if each.kind == "scored" else self._located(each) for each in outcomes]
+
+    def _located(self, outcome: Outcome) -> Outcome:
+        """Add the function to the reason of a value that is no reward."""
+        return dataclasses.replace(outcome, reason=f"{outcome.reason} ({location_of(self.call)})")
 
     async def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
         """Call the function and return one outcome per sample; an exception fails all of them."""

@@ -243,7 +243,9 @@ class Sandbox:
             slot.open_calls -= 1
 
     def _failed_outcome(self, error: _WorkerDiedError) -> Outcome:
-        return Outcome.timed_out(self._limits.timeout_s) if error.is_overdue else Outcome.failed(str(error))
+        if error.is_overdue:
+            return Outcome.timed_out(self._limits.timeout_s, details=str(error))
+        return Outcome.failed(str(error))
 
     async def _stop(self) -> None:
         """Cancel the calls, then stop the workers: a call that lost its worker would start another one."""
@@ -264,6 +266,8 @@ class _Worker:
         self._open_end: int | None = open_end
         self._pending: dict[int, asyncio.Future[Scored]] = {}
         self._hung_call: int | None = None
+        self._where = ""  # the definition of the function
+        self._hung_at = ""  # the line of the call that `_hung_call` is
         self._is_overdue = False
         self.reader: asyncio.Task[None] | None = None
         self.style = ""
@@ -302,7 +306,7 @@ class _Worker:
         if "error" in ready:
             await worker.stop()
             raise RewardError(ready["error"])
-        worker.style, worker.is_async = ready["style"], ready["is_async"]
+        worker.style, worker.is_async, worker._where = ready["style"], ready["is_async"], ready["where"]
         worker.reader = asyncio.create_task(worker._read())
         return worker
 
@@ -321,9 +325,8 @@ class _Worker:
                 await asyncio.wait({answer}, timeout=_READ_GRACE_S)
             if not answer.done():
                 self._is_overdue = True
-                if self.is_async:
-                    self._signal(signal.SIGUSR1)
-                    await asyncio.wait({answer}, timeout=_HANG_REPORT_S)
+                self._signal(signal.SIGUSR1)
+                await asyncio.wait({answer}, timeout=_HANG_REPORT_S)
                 self._kill()
             return await answer
         finally:
@@ -348,7 +351,7 @@ class _Worker:
             while True:
                 reply = await self._receive()
                 if "hung" in reply:
-                    self._hung_call = reply["hung"]
+                    self._hung_call, self._hung_at = reply["hung"], reply["where"]
                 elif (answer := self._pending.get(reply["id"])) is not None and not answer.done():
                     answer.set_result(([Outcome(**o) for o in reply["outcomes"]], reply["changes"]))
         with contextlib.suppress(TimeoutError):
@@ -358,7 +361,9 @@ class _Worker:
         waiting = {number: answer for number, answer in self._pending.items() if not answer.done()}
         for number, answer in waiting.items():
             is_cause = True if len(waiting) == 1 else None if self._hung_call is None else self._hung_call == number
-            answer.set_exception(_WorkerDiedError(self._exit_reason(), is_cause=is_cause, is_overdue=self._is_overdue))
+            where = self._hung_at or self._where
+            reason = f"it did not return from {where}" if self._is_overdue else self._exit_reason()
+            answer.set_exception(_WorkerDiedError(reason, is_cause=is_cause, is_overdue=self._is_overdue))
 
     async def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -385,7 +390,8 @@ class _Worker:
     def _exit_reason(self) -> str:
         code = self._process.returncode
         ending = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return f"the process of the reward function {self._path} ended ({ending}) before it replied"
+        where = f" ({self._where})" if self._where else ""
+        return f"the process of the reward function {self._path}{where} ended ({ending}) before it replied"
 
 
 def _repeat_outcome(samples: Sequence[Sample], outcome: Outcome) -> Scored:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import errno
 import functools
 import os
 import resource
@@ -19,10 +20,12 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import FrameType
 from typing import Any
 
 import orjson
 
+from furlong.core.event_loop import place_of, user_frame
 from furlong.core.forked_processes import forks_end_here, forks_leave_loop
 from furlong.core.outcome import Outcome
 from furlong.core.process_guard import location_of
@@ -30,7 +33,7 @@ from furlong.core.process_state import ProcessState
 from furlong.core.process_tree import close_in_forked_children, die_with_parent, end_group_at_end_of
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import changed_fields
-from furlong.core.user_code import describe_exception, exit_process, exits_raise
+from furlong.core.user_code import LOOP_STOPPED, describe_exception, exit_process, exits_raise
 from furlong.rewards.custom_reward import CustomReward, load_reward
 
 HEADER = struct.Struct(">I")
@@ -61,29 +64,39 @@ def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
     except BaseException as error:  # noqa: BLE001  the driver raises it
         write({"error": str(error) if type(error).__name__ == "RewardError" else describe_exception(error)})
         return
-    write({"style": function.style, "is_async": function.is_async})
-    signal.signal(signal.SIGUSR1, lambda *_: _report_hang(write))
+    write({"style": function.style, "is_async": function.is_async, "where": location_of(function.call)})
+    signal.signal(signal.SIGUSR1, lambda _, frame: _report_hang(write, frame))
     state = ProcessState(is_worker=True)
     function = dataclasses.replace(function, call=_restoring(function.call, state))
     args = SandboxArgs(setup["args"], setup["omitted"])
-    asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
+    try:
+        asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
+    except (RuntimeError, OSError) as error:
+        if str(error) == LOOP_STOPPED:
+            what = "stopped the event loop of its process; do not call stop()"
+        elif isinstance(error, OSError) and error.errno == errno.EBADF:
+            what = "closed descriptors of its process; close only those that it opens"
+        else:
+            raise
+        sys.stderr.write(f"the reward function ({location_of(function.call)}) {what}\n")
+        exit_process(1)
 
 
 def _restoring(call: Callable[..., Any], state: ProcessState) -> Callable[..., Any]:
-    """Wrap a function to undo its replacements of built-in functions at once, which furlong needs to report them."""
+    """Wrap a function to undo its replacements of functions at once, which furlong needs to report them."""
 
     async def awaited(value: Awaitable[Any]) -> Any:
         try:
             return await value
         finally:
-            state.restore_builtins()
+            state.restore_functions()
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             value = call(*args, **kwargs)
         finally:
-            state.restore_builtins()
+            state.restore_functions()
         return awaited(value) if isinstance(value, Awaitable) else value  # pyright: ignore[reportUnknownArgumentType]
 
     return called
@@ -134,7 +147,8 @@ async def _answer(call: _RewardCall, request: Message) -> None:
         outcomes = scoring.result()
     else:
         scoring.cancel()
-        outcomes = [Outcome.timed_out(call.timeout_s)] * len(samples)
+        details = f"it did not return from {location_of(call.function.call)}"
+        outcomes = [Outcome.timed_out(call.timeout_s, details=details)] * len(samples)
     if changed := call.state.changes():
         where = location_of(call.function.call)
         reason = f"the reward function ({where}) changed its process: {' and '.join(changed)}; undo it, or use a child"
@@ -145,7 +159,8 @@ async def _answer(call: _RewardCall, request: Message) -> None:
         changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
         _reply(call.write, request["id"], outcomes, changes)
     except (AttributeError, TypeError, ValueError) as error:
-        reason = f"the reward or the changed sample cannot be returned from the sandbox: {error}"
+        where = location_of(call.function.call)
+        reason = f"the reward or the changed sample cannot be returned from the sandbox: {error} ({where})"
         _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
 
 
@@ -165,12 +180,13 @@ def _as_dict(outcome: Outcome) -> Message:
     return {"kind": outcome.kind, "reward": outcome.reward, "reason": outcome.reason}
 
 
-def _report_hang(write: Callable[[Message], None]) -> None:
-    """Report which request is running and exit. The driver signals this when a call is overdue.
+def _report_hang(write: Callable[[Message], None], frame: FrameType | None) -> None:
+    """Report which request is running, and where, and exit. The driver signals this when a call is overdue.
 
     A Python signal handler runs in the context of the interrupted code, so the context variable identifies the request.
     """
-    write({"hung": _REQUEST.get()})
+    user = user_frame(frame)
+    write({"hung": _REQUEST.get(), "where": "" if user is None else place_of(user)})
     exit_process(1)
 
 

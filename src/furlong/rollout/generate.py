@@ -340,7 +340,7 @@ def reset_response(sample: Sample, prompt: list[int]) -> None:
     sample.tokens = list(prompt)
     sample.response, sample.response_length, sample.loss_mask = "", 0, None
     sample.rollout_log_probs, sample.teacher_log_probs, sample.rollout_routed_experts = None, None, None
-    sample.token_versions, sample.weight_versions = [], []
+    sample.token_versions, sample.weight_versions, sample.metadata = [], [], sample.metadata or {}
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 
 
@@ -453,7 +453,7 @@ def _checked_outcome(sample: Sample, watched: tuple[Any, ...], outcome: Outcome,
     if all(is_same) and sample.status not in (Status.PENDING, Status.ABORTED):
         return outcome
     before = dict(zip((*_COLUMNS, *_IDENTITY), watched, strict=True))
-    source = "the reward function"
+    source = "--custom-rm-path: the reward function"
     try:
         if sample.status in (Status.PENDING, Status.ABORTED):
             raise RolloutError(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.outcome import outcome_from_value
 from furlong.core.sample import Group, Sample, Status
+from furlong.core.text import shortened
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
 from furlong.rollout.agent import check_sample
@@ -145,13 +146,13 @@ class FunctionRollout:
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
             self._ledger.dropped(group, "evaluation")
-        if not isinstance(result, dict) and not hasattr(result, "data"):
+        data: Any = result if isinstance(result, dict) else getattr(result, "data", None)
+        if not isinstance(data, dict) or not all(_is_set(columns) for columns in data.values()):
             raise RolloutError(
                 "the evaluation function (--eval-function-path, else --rollout-function-path) returned "
-                f"{type(result).__name__} for evaluation=True; it must return a dict of sets with their rewards, or a "
-                "RolloutFnEvalOutput"
+                f"{shortened(result)} for evaluation=True; it must return a dict of sets with their rewards, such as "
+                '{"aime": {"rewards": [1.0, 0.0]}}, or a RolloutFnEvalOutput'
             )
-        data: dict[str, dict[str, Any]] = result if isinstance(result, dict) else result.data
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
         for name, columns in data.items():
@@ -165,6 +166,18 @@ class FunctionRollout:
                 )
         extra = {name: mean(float(value)) for name, value in plain.items()}
         return self._report.of_evaluation(rollout_id, data, metrics, extra)
+
+
+def _is_set(columns: Any) -> bool:
+    if not isinstance(columns, Mapping):
+        return False
+    try:
+        for reward in cast("Any", columns["rewards"]):
+            if reward is not None:
+                float(reward)
+    except (KeyError, OverflowError, TypeError, ValueError):
+        return False
+    return True
 
 
 class RolloutFunctionSource:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
@@ -41,7 +41,7 @@ from furlong.run.run_records import (
     trace_processes,
 )
 from furlong.run.witness import witnessed
-from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
+from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, RUN_STARTS, EventLog
 
 if TYPE_CHECKING:
     from furlong.diagnosis.hang_watchdog import HangWatchdog
@@ -135,7 +135,7 @@ def run_in_folder(
             for finding in findings:
                 level = logging.WARNING if finding.severity == "warning" else logging.INFO
                 logger.log(level, "%s", finding.text())
-            with process_guard.watching(each_call=True):
+            with process_guard.watching(each_call=True), _building_watchdog(folder, resolved):
                 built = build(resolved, folder)
             with process_guard.watching():
                 return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
@@ -160,6 +160,37 @@ def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
     return threads if count is None else Threads(count, f"as in {flags.load}, which is resumed", is_given=True)
 
 
+class _BuildObserver:
+    """Records what the watchdog reports before the run has an observer."""
+
+    stop_requested = False
+
+    def __init__(self, events: Path) -> None:
+        self._events = events
+
+    def notify(self, event: str, **fields: Any) -> None:
+        """Record the event, and log a hang."""
+        if event == "hang":
+            logger.error("no progress for %s s while the run is built: %s; all stack traces are in %s",
+                         fields["seconds"], fields["doing"], fields["report"])  # fmt: skip
+        with contextlib.closing(EventLog(self._events)) as log:
+            log.write(event, **fields)
+
+
+def _building_watchdog(folder: Path, resolved: Resolved) -> HangWatchdog:
+    """Return the watchdog of user code that is called while the parts of the run are built."""
+    from furlong.diagnosis.hang_watchdog import HangWatchdog
+
+    fault = resolved.config.fault
+    return HangWatchdog(
+        folder,
+        seconds=fault.hang_timeout,
+        observer=_BuildObserver(folder / EVENTS),
+        stops="warn" if fault.on_hang == "warn" else "stop-user-code",  # loading a large model makes no progress either
+        grace_s=0,
+    )
+
+
 def _run_built(
     built: Built,
     resolved: Resolved,
@@ -170,13 +201,14 @@ def _run_built(
 ) -> int:
     """Run the loop under the hang watchdog and record the outcome; closes the files in any case."""
     from furlong.diagnosis.hang_watchdog import HangWatchdog
+    from furlong.diagnosis.memory_watchdog import MemoryWatchdog
 
     fault = resolved.config.fault
     hang = HangWatchdog(
         folder,
         seconds=fault.hang_timeout,
         observer=built.watch,
-        stops=fault.on_hang == "stop",
+        stops=fault.on_hang,
         depths=built.queues,
         stacks=built.parts.trainer.stack_traces,
     )
@@ -185,6 +217,7 @@ def _run_built(
             record_outcome(built.watch, findings, threads=threads.count),
             record_thread_errors(built.watch),
             hang,
+            MemoryWatchdog(reserve=fault.hook_memory_reserve, observer=built.watch),
             exits_fail_the_run(),
             EndSignals() as signals,
         ):
@@ -230,7 +263,14 @@ def _reason_of_cancel(built: Built, ended_by: list[Reason], lost: list[FurlongEr
 async def _driven(
     built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
 ) -> int:
-    with forks_leave_loop(asyncio.get_running_loop()):
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("task") is not task:  # the run's own error is raised, also if user code stopped the loop
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+    with forks_leave_loop(loop):
         return await _drive(built, hang, ends, on_start=on_start)
 
 

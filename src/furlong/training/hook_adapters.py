@@ -154,14 +154,20 @@ def correction_from_hook(function: Callable[..., Any], args: Any) -> CustomCorre
                 f"--custom-tis-function-path returned {type(result).__name__}; it must return (pg_loss, masks, metrics)"
             )
         loss, masks, metrics = result
-        joined = {name: _joined(value) for name, value in metrics.items()}
-        for name, value in (("pg_loss", loss), ("masks", _joined(masks)), *joined.items()):
+        if not isinstance(loss, Tensor) or not isinstance(metrics, dict):
+            raise TrainerError(
+                f"--custom-tis-function-path returned {shortened(result)}; it must return (pg_loss, masks, metrics): a "
+                "tensor, tensors, and a dict of tensors"
+            )
+        masks = _joined(masks, "--custom-tis-function-path: masks")
+        joined = {name: _joined(value, f"--custom-tis-function-path: {name}") for name, value in metrics.items()}
+        for name, value in (("pg_loss", loss), ("masks", masks), *joined.items()):
             if value.shape != pg_loss_R.shape:
                 raise TrainerError(
                     f"--custom-tis-function-path: {name} has shape {tuple(value.shape)}, expected one value per "
                     f"response token, {tuple(pg_loss_R.shape)}"
                 )
-        return loss, _joined(masks), joined
+        return loss, masks, joined
 
     return correct
 
@@ -176,7 +182,14 @@ def reducer_from_hook(
 
     def reduce(pg_R: Tensor, micro: MicroBatch) -> Tensor:
         masks = split_by_sample(micro.mask_R, micro)
-        scalar = function(total_lengths(micro), response_lengths(micro), masks, per_token)(pg_R)
+        reducer = function(total_lengths(micro), response_lengths(micro), masks, per_token)
+        scalar: Any = reducer(pg_R) if callable(reducer) else None  # pyright: ignore[reportUnnecessaryComparison]
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            what = f"a function that returns {shortened(scalar)}" if callable(reducer) else shortened(reducer)
+            raise TrainerError(
+                f"--custom-pg-loss-reducer-function-path returned {what}; it must return a function from a tensor to a "
+                "scalar tensor"
+            )
         if per_token:  # every non-zero weight is 1 / tokens of the step
             return scalar * (micro.weight_R.max() if len(micro.weight_R) else 0.0)
         return scalar / rollouts_per_step
@@ -236,5 +249,8 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
     return CustomLoss(loss, needs_logits=True)
 
 
-def _joined(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.cat(list(value))
+def _joined(value: Any, name: str) -> Tensor:
+    try:
+        return value if isinstance(value, Tensor) else torch.cat(list(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainerError(f"{name} is {shortened(value)}; return a tensor, or a list of one per sample") from error

@@ -112,7 +112,6 @@ def build_monitor(context: RunContext, num_steps: int) -> RunMonitor:
         trackers=_trackers(context, num_steps),
         events=EventLog(context.folder / EVENTS),
         on_diagnosis=context.config.fault.on_diagnosis,
-        ends=("HANG01",) if context.config.fault.on_hang == "stop" else (),
         earlier=lambda: read_steps(context.folder),
         measured=_host_memory,
     )

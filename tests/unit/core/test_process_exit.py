@@ -42,7 +42,7 @@ from pathlib import Path
 from unittest.mock import Mock
 from furlong.diagnosis.hang_watchdog import HangWatchdog
 
-with HangWatchdog(Path(sys.argv[1]), seconds=0.4, observer=Mock(), stops=True, grace_s=0.1):
+with HangWatchdog(Path(sys.argv[1]), seconds=0.4, observer=Mock(), stops="stop", grace_s=0.1):
     sum(range(10**15))
 """
 

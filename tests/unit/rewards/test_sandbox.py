@@ -163,6 +163,7 @@ def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
     assert time.monotonic() - started < 5  # 0.35 s on an idle machine
     assert outcomes[0].kind == "timed_out"
     assert "0.3 s" in outcomes[0].reason
+    assert ".py:" in outcomes[0].reason  # where it was
     assert [o.kind for o in run(box, "sleep", "fine")] == ["timed_out", "scored"]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -144,7 +145,9 @@ def test_evaluation_of_samples_without_rewards_has_no_mean():
 
 @pytest.mark.parametrize("answer", [None, [[]]])
 def test_evaluation_that_returns_groups_or_nothing_is_an_error_that_names_the_flags(answer):
-    with pytest.raises(RolloutError, match=f"--eval-function-path, .* returned {type(answer).__name__} for evaluation"):
+    with pytest.raises(
+        RolloutError, match=f"--eval-function-path, .* returned {re.escape(repr(answer))} for evaluation"
+    ):
         asyncio.run(function_rollout(lambda *a, evaluation: answer).evaluate(3))
 
 

@@ -176,11 +176,19 @@ class FaultFlags:
         "machines.",
         within="[0, inf)",
     )
-    on_hang: Literal["warn", "stop"] = flag(
-        "warn",
+    on_hang: Literal["warn", "stop-user-code", "stop"] = flag(
+        "stop-user-code",
         "Action on a hang: `warn` logs it; `stop` also ends the run, with a checkpoint of the last step if --save is "
-        "given and no rollout is in flight ahead of training.",
+        "given and no rollout is in flight ahead of training; `stop-user-code` ends it if it waits for a function of "
+        "yours, which the log names after a sixth and a half of that time.",
         needs="hang_timeout",
+    )
+    hook_memory_reserve: float = flag(
+        0.02,
+        "Fraction of the memory of the machine or control group that functions of yours leave: one that has taken a "
+        "tenth of it since it was called, and leaves less, ends the run with its line, before the kernel ends a "
+        "process; 0 disables the check.",
+        within="[0, 0.5]",
     )
     on_diagnosis: Literal["warn", "stop", "strict"] = flag(
         "warn",

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -368,9 +368,9 @@ class RunMonitor:
 
     A diagnosis is logged, written to `events.jsonl` (event `diagnosis`), and added to the step's record as
     `diagnosis/<ID>` = 1; one caused by an event is added to the next record. `on_diagnosis` selects the severities that
-    end the run after the step; ids in `ends` always end it. `earlier` yields the rows that the run's folder already
-    has, read at the first step: a resumed run repeats a diagnosis only if it got worse. `measured` returns metrics of
-    the machine for each step's record.
+    end the run after the step; the event of a hang that `stops` the run always does. `earlier` yields the rows that the
+    run's folder already has, read at the first step: a resumed run repeats a diagnosis only if it got worse. `measured`
+    returns metrics of the machine for each step's record.
     """
 
     def __init__(
@@ -380,12 +380,11 @@ class RunMonitor:
         trackers: Tracker,
         events: EventLog,
         on_diagnosis: OnDiagnosis = "warn",
-        ends: Collection[str] = (),
         earlier: Callable[[], Iterable[tuple[int, Mapping[str, float]]]] = tuple,
         measured: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._suite, self._trackers, self._events = suite, trackers, events
-        self._ends, self._ids, self._earlier = ENDS[on_diagnosis], ends, earlier
+        self._ends, self._earlier = ENDS[on_diagnosis], earlier
         self._measured = measured
         self._lock = threading.RLock()
         self._marks: dict[str, float] = {}
@@ -418,7 +417,7 @@ class RunMonitor:
         self._events.write(event, **fields)
         with self._lock:
             diagnoses = self._check(event, lambda: self._suite.event({"event": event, **fields}))
-            self._mark(diagnoses)
+            self._mark(diagnoses, stops=fields.get("stops") is True)
         self._report(diagnoses)
 
     def close(self) -> None:
@@ -434,10 +433,10 @@ class RunMonitor:
             if step < first:
                 self._suite.step(step, row)
 
-    def _mark(self, diagnoses: list[Diagnosis]) -> None:
+    def _mark(self, diagnoses: list[Diagnosis], *, stops: bool = False) -> None:
         self._marks.update({f"diagnosis/{diagnosis.id}": 1.0 for diagnosis in diagnoses})
         if self.ended_by is None:
-            self.ended_by = next((d for d in diagnoses if d.severity in self._ends or d.id in self._ids), None)
+            self.ended_by = next((d for d in diagnoses if stops or d.severity in self._ends), None)
 
     def _report(self, diagnoses: list[Diagnosis], **where: int) -> None:
         for each in diagnoses:

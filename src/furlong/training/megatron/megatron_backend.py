@@ -167,7 +167,7 @@ class MegatronBackend(PipelinedBackend):
 
         chunks = self._models[model]
         if self.settings.hooks.before_log_probs is not None:
-            self.settings.hooks.before_log_probs(chunks, "" if model in REPLAYED else f"{model}_")
+            self.settings.hooks.before_log_probs(list(chunks), "" if model in REPLAYED else f"{model}_")
         replay = self._router_replay(model, micros)
         with torch.no_grad():
             passes = self._pipeline.run(chunks, micros, keep, StatsRequest(entropy), forward_only=True, replay=replay)
@@ -202,7 +202,7 @@ class MegatronBackend(PipelinedBackend):
         """Call the user's hook with this rank's chunks, the optimizer and its schedule; gradients are zero."""
         if self.settings.hooks.before_step is not None:
             self._zero_gradients()
-            self.settings.hooks.before_step(rollout_id, step, self._chunks, self.optimizer, self.schedule)
+            self.settings.hooks.before_step(rollout_id, step, list(self._chunks), self.optimizer, self.schedule)
 
     def _zero_gradients(self) -> None:
         for chunk in self._chunks:
