@@ -181,7 +181,8 @@ def _changes(cell: Cell, folder: Path, data: Path) -> dict[str, Any]:
         what |= {"eval_prompt_data": ["own", data]}
     return {
         "num_rollout": STEPS, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4,
-        "input_key": "prompt", "hang_timeout": 8, "on_hang": "stop", "reward_timeout": 5 if cell.kind == "hang" else 20,
+        "input_key": "prompt", "hang_timeout": 8, "on_hang": "stop-user-code" if cell.kind == "hang" else "stop",
+        "reward_timeout": 5 if cell.kind == "hang" else 20,
         "hook_import_timeout": 6 if cell.kind == "import hang" else 30,
         "save": folder / "save", "save_interval": 1,
     } | what  # fmt: skip
@@ -206,7 +207,7 @@ def _faults(cell: Cell, folder: Path, code: int | None, log: str) -> list[str]:
         faults.append("the error does not name the file")
     elif not is_complete and not is_lineless(cell) and not LINE.search(log):
         faults.append("the error names no line")
-    is_harmless = cell.name in HARMLESS or cell.name in HARMLESS_FOR.get(cell.hook, ())
+    is_harmless = cell.name in (*HARMLESS, *HARMLESS_FOR.get(cell.hook, ()), *(BUILDING if cell.at_import else ()))
     if is_complete and is_harmless:
         pass
     elif is_complete and cell.name in UNDONE:

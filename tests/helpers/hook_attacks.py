@@ -61,6 +61,7 @@ ATTACKS: Mapping[str, str] = {
     "alarm": "signal.setitimer(signal.ITIMER_REAL, 0.05); time.sleep(1)",
     "SIGTERM ignored": "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getpid(), 15)",
     "stdout": "sys.stdout = sys.stderr = None",
+    "stdout replaced": "sys.stdout = sys.stderr = object()",
     "excepthook": "sys.excepthook = None",
     "quit": "quit()",
     "exit code 3": "os._exit(3)",

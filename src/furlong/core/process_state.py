@@ -227,7 +227,7 @@ class ProcessState:
             yield f"it closed descriptor {number} ({STANDARD.get(number, 'a file of furlong')})"
         for name in self._streams:
             if not _is_open(name):
-                yield f"it closed sys.{name}"
+                yield f"it closed sys.{name}, or replaced it by an object that is no stream"
         for name in self._hooks:
             if not callable(getattr(sys, name, None)):
                 yield f"it removed sys.{name}"
@@ -389,8 +389,11 @@ def _current_umask() -> int:
 
 
 def _is_open(name: str) -> bool:
+    """Whether `sys.stdout` or `sys.stderr` can be written to, whatever object it is."""
     stream = getattr(sys, name, None)
-    return stream is not None and not getattr(stream, "closed", False)
+    return all(callable(getattr(stream, each, None)) for each in ("write", "flush")) and not getattr(
+        stream, "closed", False
+    )
 
 
 def _shown(value: object) -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -157,17 +157,16 @@ class HangWatchdog:
     def _user_code(self) -> str | None:
         """Return where user code stands that the run waits for; None if it waits for something else.
 
-        A function that keeps asking the engine is not waited for, and neither is one whose requests are in the engine.
+        A function that keeps asking the engine is not waited for, nor is one beside others whose requests are in the
+        engine. Ranks on other machines may be in user code at the time of a look, as progress within a step is not
+        seen.
         """
         if heartbeat.notes().get("request", 0) > self._requests:
             return None
         if (place := running_user_code()) is not None:
             return place
-        own = [wait for wait in self._user_waits() if wait.is_user and not wait.for_engine]
-        if own:
-            return str(own[0])
-        activities = map(rank_activity, self._other_stacks().values())
-        return next((each.where for each in activities if each is not None and each.is_user), None)
+        waits = list(self._user_waits())
+        return str(waits[0]) if waits and not any(wait.for_engine for wait in waits) else None
 
     def _await_lock(self) -> None:
         """Have the stacks printed, and the process exit without --on-hang warn, if this is not called again in time.
@@ -364,6 +363,7 @@ def busy_in(thread_name: str) -> str | None:
 def _busy_frames(thread_name: str) -> tuple[FrameType, FrameType] | None:
     """Return the frame of `busy_in`, and the innermost one."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
+    frames.pop(threading.get_ident(), None)  # a cycle with this function's own frame would keep all of them
     for thread in threading.enumerate():
         if not thread.name.startswith(thread_name) or thread.ident not in frames:
             continue
@@ -420,7 +420,6 @@ class RankActivity:
     where: str
     caller: str
     waits: bool
-    is_user: bool = False
 
     def text(self) -> str:
         """Describe it, as in `waits in all_reduce (...), from optim_step (...)`."""
@@ -439,15 +438,8 @@ def rank_activity(stacks: str) -> RankActivity | None:
             where=_frame_place(frames[0]),
             caller="" if caller is None else _frame_place(caller),
             waits=any(part in frames[0][0] for part in WAITS),
-            is_user=_is_in_user_code(path for path, _, _ in frames),
         )
     return None
-
-
-def _is_in_user_code(paths: Iterable[str]) -> bool:
-    """Return whether user code is called: the innermost frame outside of libraries is in a file of the user."""
-    own = next((path for path in paths if not is_library_file(path)), None)
-    return own is not None and is_user_file(own)
 
 
 def describe_ranks(stacks: Mapping[str, str]) -> str:

@@ -21,7 +21,8 @@ from furlong.machine import MemoryUse
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
-TAKEN = 0.1  # fraction of the limit that user code took since it was called
+FULL = 0.85  # fraction of the limit from which on growth counts
+TAKEN = 0.1  # fraction of the limit that this process took since
 ENDED = 1  # exit code
 GIB = 2**30
 
@@ -31,10 +32,10 @@ def _own_bytes() -> int:
 
 
 class MemoryWatchdog:
-    """Looks at memory while user code runs, from a thread of its own. Use as a context manager around the run.
+    """Looks at memory from a thread of its own. Use as a context manager around the run.
 
-    The run ends if less than `reserve` of the machine's or control group's memory is left, and this process grew by
-    `TAKEN` of it while threads executed user code without interruption. `end` does not return.
+    The run ends if less than `reserve` of the machine's or control group's memory is left, this process grew by `TAKEN`
+    of it since `FULL` was in use, and a thread executes user code. `end` does not return.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MemoryWatchdog:
     ) -> None:
         self._reserve, self._observer, self._machine, self._own_bytes = reserve, observer, machine, own_bytes
         self._end = end or _end
-        self._before: int | None = None  # bytes of this process when user code began
+        self._before: int | None = None  # bytes of this process at the last look below `FULL`
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,15 +72,14 @@ class MemoryWatchdog:
 
     def _is_too_much(self) -> bool:
         """Look once; report user code that took the last memory."""
-        place = running_user_code()
-        if place is None:
-            self._before = None
+        use = self._machine()
+        if use is None:
             return False
-        own = self._own_bytes()
-        if self._before is None:
-            self._before = own
-        use, grown = self._machine(), own - self._before
-        if use is None or use.share <= 1 - self._reserve or grown < TAKEN * use.limit:
+        if self._before is None or use.share < FULL:
+            self._before = self._own_bytes()
+            return False
+        grown = self._own_bytes() - self._before
+        if use.share <= 1 - self._reserve or grown < TAKEN * use.limit or (place := running_user_code()) is None:
             return False
         message = (
             f"{place} took {grown / GIB:.1f} GiB, and {use.whose} has {(use.limit - use.used) / GIB:.1f} of "

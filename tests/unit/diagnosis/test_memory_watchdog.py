@@ -27,11 +27,11 @@ class Recorded(Unobserved):
 )
 def test_only_user_code_that_took_much_and_leaves_little_ends_the_run(left, grown, runs, ends):
     observer, begun, over = Recorded(), threading.Event(), list[bool]()
-    sizes = iter([2 * GIB])
+    sizes, used = iter([2 * GIB]), iter([50])
     watchdog = MemoryWatchdog(
         reserve=0.02,
         observer=observer,
-        machine=lambda: MemoryUse(int((100 - left) * GIB), 100 * GIB, "the machine"),
+        machine=lambda: MemoryUse(int(next(used, 100 - left) * GIB), 100 * GIB, "the machine"),
         own_bytes=lambda: next(sizes, (2 + grown) * GIB),
     )
 

@@ -185,9 +185,9 @@ class FaultFlags:
     )
     hook_memory_reserve: float = flag(
         0.02,
-        "Fraction of the memory of the machine or control group that functions of yours leave: one that has taken a "
-        "tenth of it since it was called, and leaves less, ends the run with its line, before the kernel ends a "
-        "process; 0 disables the check.",
+        "Fraction of the memory of the machine or control group that functions of yours leave: one that runs when less "
+        "is left, and this process took the last tenth, ends the run with its line, before the kernel ends a process; "
+        "0 disables the check.",
         within="[0, 0.5]",
     )
     on_diagnosis: Literal["warn", "stop", "strict"] = flag(
