@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import logging
@@ -43,9 +44,11 @@ def fatal_signals_print_stacks() -> Generator[None]:
 def exit_within(seconds: float, code: int) -> None:
     """Exit with `code` after `seconds` at the latest, whatever user code still runs.
 
-    The interpreter waits at its end for threads that are not daemons, and for pools of processes.
+    The interpreter waits at its end for threads that are not daemons, and for pools of processes. `Thread.start` would
+    wait for ever if memory does not suffice for the thread.
     """
-    threading.Thread(target=_exit_after, args=(seconds, code), name="furlong-exit", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        _thread.start_new_thread(_exit_after, (seconds, code))
 
 
 def _exit_after(seconds: float, code: int) -> None:

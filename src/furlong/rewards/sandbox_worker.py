@@ -71,9 +71,11 @@ def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
     args = SandboxArgs(setup["args"], setup["omitted"])
     try:
         asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, asyncio.CancelledError) as error:
         if str(error) == LOOP_STOPPED:
             what = "stopped the event loop of its process; do not call stop()"
+        elif isinstance(error, asyncio.CancelledError):
+            what = "cancelled the tasks of its process; cancel only those that it starts"
         elif isinstance(error, OSError) and error.errno == errno.EBADF:
             what = "closed descriptors of its process; close only those that it opens"
         else:
@@ -131,8 +133,11 @@ async def _serve(call: _RewardCall, source: int) -> None:
 
 def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
     """Read frames in a separate thread, to notice the end of the driver while user code runs."""
-    while (request := _read(source)) is not None:
-        loop.call_soon_threadsafe(requests.put_nowait, request)
+    try:
+        while (request := _read(source)) is not None:
+            loop.call_soon_threadsafe(requests.put_nowait, request)
+    except OSError:  # user code closed the pipe
+        exit_process(1)
     exit_process(0)
 
 
