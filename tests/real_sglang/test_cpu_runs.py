@@ -13,8 +13,10 @@ import pytest
 from transformers import Glm4Config, Qwen3Config
 
 import killing_reward
+import streaming_agents
 from diagnosed_runs import events
 from furlong.config.passthrough import LISTS
+from furlong.sessions.tree import TreeNode
 from runs import REPOSITORY
 from sglang_on_cpu import FLAGS, skip_without_it, visible
 from sglang_runs import ROLLOUTS, WHOLE, run, write_wide
@@ -33,11 +35,30 @@ def sglang() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.parametrize("config", [Qwen3Config, Glm4Config])
-def test_a_server_of_two_processes_has_its_shares_of_every_tensor(sglang, tmp_path, config):
+def test_a_server_of_two_processes_has_its_shares_of_every_tensor_and_streams_answers(sglang, tmp_path, config):
     sglang.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     pair = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-    trained = run(write_wide(tmp_path / "model", WIDTH, config=config), tmp_path, max_gap=MAX_GAP, **FLAGS, **pair)
+    streams = streaming_agents.flags(tmp_path) if config is Qwen3Config else {}
+    model = write_wide(tmp_path / "model", WIDTH, config=config)
+    trained = run(model, tmp_path, max_gap=MAX_GAP, **FLAGS, **pair, **streams)
     assert trained.proofs == [WHOLE] * (ROLLOUTS + 1)
+    if streams:
+        check_streams(streaming_agents.SEEN, streaming_agents.LEFT)
+
+
+def check_streams(seen: list[streaming_agents.Streamed], left: list[TreeNode]) -> None:
+    """Each piece arrived before the answer was complete, and SGLang aborted the answers whose client left."""
+    assert {each.path for each in seen} == {"chat/completions", "messages", "responses"}
+    for each in seen:
+        assert each.answer.reply is not None
+        assert each.text == each.answer.reply["content"]
+    longest = {path: max((e for e in seen if e.path == path), key=lambda e: len(e.answer.sampled)) for path in
+               {each.path for each in seen}}  # fmt: skip
+    assert all(each.num_early >= len(each.answer.sampled) // 2 >= 4 for each in longest.values())
+    cut = [node for node in left if node.is_cut]
+    assert len(cut) == ROLLOUTS * 4
+    assert all(node.completion.finish_reason == "abort" for node in cut)
+    assert sum(len(node.sampled) for node in cut) < len(cut) * streaming_agents.MAX_TOKENS / 2
 
 
 def test_a_killed_server_is_started_again_behind_the_router_and_has_the_weights(sglang, tmp_path):
