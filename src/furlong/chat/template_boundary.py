@@ -39,6 +39,10 @@ _TOOL: dict[str, Any] = {
 }
 
 
+class RewrittenError(MessageError):
+    """The template renders an answer otherwise once messages follow, so that nothing can be appended to it."""
+
+
 @dataclass(frozen=True)
 class Extension:
     """What the template writes after an answer. closing: to its end; rest: the new messages and what opens an answer.
@@ -164,7 +168,7 @@ class ChatFormat:
         other = self.decode(ends[1][:1])
         if len(ends[0]) == 1 and ends[1] and other in self._special and whole.startswith(other):
             return Extension(closing, whole[len(other) :])
-        raise MessageError(
+        raise RewrittenError(
             f"the chat template ends an answer with {closing[:60]!r}, but with {whole[:60]!r} if messages follow"
         )
 
@@ -207,7 +211,7 @@ class ChatFormat:
         text = self.render([*before, marked, *new], tools=tools, opens_answer=opens_answer, kwargs=kwargs)
         _, found, tail = text.partition(MARK)
         if not found:
-            raise MessageError("the chat template does not write the text of the last answer")
+            raise RewrittenError("the chat template does not write the text of the last answer")
         return tail
 
     # -- proof -------------------------------------------------------------------------------------------------
@@ -226,19 +230,16 @@ class ChatFormat:
 
     def _prove(self) -> Proof:
         reasons: dict[tuple[bool, str], str] = {}
-        rendered: set[tuple[bool, str]] = set()
         for conversation in _conversations(NUM_TRIALS):
             case = (conversation.tools is not None, conversation.role)
             if case in reasons:
                 continue
             try:
                 problem = self._problem(conversation)
-            except MessageError as error:
-                problem = None if case in rendered else str(error)  # some templates reject some orders of roles
-                if problem and case not in rendered:
-                    continue
-            else:
-                rendered.add(case)
+            except RewrittenError as error:  # some templates do not write tool calls; those answers are never extended
+                problem = None if conversation.answer.get("tool_calls") else str(error)
+            except MessageError:  # some templates reject some orders of roles
+                continue
             if problem:
                 reasons[case] = problem
         return Proof(reasons)

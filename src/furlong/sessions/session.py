@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -19,7 +20,7 @@ from furlong.chat.messages import CheckedMessages, KeyFunction, Message, checked
 from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
 from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
 from furlong.chat.prompt_size import num_chars
-from furlong.chat.template_boundary import ChatFormat
+from furlong.chat.template_boundary import ChatFormat, RewrittenError
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
 from furlong.errors import RolloutError
@@ -299,7 +300,8 @@ class Session:
             for node in candidates:
                 new = request.messages[node.num_messages :]
                 if not proof.problem(new, has_tools=bool(tools)):
-                    return self._appended(node, new, tools, kwargs)
+                    with contextlib.suppress(RewrittenError):  # this answer's calls, for example: all is rendered
+                        return self._appended(node, new, tools, kwargs)
         text = self.chat_format.render(request.messages, tools=tools, kwargs=kwargs)
         if self.settings.history == "template":
             for i, node in enumerate(candidates):
@@ -430,7 +432,10 @@ class Session:
 
 async def _turn() -> None:
     """Wait until it is this session's turn: answers that arrive at once must not hold the event loop."""
-    await _turns.setdefault(asyncio.get_running_loop(), Turns()).wait(TURN_S)
+    loop = asyncio.get_running_loop()
+    if (turns := _turns.get(loop)) is None:
+        turns = _turns[loop] = Turns()
+    await turns.wait(TURN_S)
 
 
 def _reply(node: TreeNode, message: Message) -> Reply:

@@ -37,6 +37,8 @@ def test_a_template_that_moves_its_tools_is_not_proven_with_tools():
         "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
         "{% for m in messages %}[{{ m.role }}{% if loop.last %}!{% endif %}]{{ m.content }}{% endfor %}",
         "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.revindex < 3 else '...' }}{% endfor %}",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last %} (now){% endif %}<end>{% endfor %}",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content if m.role != 'assistant' }}{% endfor %}",
     ],
 )
 def test_a_template_that_rewrites_earlier_text_is_not_proven(source):

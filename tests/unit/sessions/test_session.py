@@ -11,6 +11,7 @@ import pytest
 
 from chat_zoo import TEMPLATES, TOOLS, Script, bpe_tokenizer
 from furlong.chat.messages import MessageError
+from furlong.chat.parsers.registry import PARSERS
 from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
@@ -229,6 +230,34 @@ def test_a_template_that_moves_its_tools_branches_instead_of_training_on_other_i
         add_generation_prompt=True,
         return_dict=False,
     )
+
+
+def test_a_template_that_marks_the_last_message_branches():
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last %} (now){% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    script = Script(bpe_tokenizer("plain"), "one", "two")
+    chat_format = ChatFormat(script.tokenizer, chat_template=source)
+    session = Session(chat_format, script, name="s", params=SamplingParams())
+    talk(session, 2)
+    assert (len(session.tree.leaves()), session.tree.branch_reasons) == (2, {"stripped": 1})
+    assert script.tokenizer.decode(script.asked[1]).count("(now)") == 1
+
+
+def test_a_conversation_continues_if_the_template_does_not_write_tool_calls():
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    script = Script(bpe_tokenizer("plain"), call, "3")
+    session = session_of(script, settings=SessionSettings(parser=PARSERS["hermes"]))
+
+    async def main() -> None:
+        reply = await session.chat([USER], tools=TOOLS)
+        assert reply.tool_calls
+        await session.chat([USER, reply.message, {"role": "tool", "content": "4 it is"}], tools=TOOLS)
+
+    asyncio.run(main())
+    assert "4 it is" in script.tokenizer.decode(script.asked[1])
+    assert session.tree.branch_reasons == {"stripped": 1}
 
 
 def test_token_ids_attach_to_the_same_tree():
