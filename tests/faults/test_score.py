@@ -6,6 +6,7 @@ import pytest
 
 from diagnosis_score import Outcome, case, healthy_line, score_table, wrong_lines
 from faults import (
+    score_agents,
     score_blind,
     score_doctor,
     score_folders,
@@ -34,6 +35,7 @@ FAST = [
     *score_messages.CASES,
     *score_messages.NOISY,
     *score_folders.CASES,
+    *score_agents.METRICS,
     *STRANGERS,
     *HEALTHY,
 ]
