@@ -5,9 +5,10 @@
 
 `sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. The agents over
 HTTP are in another process (`lean_clients.py`). The first two rows have no time between turns, so that they show how
-many turns a second the process manages; in the last two a tool takes --tool-ms on average after each turn, and they
-show the time of a turn at the same load. Columns: turns per second, CPU time of this process per turn, median and 99th
-percentile of a turn in ms, longest time in ms that the event loop was held, memory in MiB before, and after by before.
+many turns a second the process manages. In the other pairs a tool takes --tool-ms on average after each turn, and
+episodes do not begin at once, so that they show the time of a turn at the same load. Columns: turns per second, CPU
+time of this process per turn, median and 99th percentile of a turn in ms, longest time in ms that the event loop was
+held, memory in MiB before, and after by before.
 
 `cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine, once
 for each hidden size of --widths. Columns: prefilled tokens by new ones, ms of the first turns after the first and of
@@ -33,7 +34,7 @@ from typing import Any
 
 import psutil
 import torch
-from lean_clients import QUESTION, next_question, tool_time
+from lean_clients import QUESTION, next_question, start_time, tool_time
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from furlong.chat.template_boundary import ChatFormat
@@ -169,6 +170,7 @@ class _SessionBench:
     async def chat(self, policy: Policy) -> list[float]:
         """Play an episode in process; return the seconds of its turns."""
         messages, seconds = list[Any]([{"role": "user", "content": QUESTION}]), list[float]()
+        await asyncio.sleep(start_time(self.arguments.tool_ms / 1000))
         for turn in range(self.arguments.turns):
             began = time.perf_counter()
             message = (await policy.chat(messages)).message
@@ -225,7 +227,7 @@ def compare_sessions(arguments: argparse.Namespace) -> None:
     """Print one line for each way to talk to the policy, without and with tools that take time."""
     names = ("turns/s", "CPU ms", "median ms", "p99 ms", "blocked ms", "MiB before", "after")
     print(f"{'':26}" + "".join(f"{name:>12}" for name in names))
-    for tool_ms in dict.fromkeys((0.0, arguments.tool_ms)):
+    for tool_ms in dict.fromkeys((0.0, *arguments.tool_ms)):
         chosen = argparse.Namespace(**{**vars(arguments), "tool_ms": tool_ms})
         for name, over_http in (("policy().chat", False), ("session over HTTP", True)):
             *columns, after = asyncio.run(measure_sessions(chosen, over_http=over_http))
@@ -296,7 +298,7 @@ def add_commands(commands: Any) -> None:
     sessions.add_argument("--at-a-time", type=int, default=512)
     sessions.add_argument("--turns", type=int, default=6)
     sessions.add_argument("--engine-ms", type=float, default=5.0)
-    sessions.add_argument("--tool-ms", type=float, default=1000.0)
+    sessions.add_argument("--tool-ms", type=float, nargs="*", default=(1000.0, 400.0))
     sessions.set_defaults(run=compare_sessions)
     cache = commands.add_parser("cache", help="the prefix cache against none")
     cache.add_argument("--turns", type=int, default=200)

@@ -26,6 +26,11 @@ def tool_time(mean_s: float) -> float:
     return mean_s * random.uniform(0.5, 1.5)
 
 
+def start_time(tool_s: float) -> float:
+    """Return the seconds until an episode's first turn, so that episodes do not begin at once."""
+    return random.uniform(0.0, tool_s)
+
+
 def next_question(turn: int) -> str:
     """Return what a tool answers."""
     return f"{turn}+4="
@@ -81,6 +86,7 @@ async def play(url: str, turns: int, tool_s: float) -> list[float]:
         "Content-Type: application/json\r\nContent-Length: "
     ).encode()
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    await asyncio.sleep(start_time(tool_s))
     for turn in range(turns):
         began = time.perf_counter()
         reply = orjson.loads(await connection.post(head, orjson.dumps({"messages": messages})))
