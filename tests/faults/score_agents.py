@@ -88,7 +88,7 @@ PLAYED = (
     _played("agents that never ask", "AGT07", SERVES, faulty_agents.answers_by_itself, fails=True, remedy="base_url"),
     _played("environments that the kernel ends", "AGT08", ENVIRONMENT, faulty_agents.OutOfMemory,
             remedy="--env-workers", env_workers=["process", "2"], rollout_batch_size=4),
-    _played("an agent function that exits", "AGT08", SERVES, faulty_agents.exits_its_process,
+    _played("an agent function that reads a truncated map", "AGT08", SERVES, faulty_agents.reads_a_truncated_map,
             remedy="the process of the environment ended", env_workers=["process", "2"], rollout_batch_size=4),
 )  # fmt: skip
 
