@@ -57,6 +57,12 @@ class SamplingParams:
     return_routed_experts: bool = False
     prefix_key: str | None = None
 
+    def for_request(self, max_new_tokens: int, sampling_seed: int | None) -> SamplingParams:
+        """Return a copy with these values. `dataclasses.replace` takes ten times as long, for every request."""
+        params = object.__new__(SamplingParams)
+        vars(params).update(vars(self), max_new_tokens=max_new_tokens, sampling_seed=sampling_seed)
+        return params
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -1,13 +1,17 @@
-"""Where user code blocks the event loop."""
+"""Where user code blocks the event loop, and coroutines that end together."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
+from collections.abc import Coroutine, Iterable
 from types import FrameType
+from typing import Any, TypeVar
 
 from furlong.core.user_code import is_user_file
+
+T = TypeVar("T")
 
 
 class LoopProbe:
@@ -57,3 +61,23 @@ def place_of(frame: FrameType) -> str:
     """Return `function (file:line)` of a frame."""
     code = frame.f_code
     return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+
+
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results in order.
+
+    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates.
+
+    >>> async def plus_one(number: int) -> int:
+    ...     return number + 1
+    >>> asyncio.run(gather_or_cancel(map(plus_one, [1, 2])))
+    [2, 3]
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            if not task.cancelling():  # a second cancel would interrupt its cleanup
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
@@ -250,6 +250,11 @@ def _is_json(value: Any) -> bool:
 
 def _or_roles(sample: Sample) -> str:
     return f", or return a dict by role, with a key {sample.metadata[ROLE]!r}" if ROLE in sample.metadata else ""
+
+
+def metadata_keys(samples: Iterable[Sample]) -> set[str]:
+    """Return the keys that the metadata of any sample has."""
+    return set[str]().union(*(sample.metadata for sample in samples))
 
 
 def scalar_reward(sample: Sample, reward_key: str | None) -> float:

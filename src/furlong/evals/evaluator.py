@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from time import monotonic
 
+from furlong.core.event_loop import gather_or_cancel
 from furlong.core.sample import Group, Sample
 from furlong.evals.eval_records import EvalFile, Record, records_of
 from furlong.evals.eval_summary import EvalSummary, summarize
 from furlong.inference.chat_endpoint import ChatEndpoint
 from furlong.rollout.episode_load import RewardWait
 from furlong.rollout.eval_rollout import EvalSet
-from furlong.rollout.generate import gather_or_cancel, run_group, session_of
+from furlong.rollout.generate import run_group, session_of
 from furlong.wiring.evaluation_parts import Evaluation
 
 Progress = Callable[[str, int, int], None]

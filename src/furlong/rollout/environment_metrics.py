@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from furlong.core.metric import Metrics, mean, total
-from furlong.core.sample import Sample, Status, scalar_reward
+from furlong.core.sample import Sample, Status, metadata_keys, scalar_reward
 from furlong.environments.sample_keys import ENVIRONMENT, FAILED_PARTS, INFO, PARTS
 from furlong.sessions.samples import LEAF, TURNS
 
@@ -19,6 +19,8 @@ def environment_metrics(samples: Sequence[Sample], reward_key: str | None = None
     `env/NAME/truncated_ratio`, the parts of the reward as `env/NAME/reward/PART`, and the numbers that its steps
     recorded as `env/NAME/info/KEY`. Parts are also reported over all environments, as `reward/PART`.
     """
+    if metadata_keys(samples).isdisjoint((ENVIRONMENT, PARTS, FAILED_PARTS)):
+        return {}
     episodes = [sample for sample in samples if LEAF not in sample.metadata]
     by_name: dict[str, list[Sample]] = defaultdict(list)
     for sample in episodes:

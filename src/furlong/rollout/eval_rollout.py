@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from furlong.core.event_loop import gather_or_cancel
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.sample import Group, Sample
 from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.generate import Generation, gather_or_cancel, run_group
+from furlong.rollout.generate import Generation, run_group
 from furlong.rollout.sample_metrics import SampleReport, eval_metrics, evaluation_data
 
 

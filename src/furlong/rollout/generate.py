@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_, itemgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Function, Hooks, accepted_keywords
+from furlong.core.event_loop import gather_or_cancel
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
@@ -49,10 +50,9 @@ from furlong.sessions.session import SessionSettings
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.session_server import SessionServer
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
+UNFINISHED = (Status.PENDING, Status.ABORTED)  # a tuple: user code may set the value instead of the member
 MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
 
 
@@ -141,7 +141,7 @@ def continuation(sample: Sample, generation: Generation) -> SamplingParams:
             f"{generation.max_context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
         )
     seed = None if sample.seed is None else seed_of_part(sample.seed, sample.response_length)
-    return dataclasses.replace(generation.params, max_new_tokens=max(room, 0), sampling_seed=seed)
+    return generation.params.for_request(max(room, 0), seed)
 
 
 def append_completion(sample: Sample, completion: Completion) -> None:
@@ -170,7 +170,7 @@ async def generate_turn(
     complete already, in a partial group, stays unchanged. `cut_at`: response length at which the sample is left
     aborted, as if the engine had aborted it.
     """
-    while sample.status in (Status.PENDING, Status.ABORTED):
+    while sample.status in UNFINISHED:
         params = continuation(sample, generation)
         if cut_at is not None and sample.response_length >= cut_at:
             sample.status = Status.ABORTED
@@ -209,21 +209,36 @@ async def generate_sample(
     rollout_id: int,
     continues: Callable[[], bool],
     cut_at: int | None = None,
+    began: Callable[[], object] | None = None,
 ) -> list[Sample]:
-    """Run generation and hooks for one sample; a custom function may fan it out into several.
+    """Run generation and hooks for one sample, when an episode may start; a custom function may fan it out.
 
     A custom function that raises, and generation longer than `timeout_s`, make the sample FAILED with the reason; a
     TimeoutError of the function counts as timed out, too. Engine errors propagate. A finished sample stays unchanged.
     """
-    if sample.status not in (Status.PENDING, Status.ABORTED):
+    if sample.status not in UNFINISHED:
         return [sample]
+    await generation.load.begin_episode()
+    try:
+        if began is not None:
+            began()
+        produced = await _produce(sample, generation, continues, cut_at)
+        if not generation.hooks.rollout_sample_hook:
+            return produced
+        return [await _run_hooks(each, generation, rollout_id) for each in produced]
+    finally:
+        generation.load.end_episode()
+
+
+async def _produce(
+    sample: Sample, generation: Generation, continues: Callable[[], bool], cut_at: int | None
+) -> list[Sample]:
     prompt, started = sample.tokens[: sample.prompt_length], monotonic()
     try:
         async with asyncio.timeout(generation.timeout_s):
             if (function := generation.function_of(sample)) is None:
-                produced = [await generate_turn(sample, generation, continues, cut_at)]
-            else:
-                produced = await _generate_reissued(function, sample, generation, continues)
+                return [await generate_turn(sample, generation, continues, cut_at)]
+            return await _generate_reissued(function, sample, generation, continues)
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
@@ -233,7 +248,6 @@ async def generate_sample(
         kind = "timed_out" if isinstance(error.cause, TimeoutError) else "failed"
         kind = "infra" if isinstance(error.cause, InfraError) else kind
         return [_failed(sample, prompt, Outcome(kind, reason=f"generate raised {reason}", stage="generate"))]
-    return [await _run_hooks(each, generation, rollout_id) for each in produced]
 
 
 async def _generate_reissued(
@@ -362,7 +376,7 @@ async def run_group(
     """
     with wait.phase(generating=1):
         produced = await gather_or_cancel(
-            _episode(
+            generate_sample(
                 sample,
                 generation,
                 rollout_id=rollout_id,
@@ -377,21 +391,6 @@ async def run_group(
         with wait.phase(scoring=1):
             await score(group.samples, generation)
     return group
-
-
-async def _episode(
-    sample: Sample, generation: Generation, *, began: Callable[[], object] | None, **how: Any
-) -> list[Sample]:
-    """Generate a sample when an episode may start; a finished sample stays unchanged."""
-    if sample.status not in (Status.PENDING, Status.ABORTED):
-        return [sample]
-    await generation.load.begin_episode()
-    try:
-        if began is not None:
-            began()
-        return await generate_sample(sample, generation, **how)
-    finally:
-        generation.load.end_episode()
 
 
 async def score(samples: Sequence[Sample], generation: Generation) -> None:
@@ -429,8 +428,11 @@ async def _score(unscored: list[Sample], generation: Generation) -> None:
     before = [_watched(vars(sample)) for sample in unscored]
     with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
         outcomes = await generation.reward(unscored)
-    for sample, given, fields in zip(unscored, outcomes, before, strict=True):
-        outcome = _checked_outcome(sample, fields, given, generation.vocab_size)
+    after = [_watched(vars(sample)) for sample in unscored]
+    is_untouched = all(map(is_, chain.from_iterable(before), chain.from_iterable(after)))
+    for sample, outcome, fields in zip(unscored, outcomes, before, strict=True):
+        if not is_untouched or sample.status in UNFINISHED:
+            outcome = _checked_outcome(sample, fields, outcome, generation.vocab_size)
         sample.outcome = outcome
         if outcome.kind == "scored":
             sample.reward = outcome.reward
@@ -450,12 +452,12 @@ def _checked_outcome(sample: Sample, watched: tuple[Any, ...], outcome: Outcome,
     watched: the fields `_watched` before the call. Objects of unchanged fields are the same.
     """
     is_same = list(map(is_, _watched(vars(sample)), watched))
-    if all(is_same) and sample.status not in (Status.PENDING, Status.ABORTED):
+    if all(is_same) and sample.status not in UNFINISHED:
         return outcome
     before = dict(zip((*_COLUMNS, *_IDENTITY), watched, strict=True))
     source = "--custom-rm-path: the reward function"
     try:
-        if sample.status in (Status.PENDING, Status.ABORTED):
+        if sample.status in UNFINISHED:
             raise RolloutError(
                 f"{source} set the status of sample {sample.index} to {str(sample.status)!r}; set remove_sample to "
                 "exclude a sample from training, or raise an exception if it cannot be scored"
@@ -481,23 +483,3 @@ def is_finished(group: Group) -> bool:
 def has_failed(group: Group) -> bool:
     """Return whether every sample of the group failed."""
     return all(sample.status is Status.FAILED for sample in group.samples)
-
-
-async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order.
-
-    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates.
-
-    >>> async def plus_one(number: int) -> int:
-    ...     return number + 1
-    >>> asyncio.run(gather_or_cancel(map(plus_one, [1, 2])))
-    [2, 3]
-    """
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            if not task.cancelling():  # a second cancel would interrupt its cleanup
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.outcome import Outcome
-from furlong.core.sample import ROLE, ROLE_GROUP, UNNAMED_ROLE, Group, Sample, Status, scalar_reward
+from furlong.core.sample import ROLE, ROLE_GROUP, UNNAMED_ROLE, Group, Sample, Status, metadata_keys, scalar_reward
 from furlong.sessions.samples import ROLES
 
 
@@ -26,7 +26,7 @@ def role_of(sample: Sample) -> str:
 
 def has_roles(samples: Iterable[Sample]) -> bool:
     """Return whether any sample has a role."""
-    return any(ROLE in sample.metadata or ROLE_GROUP in sample.metadata for sample in samples)
+    return not metadata_keys(samples).isdisjoint((ROLE, ROLE_GROUP))
 
 
 def baseline_groups(samples: Sequence[Sample], group_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -38,6 +38,8 @@ def baseline_groups(samples: Sequence[Sample], group_ids: Sequence[int]) -> NDAr
 
 def completions_of_roles(samples: Sequence[Sample], rollout_ids: Sequence[int]) -> NDArray[np.int64]:
     """Return a number for each sample that is equal for samples of one role in one completion, [N]."""
+    if not has_roles(samples):
+        return _numbered(rollout_ids)
     return _numbered([(number, role_of(sample)) for number, sample in zip(rollout_ids, samples, strict=True)])
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from furlong.config.hooks import Hooks
 from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
-from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, scalar_reward
+from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, metadata_keys, scalar_reward
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import DataError
 from furlong.rollout.environment_metrics import environment_metrics, part_metrics
@@ -275,6 +275,8 @@ def _outcomes(samples: Sequence[Sample]) -> Metrics:
 def _episode_ends(samples: Sequence[Sample]) -> Metrics:
     """Count episodes by what ended them, other than the agent itself: each kind that occurred."""
     counts: Counter[str] = Counter()
+    if metadata_keys(samples).isdisjoint((LIMIT, AGENT_ERROR, SILENT, REISSUED, EPISODE)):
+        samples = [s for s in samples if s.outcome is not None and s.outcome.stage == "generate"]
     for s in samples:
         if LEAF in s.metadata:  # of the same episode as the last leaf
             continue

@@ -20,7 +20,7 @@ from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_load import RewardWait
 from furlong.rollout.eval_rollout import EvalSet
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generate import Generation, gather_or_cancel
+from furlong.rollout.generate import Generation
 from furlong.rollout.train_batch import Conversion
 
 
@@ -118,33 +118,6 @@ def test_rewards_between_two_rounds_of_groups_count(clock: Clock) -> None:
 def test_an_evaluation_is_timed_separately(clock: Clock) -> None:
     seen = values(asyncio.run(timed(clock, generate_s=1, reward_s=10).evaluate(0)))
     assert seen["perf/eval_reward_wait_time"] == 30
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-def test_failure_or_cancellation_leaves_nothing_running(is_cancelled):
-    ended: list[int] = []
-
-    async def work(number: int) -> None:
-        try:
-            if number == 1 and not is_cancelled:
-                raise ValueError("one of three")
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.01)  # what it does about its end is not interrupted
-            ended.append(number)
-
-    async def body() -> None:
-        task = asyncio.create_task(gather_or_cancel(map(work, range(3))))
-        if is_cancelled:
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError if is_cancelled else ValueError):
-            await task
-        assert sorted(ended) == [0, 1, 2]
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(body())
 
 
 def timed_call(function):
