@@ -31,6 +31,7 @@ def hf_to_fp8(words: Sequence[str]) -> int:
     parser.add_argument("--strategy", choices=("block", "channel", "tensor"), default="block", help="what has a scale")
     _option(parser, "--block-size", nargs=2, type=int, metavar="N", help="rows and columns (default: 128 128)")
     _option(parser, "--scale-fmt", choices=("ue8m0",), help="round scales of blocks up to powers of two")
+    _calibration_option(parser)
     _option(parser, "--max-workers", type=int, metavar="N", help="no effect: one file is in memory at a time")
     options = parser.parse_args(words)
     from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
@@ -43,8 +44,10 @@ def hf_to_fp8(words: Sequence[str]) -> int:
     if min(sizes) < 1:
         raise ConfigError(f"--block-size is {sizes[0]} {sizes[1]}, must be two positive integers; use 128 128")
     if options.strategy == "block":
-        return _quantize(options, Fp8Blocks((sizes[0], sizes[1]), is_power_of_two=options.scale_fmt == "ue8m0"))
-    return _quantize(options, Fp8Scaled("tensor" if options.strategy == "tensor" else "channel"))
+        form = Fp8Blocks((sizes[0], sizes[1]), is_power_of_two=options.scale_fmt == "ue8m0")
+    else:
+        form = Fp8Scaled("tensor" if options.strategy == "tensor" else "channel")
+    return _quantize(options, form, calibration=_text(options.calibrate))
 
 
 def hf_to_int4(words: Sequence[str]) -> int:
@@ -55,10 +58,7 @@ def hf_to_int4(words: Sequence[str]) -> int:
         "--observer", choices=("minmax", "mse"), default="minmax",
         help="scale of a group: from its largest magnitude, or the one with the least squared error",
     )  # fmt: skip
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="TEXT",
-        help="choose weights for the inputs of this text (GPTQ); weight updates in training replace them",
-    )  # fmt: skip
+    _calibration_option(parser)
     _option(parser, "--is-symmetric", action="store_true", help="no effect: groups are always symmetric")
     _option(parser, "--max-workers", type=int, metavar="N", help="no effect: one file is in memory at a time")
     _option(
@@ -88,6 +88,13 @@ def dequantize(words: Sequence[str]) -> int:
     from furlong.tools.quantize_folder import dequantize_folder
 
     return _converted(target, "made whole", lambda folder: dequantize_folder(source, folder))
+
+
+def _calibration_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="TEXT",
+        help="choose weights for the inputs of this text (GPTQ); weight updates in training replace them",
+    )  # fmt: skip
 
 
 def _text(path: Path | None) -> str | None:

@@ -1,9 +1,9 @@
-"""Calibrates INT4 weights on a text, decoder layer by decoder layer, with a whole model in memory."""
+"""Calibrates quantized weights on a text, decoder layer by decoder layer, with a whole model in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from furlong.core.quantization.compensation import compensated
-from furlong.core.quantization.int4 import Int4Groups
+from furlong.core.quantization.compensation import Compensable, compensated
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_model import load_config, load_network
 from furlong.models.tokenizer import load_tokenizer
 
-NUM_WINDOWS, WINDOW = 16, 512  # sequences of the text, spread evenly, and their tokens
+MIN_WINDOWS, MAX_WINDOWS = 16, 32  # sequences of the text, spread evenly
+WINDOW = 512  # tokens of each
 
 Parts = Mapping[str, Tensor]
 
@@ -40,7 +40,7 @@ def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dic
     those of fused experts, are left out. Raises ConfigError for a short text, and CheckpointError for values that are
     not finite.
     """
-    form = cast("Int4Groups", scheme.form)
+    form = cast("Compensable", scheme.form)
     ids = _windows(load_tokenizer(folder).encode(text))
     model = load_network(folder, load_config(folder), dtype=torch.float32, attn_implementation="eager").eval()
     layers: Sequence[nn.Module] = cast("Any", model.base_model).layers
@@ -62,18 +62,19 @@ def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dic
 
 
 def _windows(ids: Sequence[int]) -> Tensor:
-    """Return sequences [NUM_WINDOWS, WINDOW] that are spread over the text. Raises ConfigError for a short text."""
-    if len(ids) < NUM_WINDOWS * WINDOW:
+    """Return sequences [windows, WINDOW] that are spread over the text. Raises ConfigError for a short text."""
+    if len(ids) < MIN_WINDOWS * WINDOW:
         raise ConfigError(
-            f"--calibrate has a text of {len(ids):,} tokens; give one of at least {NUM_WINDOWS * WINDOW:,}, such as "
+            f"--calibrate has a text of {len(ids):,} tokens; give one of at least {MIN_WINDOWS * WINDOW:,}, such as "
             "prompts and responses of the task"
         )
-    starts = [(len(ids) - WINDOW) * number // (NUM_WINDOWS - 1) for number in range(NUM_WINDOWS)]
+    number = min(len(ids) // WINDOW, MAX_WINDOWS)
+    starts = [(len(ids) - WINDOW) * window // (number - 1) for window in range(number)]
     return torch.tensor([list(ids[start : start + WINDOW]) for start in starts])
 
 
 class _Captured(Exception):  # noqa: N818  not an error: ends a forward pass
-    """The first layer was called."""
+    """The inputs that were wanted are known."""
 
 
 def _first_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> _LayerCalls:
@@ -90,10 +91,8 @@ def _first_inputs(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tens
 
     handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     for sequence in ids:
-        try:
+        with suppress(_Captured):
             model.base_model(input_ids=sequence[None], use_cache=False)
-        except _Captured:
-            continue
     for handle in handles:
         handle.remove()
     return calls
@@ -125,10 +124,12 @@ def _input_moment(layer: nn.Module, linear: nn.Linear, keywords: dict[str, Any],
     def add(module: nn.Linear, args: tuple[Tensor, ...]) -> None:  # noqa: ARG001  torch's signature
         rows = args[0].flatten(0, -2)
         moment_CC.addmm_(rows.T, rows)
+        raise _Captured
 
     with _hooks([linear], add):
         for hidden in inputs:
-            layer(hidden, **keywords)
+            with suppress(_Captured):
+                layer(hidden, **keywords)
     return moment_CC
 
 

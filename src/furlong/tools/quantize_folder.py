@@ -59,8 +59,8 @@ def quantize_folder(
 ) -> Converted:
     """Write a quantized copy of `source` into the existing folder `target`, and verify it.
 
-    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. calibration: a text; INT4 weights
-    are chosen for it (`tools.calibration`), which needs the whole model in memory. Raises CheckpointError, naming the
+    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. calibration: a text; weights are
+    chosen for it (`tools.calibration`), which needs the whole model in memory. Raises CheckpointError, naming the
     tensor, for a weight that cannot be quantized, and ConfigError for a folder that is quantized, or of which nothing
     would be.
     """

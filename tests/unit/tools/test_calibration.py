@@ -1,4 +1,4 @@
-"""Conversion to INT4 with a calibration text."""
+"""Conversion with a calibration text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUMS = " ".join(f"{a} + {b} = {a + b}" for a in range(40) for b in range(1, 40, 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "NUM_WINDOWS", 4)
+    monkeypatch.setattr(calibration, "MIN_WINDOWS", 4)
     monkeypatch.setattr(calibration, "WINDOW", 128)
 
 
@@ -38,9 +38,10 @@ def distance(folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_calibrated_weights_change_the_model_less_in_the_same_format(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("command", ["hf-to-int4", "hf-to-fp8"])
+def test_calibrated_weights_change_the_model_less_in_the_same_format(tmp_path: Path, capsys, command: str) -> None:
     (tmp_path / "sums.txt").write_text(SUMS)
-    words = ["convert", "hf-to-int4", str(model_folder())]
+    words = ["convert", command, str(model_folder())]
     assert main([*words, str(tmp_path / "rounded")]) == 0
     assert main([*words, str(tmp_path / "calibrated"), "--calibrate", str(tmp_path / "sums.txt")]) == 0
     rounded, calibrated = folder_scheme(tmp_path / "rounded"), folder_scheme(tmp_path / "calibrated")

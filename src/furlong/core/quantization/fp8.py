@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 from furlong.core.quantization.weight_format import (
     WEIGHT,
     Check,
+    Grid,
     QuantizationError,
     check_finite,
     check_matrix,
@@ -95,10 +96,23 @@ class Fp8Blocks:
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Multiply in float32, and round to `dtype`."""
-        weight, scale = parts[WEIGHT], parts["weight_scale_inv"].float()
-        rows, columns = weight.shape
-        expanded = scale.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
-        return (weight.float() * expanded).to(dtype)
+        weight = parts[WEIGHT]
+        return (weight.float() * self._expanded(parts["weight_scale_inv"], weight.shape)).to(dtype)
+
+    def grid(self, weight: Tensor, importance: Tensor) -> Grid:  # noqa: ARG002  the scales of floating-point values
+        """Return the values that a weight may have, with the scales of `quantize`."""
+        scale = self._expanded(self.quantize(weight)["weight_scale_inv"], weight.shape)
+        return Grid(scale.T.contiguous(), _nearest_level, torch.float32)
+
+    def parts_on(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
+        """Return the parts for values [rows, columns] of the grid."""
+        scale = grid.scale_CR[:: self.block[1], :: self.block[0]].T.to(self.scale_dtype).contiguous()
+        return {WEIGHT: (values / grid.scale_CR.T).to(E4M3), "weight_scale_inv": scale}
+
+    def _expanded(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the scale of each value of a weight, in float32."""
+        rows = scale.float().repeat_interleave(self.block[0], 0)[: shape[0]]
+        return rows.repeat_interleave(self.block[1], 1)[:, : shape[1]]
 
 
 @dataclass(frozen=True)
@@ -159,10 +173,25 @@ class Fp8Scaled:
             )
         return (parts[WEIGHT].to(scale.dtype) * scale.reshape(-1, 1)).to(dtype)
 
+    def grid(self, weight: Tensor, importance: Tensor) -> Grid:  # noqa: ARG002  the scales of floating-point values
+        """Return the values that a weight may have, with the scales of `quantize`."""
+        scale = self.quantize(weight)["weight_scale"].float().reshape(1, -1)
+        return Grid(scale.expand(weight.shape[1], weight.shape[0]), _nearest_level, self.scale_dtype)
+
+    def parts_on(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
+        """Return the parts for values [rows, columns] of the grid."""
+        scale = grid.scale_CR[0].to(self.scale_dtype)
+        scale = scale[:, None].contiguous() if self.per == "channel" else scale[:1].clone()
+        return {WEIGHT: (values / grid.scale_CR.T).to(E4M3), "weight_scale": scale}
+
 
 def _nonzero(scale: Tensor) -> Tensor:
     """Replace scales of zero, as compressed-tensors does."""
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _nearest_level(quotients: Tensor) -> Tensor:
+    return _rounded(quotients).float()
 
 
 def _rounded(scaled: Tensor) -> Tensor:

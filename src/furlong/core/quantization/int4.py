@@ -13,6 +13,7 @@ from torch.nn import functional
 from furlong.core.quantization.weight_format import (
     WEIGHT_SHAPE,
     Check,
+    Grid,
     QuantizationError,
     check_finite,
     check_matrix,
@@ -101,6 +102,18 @@ class Int4Groups:
         values = values.to(torch.int8).flatten(1)
         shape = shape_tensor(tuple(values.shape), self.shape_dtype, values.device)
         return {"weight_packed": packed(values), "weight_scale": scale, WEIGHT_SHAPE: shape}
+
+    def grid(self, weight: Tensor, importance: Tensor) -> Grid:
+        """Return the values that a weight may have, with the scales of the least error weighted by `importance`."""
+        groups = weight.to(self.scale_dtype).unflatten(1, (-1, self.group_size))
+        scale = self.scales(groups, importance=importance.view(-1, self.group_size))
+        scale_CR = scale.float().repeat_interleave(self.group_size, 1).T.contiguous()
+        return Grid(scale_CR, lambda quotients: quotients.clamp(LOWEST, HIGHEST).round_(), self.scale_dtype)
+
+    def parts_on(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
+        """Return the parts for values [rows, columns] of the grid."""
+        levels = (values / grid.scale_CR.T).round_().unflatten(1, (-1, self.group_size))
+        return self.stored(levels, grid.scale_CR[:: self.group_size].T.to(self.scale_dtype).contiguous())
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Return what `dequantize` gives for the parts of `quantize`, without packing.

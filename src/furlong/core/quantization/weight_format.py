@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -101,6 +102,26 @@ def has_kernels(weight: Tensor) -> bool:
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9) and importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that a quantized weight may have, transposed: levels times scales.
+
+    scale_CR: the scale of each value, float32. nearest_level: rounds quotients. dtype: what products are rounded to.
+    """
+
+    scale_CR: Tensor
+    nearest_level: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+    def nearest(self, values: Tensor, columns: int | slice) -> Tensor:
+        """Return the values of the grid that are nearest to these of some columns."""
+        return self.products(self.nearest_level(values / self.scale_CR[columns]), columns)
+
+    def products(self, levels: Tensor, columns: int | slice) -> Tensor:
+        """Return the values that levels of some columns stand for."""
+        return (levels * self.scale_CR[columns]).to(self.dtype).float()
 
 
 def largest_magnitudes(values: Tensor, dim: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
