@@ -21,8 +21,12 @@ from furlong.reproduce.run_row import HELD_OUT, MISMATCH, REWARD
 from furlong.tools.run_plot import Panel, svg_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+ONE_GPU = DOCS / "results" / "one-gpu.json"  # learning.json of benchmarks/gpu/one_gpu_learning.py, and where it ran
 Result = Mapping[str, Any]
+Curves = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
+"""By side, seed and step: accuracy, and the seconds that all steps until then took."""
 
+SIDES = {"furlong": "furlong", "trl": "TRL 1.16"}
 INTRODUCTION = """\
 # Results
 
@@ -66,6 +70,8 @@ def main(arguments: list[str]) -> None:
     for name, group in groups.items():
         if panels := figure(members(name, rows), group, published):
             (DOCS / "results" / f"{name}.svg").write_text(svg_of(panels))
+    curves = json.loads(ONE_GPU.read_text())["curves"]
+    (DOCS / "results" / "one-gpu.svg").write_text(svg_of(one_gpu_figure(curves)))
     (DOCS / "results.md").write_text(render(published))
 
 
@@ -75,6 +81,7 @@ def render(published: Mapping[str, Result]) -> str:
     parts = [INTRODUCTION]
     for name, group in groups.items():
         parts += section(name, group, members(name, rows), published)
+    parts += one_gpu_section(**json.loads(ONE_GPU.read_text()))
     tasks = {row.task: None for row in rows.values()}
     return "\n".join([*parts, *(line for task in tasks for line in task_section(task))])
 
@@ -190,6 +197,44 @@ def mean_curve(seeds: Mapping[str, Sequence[Sequence[float]]]) -> list[tuple[int
         for step, value in points:
             by_step[int(step)].append(value)
     return [(step, statistics.mean(values)) for step, values in sorted(by_step.items()) if len(values) == len(seeds)]
+
+
+def one_gpu_section(where: str, curves: Curves) -> list[str]:
+    """Return accuracy by step and by time of both sides."""
+    lines = [
+        "## TRL on one GPU, by time",
+        "",
+        "`python benchmarks/gpu/one_gpu_learning.py --smollm2 DIR --steps 40 --every 8 --out DIR`: "
+        "SmolLM2-135M-Instruct learns sums of two numbers with two digits, 32 problems x 8 samples a step, with no flags "
+        "for sizes or engine. Greedy answers to held-out problems; mean of the seeds (lowest to highest), and the "
+        "seconds of all steps until then.",
+        "",
+        f"| step | {' | '.join(f'{SIDES[side]} | seconds' for side in curves)} |",
+        "|---" * (1 + 2 * len(curves)) + "|",
+    ]
+    for step in next(iter(next(iter(curves.values())).values())):
+        cells = [step]
+        for seeds in curves.values():
+            values = [points[step][0] for points in seeds.values()]
+            spread = "" if min(values) == max(values) else f" ({min(values):.1%} to {max(values):.1%})"
+            cells.append(f"{statistics.mean(values):.1%}{spread}")
+            cells.append(f"{statistics.mean(points[step][1] for points in seeds.values()):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"Measured on {where}.", "", f"![Curves of both sides]({ONE_GPU.parent.name}/one-gpu.svg)", ""]
+
+
+def one_gpu_figure(curves: Curves) -> list[Panel]:
+    """Return mean accuracy by step, and by time."""
+    by_step: dict[str, list[tuple[int, float]]] = {}
+    by_time: dict[str, list[tuple[int, float]]] = {}
+    for side, seeds in curves.items():
+        steps = next(iter(seeds.values()))
+        means = [
+            (step, *map(statistics.mean, zip(*(seeds[seed][step] for seed in seeds), strict=True))) for step in steps
+        ]
+        by_step[SIDES[side]] = [(int(step), value) for step, value, _ in means]
+        by_time[SIDES[side]] = [(round(seconds), value) for _, value, seconds in means]
+    return [Panel("held-out accuracy by step", by_step), Panel("held-out accuracy by seconds of steps", by_time)]
 
 
 def task_section(task: RowTask) -> list[str]:

@@ -141,6 +141,20 @@ def test_a_row_without_result_is_listed_with_what_it_needs():
     assert f"- `smollm2-gcd-grpo`: Needs {NEEDS['model']} and" in page
 
 
+def test_accuracy_by_time_is_the_mean_of_the_seeds():
+    curves = {
+        "furlong": {"1": {"0": [0.2, 0.0], "8": [0.4, 3.0]}, "2": {"0": [0.2, 0.0], "8": [0.8, 5.0]}},
+        "trl": {"1": {"0": [0.1, 0.0], "8": [0.5, 8.0]}, "2": {"0": [0.3, 0.0], "8": [0.5, 10.0]}},
+    }
+    script = make_results()
+    lines = script.one_gpu_section("somewhere", curves)
+    assert "| 0 | 20.0% | 0.0 | 20.0% (10.0% to 30.0%) | 0.0 |" in lines
+    assert "| 8 | 60.0% (40.0% to 80.0%) | 4.0 | 50.0% | 9.0 |" in lines
+    by_step, by_time = script.one_gpu_figure(curves)
+    assert by_step.curves["furlong"] == [(0, pytest.approx(0.2)), (8, pytest.approx(0.6))]
+    assert by_time.curves["TRL 1.16"] == [(0, pytest.approx(0.2)), (9, pytest.approx(0.5))]
+
+
 def test_a_failed_row_is_listed_with_its_reason():
     failed = {
         "row": "grpo", "status": "failed", "reason": "exit code 1, see x\nout of memory", "date": "2026-01-01",
