@@ -205,9 +205,9 @@ def one_gpu_section(where: str, curves: Curves) -> list[str]:
         "## TRL on one GPU, by time",
         "",
         "`python benchmarks/gpu/one_gpu_learning.py --smollm2 DIR --steps 40 --every 8 --out DIR`: "
-        "SmolLM2-135M-Instruct learns sums of two numbers with two digits, 32 problems x 8 samples a step, with no flags "
-        "for sizes or engine. Greedy answers to held-out problems; mean of the seeds (lowest to highest), and the "
-        "seconds of all steps until then.",
+        "SmolLM2-135M-Instruct learns sums of two numbers with two digits, 32 problems x 8 samples a step, with no "
+        "flags for sizes or engine. Greedy answers to held-out problems; mean of the seeds (lowest to highest), and "
+        "the seconds of all steps until then.",
         "",
         f"| step | {' | '.join(f'{SIDES[side]} | seconds' for side in curves)} |",
         "|---" * (1 + 2 * len(curves)) + "|",
