@@ -2,7 +2,7 @@
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # Triton is only installed with torch for CUDA, and its kernels are untyped.
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ reciprocal, so its own results differ in the last bit of some scales.
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # Triton is only installed with torch for CUDA, and its kernels are untyped.
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fp8_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values in E4M3, float32 scales and largest magnitudes of the blocks of a contiguous weight."""
     rows, columns = weight.shape
-    grid = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
     values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(grid, dtype=torch.float32, device=weight.device)
     magnitudes = torch.empty_like(scales)

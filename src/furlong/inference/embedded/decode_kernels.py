@@ -7,7 +7,7 @@ Axes: N decoding slots, S slots of the cache, H query heads, K key/value heads, 
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # Triton is only installed with torch for CUDA, and its kernels are untyped.
 
 from __future__ import annotations
