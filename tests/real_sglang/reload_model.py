@@ -1,9 +1,10 @@
 """python reload_model.py OLD,NEW,MODULE,CLASS...: weight updates of SGLang's own quantized models, on a CPU.
 
 Each model loads the folder OLD and then, by `quantized_loading.load`, the tensors of NEW, and is compared with one that
-loads NEW at its start. The repacking of INT4 weights runs on GPUs only; here it is a permutation that depends on its
-arguments. Writes NEW/reloaded.json: the parameters that differ or moved, and what an update without some tensors, and
-one that SGLang loads wrongly, end with.
+loads NEW at its start. Another update with the same buckets then loads OLD by the recorded copies. The repacking of
+INT4 weights runs on GPUs only; here it is a permutation that depends on its arguments. Writes NEW/reloaded.json: the
+parameters that differ or moved, the calls of SGLang's `load_weights`, and what an update without some tensors, and one
+that SGLang loads wrongly, end with.
 """
 
 from __future__ import annotations
@@ -84,10 +85,24 @@ def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int
         load(model, [(header, buffer)])
 
 
+def repeated(model: Any, fresh: Any, folder: str, places: dict[str, int]) -> tuple[dict[str, list[str]], int]:
+    """Update a model a second time; return what differs, and how often SGLang's `load_weights` was called."""
+    load_weights, calls = model.load_weights, []
+
+    def counting(pairs: Any) -> None:
+        calls.append(1)
+        load_weights(pairs)
+
+    model.load_weights = counting
+    update(model, list(load_file(f"{folder}/model.safetensors").items()), 3)
+    model.load_weights = load_weights
+    return compare(model, fresh, places), len(calls)
+
+
 def error_of(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Return the error that an update ends with."""
     try:
-        update(model, tensors, 1)
+        update(model, tensors, 2)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -117,6 +132,8 @@ def main(models: list[list[str]]) -> None:
         before = compare(model, fresh, places)["differ"]
         update(model, tensors, 3)
         found: dict[str, Any] = compare(model, fresh, places) | {"before": before}
+        found["repeated"], found["calls"] = repeated(model, built(old, module, name), old, places)
+        update(model, tensors, 3)
         workspaces = [each.workspace for layer in model.modules() for each in (layer, getattr(layer, "scheme", None))
                       if isinstance(getattr(each, "workspace", None), torch.Tensor)]  # fmt: skip
         found["locks"] = sum(int(each.sum()) for each in workspaces)

@@ -69,6 +69,13 @@ def test_an_update_gives_what_a_new_server_has_in_the_same_memory(case, reloaded
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_later_update_repeats_the_copies_of_the_first_one(case, reloaded):
+    found = reloaded[case]
+    assert found["calls"] == 0
+    assert found["repeated"] == {"differ": [], "moved": []}
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_weights_that_sglang_does_not_load_or_loads_wrongly_are_noticed(case, reloaded):
     found = reloaded[case]
     assert "quantized parameters were not loaded: model.layers.1.self_attn.qkv_proj.weight" in found["without_a_layer"]

@@ -8,6 +8,8 @@ rearrange them, and copies the result into the tensors that the kernels and thei
 It also compares what arrived: every parameter of a quantized layer must have been loaded, and the sum of its elements,
 as integers, must be that of the tensors that were sent. An error ends the SGLang process, with its message in the log.
 
+What SGLang copies for a bucket is recorded in the first update and repeated in later ones (`copy_plan`).
+
 Servers that furlong starts with quantized weights have `--custom-weight-loader` set to `LOADER`; set it for those that
 you start.
 """
@@ -24,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from furlong.sglang_layout.copy_plan import CopyPlan, CopyRecorder
+
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update
+PLANS = "_furlong_plans"  # attribute of a model between updates
 CONSTANT = "weight_shape"  # no kernel reads it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,10 +49,13 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     update = getattr(model, UPDATE, None)
     if update is None:
         raise RuntimeError("furlong's weight loader received a later bucket of an update before the first one")
-    update.load([tensor_in(buffer, each) for each in bucket["tensors"]])
-    if bucket["is_last"]:
-        delattr(model, UPDATE)
-        update.finish()
+    with torch.no_grad():
+        update.load(header, [each for each in bucket["tensors"] if not each["name"].endswith(CONSTANT)], buffer)
+        if bucket["is_last"]:
+            delattr(model, UPDATE)
+            update.finish()
+    if buffer.is_cuda:  # the sender fills the buffer again once this is answered
+        torch.cuda.current_stream(buffer.device).synchronize()
 
 
 def tensor_in(buffer: Tensor, place: Mapping[str, Any]) -> tuple[str, Tensor]:
@@ -56,27 +64,60 @@ def tensor_in(buffer: Tensor, place: Mapping[str, Any]) -> tuple[str, Tensor]:
     return place["name"], data.view(place["shape"])
 
 
+@dataclass(frozen=True)
+class BucketPlan:
+    """How to load a bucket again. `counted`: parameter, first byte, dtype and shape of what its sums count."""
+
+    copies: CopyPlan
+    counted: Sequence[tuple[str, tuple[int, torch.dtype, torch.Size]]]
+
+
 class Update:
     """One weight update of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers = [layer for name, module in model.named_modules() if (layer := _layer(name, module)) is not None]
+        self._parameters: dict[str, Tensor] = {name: each.data for name, each in model.named_parameters()}
+        for layer in self._layers:
+            self._parameters |= {name: each.data for name, each in layer.named_parameters()}
         self._sent: dict[str, Tensor] = {}  # by parameter: the sum of what was sent
+        self._plans: dict[str, BucketPlan | None] = getattr(model, PLANS, {})  # by header
+        self._used: dict[str, BucketPlan | None] = {}
 
-    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Have SGLang load these tensors."""
-        changing = [(name, tensor) for name, tensor in tensors if not name.endswith(CONSTANT)]
-        blocks = {_block_of(name) for name, _ in changing}
+    def load(self, header: str, places: Sequence[Mapping[str, Any]], buffer: Tensor) -> None:
+        """Load the tensors at these places of a buffer, by the plan for the header if there is one."""
+        plan = self._plans.get(header)
+        if plan is not None and plan.copies.fits(self._parameters):
+            plan.copies.run(buffer, self._parameters)
+            counted = [(name, _typed(buffer, *place)) for name, place in plan.counted]
+        elif header in self._plans and plan is None:
+            counted = self._load_by_sglang(places, buffer)
+        else:
+            with CopyRecorder(buffer, self._parameters) as recorder:
+                counted = self._load_by_sglang(places, buffer)
+            copies = recorder.plan([(each["begin"], each["end"]) for each in places])
+            plan = None if copies is None else _bucket_plan(copies, counted, buffer)
+        self._used[header] = plan
+        for name, total in integer_sums(self._in_stored_precision(counted)).items():
+            self._sent[name] = self._sent[name] + total if name in self._sent else total
+
+    def _load_by_sglang(self, places: Sequence[Mapping[str, Any]], buffer: Tensor) -> list[tuple[str, Tensor]]:
+        """Have SGLang load the tensors; return what it gave to the loaders of which quantized parameters."""
+        tensors = [tensor_in(buffer, each) for each in places]
+        blocks = {_block_of(name) for name, _ in tensors}
         layers = [layer for layer in self._layers if (block := _block_of(layer.name)) is None or block in blocks]
-        with torch.no_grad(), _loadable(layers):
-            self._model.load_weights(changing)  # pyright: ignore[reportCallIssue]  SGLang's
-            parts = [part for layer in layers for part in layer.take_loaded()]
-            for name, total in integer_sums(parts).items():
-                self._sent[name] = self._sent[name] + total if name in self._sent else total
+        with _loadable(layers):
+            self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]  SGLang's
+        return [part for layer in layers for part in layer.take_loaded()]
+
+    def _in_stored_precision(self, counted: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return tensors in the precision of their parameters: scales may be sent in float32."""
+        return [(name, tensor.to(self._parameters[name].dtype)) for name, tensor in counted]
 
     def finish(self) -> None:
         """Compare what was loaded, then rearrange it for the kernels."""
+        setattr(self._model, PLANS, self._used)
         whole = [each for layer in self._layers for each in layer.named_parameters()]
         missing = [name for name, _ in whole if name not in self._sent]
         if missing:
@@ -89,9 +130,21 @@ class Update:
         if wrong:
             names = ", ".join(wrong[:3])
             raise RuntimeError(f"{len(wrong)} quantized parameters differ from what was sent: {names}")
-        with torch.no_grad():
-            for layer in self._layers:
-                layer.rearrange()
+        for layer in self._layers:
+            layer.rearrange()
+
+
+def _bucket_plan(copies: CopyPlan, counted: Sequence[tuple[str, Tensor]], buffer: Tensor) -> BucketPlan | None:
+    """Return the plan of a bucket; None if something else than whole tensors of it is to be counted."""
+    places = [(name, (each.data_ptr() - buffer.data_ptr(), each.dtype, each.shape)) for name, each in counted]
+    memory = buffer.untyped_storage().data_ptr()
+    is_inside = all(each.untyped_storage().data_ptr() == memory and each.is_contiguous() for _, each in counted)
+    return BucketPlan(copies, places) if is_inside else None
+
+
+def _typed(buffer: Tensor, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return a tensor in a buffer."""
+    return buffer[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 @dataclass
@@ -141,7 +194,7 @@ class QuantizedLayer:
 
     def _counting(self, name: str) -> Callable[..., None]:
         def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            self._loaded.append((f"{self.name}.{name}", tensor.to(parameter.dtype)))  # scales may be sent in float32
+            self._loaded.append((f"{self.name}.{name}", tensor))
             self._loaders[name](parameter, tensor, *args, **kwargs)
 
         return load_and_count
