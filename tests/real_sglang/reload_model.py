@@ -19,8 +19,10 @@ import torch
 from load_model import initialize
 from safetensors.torch import load_file
 
+from furlong.core.device_checksum import Checksums
 from furlong.core.shared_memory import offsets
 from furlong.sglang_layout.quantized_loading import header_of, load
+from furlong.weight_sync.transports.ipc import check_message
 
 FP8 = "sglang.srt.layers.quantization.fp8"
 WNA16 = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
@@ -141,8 +143,27 @@ def main(models: list[list[str]]) -> None:
         found["without_a_layer"] = error_of(model, parts)
         update(model, tensors, 1)
         found["after_a_failure"] = compare(model, fresh, places)
+        found["checked"] = [checked(model, 0), checked(model, 1)]
         found["loaded_wrongly"] = error_of(spoiled(model), tensors)
         Path(new, "reloaded.json").write_text(json.dumps(found))
+
+
+def checked(model: Any, change: int) -> str:
+    """Compare the unquantized parameters by their checksums, one of which may be wrong; return the error."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    sums = Checksums()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "embed_tokens" in name:
+            sums.add(name, [parameter.detach()])
+    right = {name: ["0" * 16, digest] for name, digest in sums.digests().items()}
+    if change:
+        right["model.layers.1.input_layernorm.weight"].pop()
+    try:
+        load(model, MultiprocessingSerializer.deserialize(check_message(right)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def spoiled(model: Any) -> Any:

@@ -80,3 +80,10 @@ def test_weights_that_sglang_does_not_load_or_loads_wrongly_are_noticed(case, re
     found = reloaded[case]
     assert "quantized parameters were not loaded: model.layers.1.self_attn.qkv_proj.weight" in found["without_a_layer"]
     assert "quantized parameters differ from what was sent" in found["loaded_wrongly"]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_loader_compares_unquantized_tensors_by_checksum(case, reloaded):
+    fine, wrong = reloaded[case]["checked"]
+    assert fine == ""
+    assert wrong == "1 tensors differ from what was sent: model.layers.1.input_layernorm.weight"

@@ -63,10 +63,10 @@ class CopyPlan:
 
     def run(self, buffer: Tensor, parameters: Mapping[str, Tensor]) -> None:
         """Copy a bucket into the parameters."""
-        for fill in self.fills:
-            _view(parameters[fill.name], fill.first, fill.target).fill_(fill.value)
         for each in self.copies:
             each.run(buffer, parameters[each.name])
+        for fill in self.fills:
+            _view(parameters[fill.name], fill.first, fill.target).fill_(fill.value)
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -108,6 +108,8 @@ class CopyRecorder(TorchDispatchMode):
         copied = sorted(each.begin for each in self._copies)
         if not self._is_plain or not all(_has_any(copied, begin, end) for begin, end in ranges):
             return None
+        if len({(each.name, each.first) for each in self._copies}) < len(self._copies):
+            return None  # the order matters
         names = {each.name for each in (*self._copies, *self._fills)}
         return CopyPlan(
             merged(self._copies), self._fills, {name: layout_of(self._parameters[name]) for name in sorted(names)}
@@ -115,7 +117,7 @@ class CopyRecorder(TorchDispatchMode):
 
     def _record_copy(self, target: Tensor, source: Tensor) -> None:
         found, place = self._source_of(source), self._place_of(target)
-        if found is None or place is None:
+        if found is None or place is None or any(each.name == place[0] for each in self._fills):
             self._is_plain = False
         else:
             self._copies.append(Copy(*found, *place, layout_of(target)))
@@ -151,7 +153,16 @@ class CopyRecorder(TorchDispatchMode):
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
-    """Return the same copies in fewer operations: those that differ by constant distances only become one."""
+    """Return the same copies in fewer operations: those that differ by constant distances only become one.
+
+    Gate and up projections of an expert become one operation first, then those of all experts.
+    """
+    while len(fewer := _merged_once(copies)) < len(copies):
+        copies = fewer
+    return fewer
+
+
+def _merged_once(copies: Sequence[Copy]) -> list[Copy]:
     alike: dict[tuple[Any, ...], list[Copy]] = {}
     for each in copies:
         alike.setdefault((each.name, each.source, each.target), []).append(each)

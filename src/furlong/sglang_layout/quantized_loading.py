@@ -6,7 +6,8 @@ for the length of an update, has SGLang's own `load_weights` fill them and SGLan
 rearrange them, and copies the result into the tensors that the kernels and their CUDA graphs use.
 
 It also compares what arrived: every parameter of a quantized layer must have been loaded, and the sum of its elements,
-as integers, must be that of the tensors that were sent. An error ends the SGLang process, with its message in the log.
+as integers, must be that of the tensors that were sent. Checksums of the others are compared in a last message, since
+SGLang's own dequantize the whole model. An error ends the SGLang process, with its message in the log.
 
 What SGLang copies for a bucket is recorded in the first update and repeated in later ones (`copy_plan`).
 
@@ -26,10 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from furlong.core.device_checksum import Checksums
 from furlong.sglang_layout.copy_plan import CopyPlan, CopyRecorder
 
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update
+CHECKSUMS = "checksums"
 PLANS = "_furlong_plans"  # attribute of a model between updates
 CONSTANT = "weight_shape"  # no kernel reads it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,10 +43,33 @@ def header_of(layout: Sequence[Mapping[str, Any]], *, is_first: bool, is_last: b
     return json.dumps({"tensors": list(layout), "is_first": is_first, "is_last": is_last})
 
 
+def check_header_of(checksums: Mapping[str, Sequence[str]]) -> str:
+    """Return the header of a message without tensors: the checksums that are right for each unquantized tensor."""
+    return json.dumps({CHECKSUMS: checksums})
+
+
+def check(model: nn.Module, right: Mapping[str, Sequence[str]]) -> None:
+    """Compare tensors of the model with their checksums. Raises RuntimeError that names those that differ."""
+    sums = Checksums()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in right:
+            sums.add(name, [tensor.detach()])
+    loaded = sums.digests()
+    wrong = [name for name, digests in right.items() if loaded.get(name) not in digests]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} tensors differ from what was sent: {', '.join(wrong[:3])}")
+
+
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Load one bucket: a header (`header_of`) and its buffer of bytes. Raises RuntimeError if weights do not arrive."""
+    """Load one bucket: a header (`header_of`) and its buffer of bytes; or check checksums (`check_header_of`).
+
+    Raises RuntimeError if weights do not arrive, or differ.
+    """
     [(header, buffer)] = named_tensors
     bucket = json.loads(header)
+    if CHECKSUMS in bucket:
+        check(model, bucket[CHECKSUMS])
+        return
     if bucket["is_first"]:
         setattr(model, UPDATE, Update(model))
     update = getattr(model, UPDATE, None)

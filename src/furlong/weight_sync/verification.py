@@ -3,8 +3,9 @@
 - `furlong serve` computes the same checksums as this program: every bit of every tensor is compared.
 - SGLang hashes the tensors of its own layout with its own function. Where both are known (`sglang_layout`), every
   tensor of every process is compared, too.
-- SGLang's loader of quantized weights (`sglang_layout.quantized_loading`) compares the sums of all of their tensors;
-  the checksums of the others are compared as above.
+- SGLang's loader of quantized weights (`sglang_layout.quantized_loading`) compares the sums of all of their tensors.
+  The checksums of the others are compared as above after the first update of a server, and by the loader after later
+  ones, because SGLang dequantizes the whole model for its own.
 - For other servers (later pipeline stages, unknown model families), rows of some tensors are compared if the model can
   show them; the server's checksum must change exactly when the weights do, and be equal on all servers of a layout.
 
@@ -24,8 +25,9 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
-from furlong.sglang_layout.fused_checksums import APART, DENSE, WHOLE, WITH_EXPERTS, expected
+from furlong.sglang_layout.fused_checksums import APART, DENSE, WHOLE, WITH_EXPERTS, accepted, expected
 from furlong.sglang_layout.shard_checksums import HEAD, kind_of
+from furlong.weight_sync.transports.ipc import check_message
 from furlong.weight_sync.transports.transport import WeightServer
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
 
@@ -139,6 +141,7 @@ class WeightVerifier:
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, str]] = {}  # url -> (digest sent, digest that the server reported)
         self._families: dict[str, str] = {}  # by url
+        self._compared: dict[str, bool] = {}  # by url, once all tensors were compared: whether it has an output layer
         self._warned: set[tuple[str, str]] = set()  # url and text of the warnings
 
     async def check(self, servers: Sequence[WeightServer], sent: WeightRecord, version: int) -> str:
@@ -190,6 +193,9 @@ class WeightVerifier:
         also = ", sums of all quantized tensors verified" if sums else ""
         if sent.is_quantized and not sums:
             self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
+        elif sums and server.url in self._compared:
+            await self._compare_by_loader(server, sent, finished, version)
+            return f"every checksum verified by the engine's loader{also}", ""
         elif server.device_dtypes and (result := await self._compare_all(server, sent, finished, version)) is not None:
             text, digest = result
             return f"{text}{also}", digest
@@ -250,9 +256,21 @@ class WeightVerifier:
                 raise SyncError(f"{server.url}{which}: {error}") from error
         where = f" of the first of {server.num_stages} stages" if is_part else ""
         if not unknown:
+            if not is_part:
+                self._compared[server.url] = HEAD in by_rank[0]
             return f"every checksum{where} verified", digest
         self._check_change(server, sent, digest, version)
         return f"every checksum{where} but those of experts verified, a checksum of the engine's own", digest
+
+    async def _compare_by_loader(
+        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
+    ) -> None:
+        """Have the loader compare the tensors that are not quantized, whose names an earlier update has compared."""
+        await finished
+        has_head, ranks = self._compared[server.url], range(server.sharding.tp_size)
+        right = [accepted(sent.fused, server.sharding, rank, has_head=has_head) for rank in ranks]
+        with tracer.flight("engine's checksums", url=server.url):
+            await server.load_handles([check_message(each) for each in right], version, is_last=True)
 
     def _only_rows(self, server: WeightServer, version: int, why: str) -> None:
         self._warn(server, version, f"{why}, so only rows of its weights are compared")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import os
-import pickle
 import threading
 from types import SimpleNamespace
 
@@ -15,14 +13,16 @@ import orjson
 import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from furlong.core import shared_memory
-from furlong.core.shared_memory import SharedBuffer, folder, open_shared
+from furlong.core.shared_memory import SharedBuffer, folder, offsets, open_shared
 from furlong.core.weights import Bucket, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sglang_layout.quantized_loading import load
 from furlong.weight_sync.remote_sync import RankSync
-from furlong.weight_sync.transports.ipc import IpcTransport, handle_message, quantized_message
+from furlong.weight_sync.transports.ipc import IpcTransport, fill, handle_message, in_order_of_parts, quantized_message
+from sglang_messages import unpickled
 from transport_context import transport_context
 
 TENSORS = [
@@ -104,19 +104,38 @@ def test_a_message_to_the_loader_of_quantized_weights_is_what_it_loads():
     assert torch.equal(tensor, bucket.tensors[0][1])
 
 
+def test_parts_of_weights_that_were_quantized_together_are_copied_together():
+    whole = {"weight_packed": torch.arange(192, dtype=torch.int32).view(12, 16), "weight_scale": torch.randn(12, 32)}
+    tensors = [("norm.weight", torch.ones(3))]
+    for i in range(3):
+        tensors += [(f"{i}.{part}", tensor[4 * i : 4 * i + 4]) for part, tensor in whole.items()]
+        tensors.append((f"{i}.weight_shape", torch.tensor([4, 64])))
+    tensors.append(("t.weight", torch.randn(4, 3).t()))
+    ordered = in_order_of_parts(tensors)
+    assert [name for name, _ in ordered] == [
+        "norm.weight", "t.weight", *(f"{i}.weight_packed" for i in range(3)), *(f"{i}.weight_scale" for i in range(3))
+    ]  # fmt: skip
+    starts, size = offsets(ordered)
+    buffer, copies = torch.zeros(size, dtype=torch.uint8), Copies()
+    with copies:
+        fill(buffer, [tensor for _, tensor in ordered], starts)
+    assert copies.count == 4
+    for (_, tensor), start in zip(ordered, starts, strict=True):
+        assert torch.equal(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
 ARGUMENTS = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
 ENTRY = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
-
-
-def unpickled(message):
-    """Read a message as stock SGLang does; a CUDA tensor becomes the arguments that rebuild it."""
-
-    class Listed(pickle.Unpickler):
-        def find_class(self, module, name):
-            assert (module + ".").startswith(("types.", "torch.", "builtins.", "collections.", "copyreg."))
-            return (lambda *values: values) if name == "rebuild_cuda_tensor" else super().find_class(module, name)
-
-    return Listed(io.BytesIO(message)).load()
 
 
 class Crowd:

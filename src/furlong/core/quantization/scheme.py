@@ -20,6 +20,7 @@ from furlong.core.quantization.weight_format import (
     QuantizationError,
     WeightFormat,
     check_finite,
+    parts_of,
     quantize_stacked,
 )
 from furlong.core.text import abbreviate
@@ -83,7 +84,7 @@ class QuantizationScheme:
         try:
             return {f"{module_of(name)}.{part}": place for part, place in self.form.parts(shape).items()}
         except QuantizationError as error:
-            raise QuantizationError(f"{name} cannot be stored as {self.form.description}: {error}") from error
+            raise self._unstorable(name, error) from error
 
     def quantize(self, name: str, weight: Tensor, check: Check = check_finite) -> list[NamedTensor]:
         """Return the stored tensors of a quantized weight. Raises QuantizationError that names it."""
@@ -126,10 +127,11 @@ class QuantizationScheme:
                     continue
                 left.discard(name)
                 try:
-                    self.parts(name, tuple(tensor.shape))
+                    parts_of(self.form, tuple(tensor.shape))
                 except QuantizationError as error:
                     deque(tensors, maxlen=0)  # ranks read together: none may stop early
-                    raise SyncError(f"the weights cannot be sent to the engines: {error}") from error
+                    problem = self._unstorable(name, error)
+                    raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
                 key = tensor.shape[1], tensor.device
                 stack = stacks.setdefault(key, _Stack())
                 stack.add(name, tensor.detach().to(self.dtype))

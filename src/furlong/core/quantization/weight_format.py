@@ -72,6 +72,12 @@ def _shape_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return torch.tensor(shape, dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=1024)
+def parts_of(form: WeightFormat, shape: tuple[int, ...]) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return `form.parts(shape)`, remembered: a mixture of experts has thousands of weights of few shapes."""
+    return form.parts(shape)
+
+
 def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check) -> list[dict[str, Tensor]]:
     """Quantize weights of one width by the operations of a single one; the parts are those of `form.quantize`.
 
@@ -84,7 +90,7 @@ def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check
     first = dict.fromkeys(whole, 0)
     for weight in weights:
         parts: dict[str, Tensor] = {}
-        for part, (shape, dtype) in form.parts(tuple(weight.shape)).items():
+        for part, (shape, dtype) in parts_of(form, tuple(weight.shape)).items():
             if part == WEIGHT_SHAPE:
                 parts[part] = shape_tensor(tuple(weight.shape), dtype, weight.device)
                 continue

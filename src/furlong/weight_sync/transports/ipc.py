@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -29,9 +29,9 @@ from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.shared_memory import SharedBuffer, offsets
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
-from furlong.core.weights import Bucket, WeightSource
+from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.sglang_layout.quantized_loading import LOADER, header_of
+from furlong.sglang_layout.quantized_loading import CONSTANT, LOADER, check_header_of, header_of
 from furlong.weight_sync.transports.transport import (
     Transport,
     TransportContext,
@@ -225,21 +225,21 @@ class _CudaPacker:
 
     def pack(self, slot: int, bucket: Bucket) -> bytes:
         tensors = bucket.tensors
+        if self._is_quantized:
+            tensors = in_order_of_parts(tensors)
         starts, size = offsets(tensors)
+        size = max(size, 1)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < size:
             self._buffers[slot] = None
             with tracer.span("allocate buffer", num_bytes=size), cuda_allocator.fixed_segments():
                 rounded = -(-size // PIECE_BYTES) * PIECE_BYTES
                 buffer = self._buffers[slot] = torch.empty(rounded, dtype=torch.uint8, device="cuda")
-        typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for _, tensor in tensors}}
         layout: list[SimpleNamespace] = []  # SGLang reads attributes of any class
-        with torch.no_grad():
-            for (name, tensor), start in zip(tensors, starts, strict=True):
-                first = start // tensor.itemsize
-                typed[tensor.dtype][first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
-                entry = {"start_idx": start, "end_idx": start + tensor.nbytes, "numel": tensor.nbytes}
-                layout.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **entry))
+        for (name, tensor), start in zip(tensors, starts, strict=True):
+            entry = {"start_idx": start, "end_idx": start + tensor.nbytes, "numel": tensor.nbytes}
+            layout.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **entry))
+        fill(buffer, [tensor for _, tensor in tensors], starts)
         torch.cuda.current_stream().synchronize()
         with tracer.span("describe buffer"):
             uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -253,8 +253,42 @@ class _CudaPacker:
             torch.cuda.ipc_collect()
 
 
-class _CudaTensor:
-    """Pickles as torch's call that rebuilds a CUDA tensor, with the GPU named by UUID as SGLang expects."""
+def in_order_of_parts(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Return equal parts of quantized weights one after another, and no shapes, which the loader does not use.
+
+    Weights are quantized together, so equal parts of them follow each other in memory.
+    """
+    used = [(name, tensor) for name, tensor in tensors if not name.endswith(CONSTANT)]
+    return sorted(used, key=lambda pair: pair[0].rpartition(".")[2])
+
+
+def fill(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> None:
+    """Copy tensors into a buffer of bytes, those that follow each other in both by one operation."""
+    runs: list[list[tuple[Tensor, int]]] = []
+    end, address = -1, -1
+    for tensor, start in zip(tensors, starts, strict=True):
+        follows = (start, tensor.data_ptr()) == (end, address) and _continues(runs[-1][-1][0], tensor)
+        if follows:
+            runs[-1].append((tensor, start))
+        else:
+            runs.append([(tensor, start)])
+        end, address = start + tensor.nbytes, tensor.data_ptr() + tensor.nbytes
+    with torch.no_grad():
+        for run in runs:
+            (first, start), count = run[0], sum(tensor.numel() for tensor, _ in run)
+            source = first if len(run) == 1 else first.as_strided((count,), (1,))
+            place = buffer[start : start + count * first.itemsize].view(first.dtype)
+            place.view(source.shape).copy_(source)
+
+
+def _continues(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors at adjacent addresses are parts of the same memory."""
+    is_same = one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+    return is_same and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class _Rebuilt:
+    """Pickles as a call that makes a tensor: for CUDA memory torch's, with the GPU named by UUID as SGLang expects."""
 
     def __init__(self, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._rebuild, self._arguments = rebuild, arguments
@@ -286,10 +320,15 @@ def quantized_message(
     return _pickled([(header, _on_gpu(reduced, uuid))])
 
 
-def _on_gpu(reduced: tuple[Any, tuple[Any, ...]], uuid: str) -> _CudaTensor:
+def check_message(checksums: Mapping[str, Sequence[str]]) -> bytes:
+    """Return the message with which one SGLang process with furlong's loader compares its unquantized tensors."""
+    return _pickled([(check_header_of(checksums), _Rebuilt(torch.zeros, (0,)))])
+
+
+def _on_gpu(reduced: tuple[Any, tuple[Any, ...]], uuid: str) -> _Rebuilt:
     """Name the GPU by UUID, since device numbers differ between processes that see different GPUs."""
     rebuild, arguments = reduced
-    return _CudaTensor(rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :]))
+    return _Rebuilt(rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :]))
 
 
 def _pickled(message: object) -> bytes:
