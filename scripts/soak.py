@@ -44,7 +44,10 @@ HERE = Path(__file__).resolve().parent
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 NUM_ENGINES = 2
 SURVIVE_S = 150.0  # limit for a fault: a machine with two busy cores takes 40 s to resume
-CYCLE_S, STORM = 600.0, 0.4  # faults end processes in the first part of each cycle
+CYCLE_S, STORM = 1800.0, 0.4  # faults end processes in the first part of each cycle
+PRIMITIVES = (
+    "64"  # that oneDNN keeps, one for each shape of a batch; its default of 1,024 takes thousands of steps to fill
+)
 STEPS_AFTER = 3  # steps after a fault, until it counts as survived
 SAMPLE_S, POLL_S = 0.5, 0.02
 LEFT_S = 15.0  # for the descendants of a driver that has ended
@@ -124,7 +127,9 @@ class SoakRun:
     def start(self, *, num_rollout: int = 10**6) -> None:
         """Start the run, or resume it."""
         self._size, self.step = self._metrics_size(), last_step(self._metrics)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": PRIMITIVES
+        }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "furlong", "train", *flags(self.folder, num_rollout=num_rollout)],
             stdout=subprocess.PIPE,
@@ -409,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="order of the faults; default: a random one, printed")
-    parser.add_argument("--warm-up", type=int, default=300, help="steps of each process that do not count")
+    parser.add_argument("--warm-up", type=int, default=600, help="steps of each process that do not count")
     parser.add_argument("--folder", type=Path, default=None, help="an empty folder; default: a temporary one")
     options = parser.parse_args(argv)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="furlong-soak-"))

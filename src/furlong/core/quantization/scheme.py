@@ -134,7 +134,7 @@ class QuantizationScheme:
                     raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
                 key = tensor.shape[1], tensor.device
                 stack = stacks.setdefault(key, _Stack())
-                stack.add(name, tensor.detach().to(self.dtype))
+                stack.add(name, tensor if tensor.dtype == self.dtype else tensor.detach().to(self.dtype))
                 if stack.num_bytes >= STACK_BYTES or not self._goes_on(stack):
                     yield from self._parts_of(stacks.pop(key), largest)
             for stack in stacks.values():

@@ -86,18 +86,15 @@ def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check
     if len(weights) == 1:
         return [form.quantize(weights[0], check)]
     whole = form.quantize(torch.cat(list(weights)), check)
-    result: list[dict[str, Tensor]] = []
-    first = dict.fromkeys(whole, 0)
-    for weight in weights:
-        parts: dict[str, Tensor] = {}
-        for part, (shape, dtype) in parts_of(form, tuple(weight.shape)).items():
-            if part == WEIGHT_SHAPE:
-                parts[part] = shape_tensor(tuple(weight.shape), dtype, weight.device)
-                continue
-            parts[part] = whole[part][first[part] : first[part] + shape[0]]
-            first[part] += shape[0]
-        result.append(parts)
-    return result
+    places = [parts_of(form, tuple(weight.shape)) for weight in weights]
+    columns: list[Sequence[Tensor]] = []
+    for part, stacked in whole.items():
+        if part == WEIGHT_SHAPE:
+            shapes = [_shape_tensor(tuple(weight.shape), stacked.dtype, stacked.device) for weight in weights]
+            columns.append(torch.stack(shapes).unbind())
+        else:
+            columns.append(stacked.split([each[part][0][0] for each in places]))
+    return [dict(zip(whole, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
 
 def has_kernels(weight: Tensor) -> bool:
