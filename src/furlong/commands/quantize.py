@@ -47,7 +47,7 @@ def hf_to_fp8(words: Sequence[str]) -> int:
         form = Fp8Blocks((sizes[0], sizes[1]), is_power_of_two=options.scale_fmt == "ue8m0")
     else:
         form = Fp8Scaled("tensor" if options.strategy == "tensor" else "channel")
-    return _quantize(options, form, calibration=_text(options.calibrate))
+    return _quantize(options, form)
 
 
 def hf_to_int4(words: Sequence[str]) -> int:
@@ -77,7 +77,7 @@ def hf_to_int4(words: Sequence[str]) -> int:
 
     defaults = ALL_BUT_EXPERTS if options.only_experts else options.ignore_rules
     form = Int4Groups(options.group_size, observer=options.observer)
-    return _quantize(options, form, defaults=defaults, calibration=_text(options.calibrate))
+    return _quantize(options, form, defaults=defaults)
 
 
 def dequantize(words: Sequence[str]) -> int:
@@ -92,25 +92,30 @@ def dequantize(words: Sequence[str]) -> int:
 
 def _calibration_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--calibrate", type=Path, metavar="TEXT",
-        help="choose weights for the inputs of this text (GPTQ); weight updates in training replace them",
+        "--calibrate", type=Path, nargs="?", const=True, metavar="TEXT",
+        help="choose weights for the inputs of samples of the model, or of this text (GPTQ); weight updates in "
+        "training replace them",
     )  # fmt: skip
 
 
-def _text(path: Path | None) -> str | None:
+def _text(path: Path) -> str:
     """Read the text of --calibrate. Raises ConfigError if it cannot be read."""
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibrate {path} cannot be read: {error}; give a text file in UTF-8") from error
+        raise ConfigError(
+            f"--calibrate {path} cannot be read: {error}; give a text file in UTF-8, or write --calibrate after SOURCE "
+            "and TARGET, without a text, for samples of the model"
+        ) from error
 
 
-def _quantize(
-    options: argparse.Namespace, form: Any, *, defaults: Sequence[str] | None = None, calibration: str | None = None
-) -> int:
+def _quantize(options: argparse.Namespace, form: Any, *, defaults: Sequence[str] | None = None) -> int:
+    text = _text(options.calibrate) if isinstance(options.calibrate, Path) else None
     source, target = _places(options)
+    from furlong.tools.calibration import Calibration
     from furlong.tools.quantize_folder import quantize_folder
 
+    calibration = None if options.calibrate is None else Calibration(text)
     return _converted(
         target,
         f"quantized to {form.description}",

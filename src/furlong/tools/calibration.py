@@ -1,4 +1,4 @@
-"""Calibrates quantized weights on a text, decoder layer by decoder layer, with a whole model in memory."""
+"""Calibrates quantized weights on texts, decoder layer by decoder layer, with a whole model in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from furlong.core.quantization.compensation import Compensable, compensated
+from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_model import load_config, load_network
 from furlong.models.tokenizer import load_tokenizer
+from furlong.tools.own_samples import own_samples
+from furlong.tools.scale_tuning import tuned_scales
 
 MIN_WINDOWS, MAX_WINDOWS = 16, 32  # sequences of the text, spread evenly
 WINDOW = 512  # tokens of each
 
 Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What weights are calibrated on. text: None for samples of the model itself."""
+
+    text: str | None
 
 
 @dataclass
@@ -33,18 +43,21 @@ class _LayerCalls:
 
 
 @torch.no_grad()
-def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dict[str, Parts]:
+def calibrated_parts(folder: Path, scheme: QuantizationScheme, calibration: Calibration) -> dict[str, Parts]:
     """Return the stored parts of the folder's quantized linear layers, by the names of their weights.
 
-    Each linear layer gets its inputs from the quantized ones before it. Weights that are not modules of their own, as
-    those of fused experts, are left out. Raises ConfigError for a short text, and CheckpointError for values that are
-    not finite.
+    Each linear layer gets its inputs from the quantized ones before it. At the end, the scales of INT4 are tuned
+    together. Weights that are not modules of their own, as those of fused experts, are left out. Raises ConfigError for
+    a short text, and CheckpointError for values that are not finite.
     """
     form = cast("Compensable", scheme.form)
-    ids = _windows(load_tokenizer(folder).encode(text))
+    text = calibration.text
+    ids = own_samples(folder) if text is None else _windows(load_tokenizer(folder).encode(text))
     model = load_network(folder, load_config(folder), dtype=torch.float32, attn_implementation="eager").eval()
     layers: Sequence[nn.Module] = cast("Any", model.base_model).layers
     calls = _first_inputs(model, layers, ids)
+    is_tuned = isinstance(form, Int4Groups)
+    targets = [_last_hidden(model, sequence) for sequence in ids] if is_tuned else []
     parts: dict[str, Parts] = {}
     names = {module: f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for layer, keywords in zip(layers, calls.keywords, strict=True):
@@ -58,7 +71,16 @@ def calibrated_parts(folder: Path, scheme: QuantizationScheme, text: str) -> dic
                 parts[names[module]] = compensated(form, weight, moment_CC)
                 module.weight.copy_(form.dequantize(parts[names[module]], torch.float32))
         calls.hidden = [_output(layer(hidden, **keywords)) for hidden in calls.hidden]
+    if is_tuned:
+        scales = {module: parts[name]["weight_scale"] for module, name in names.items() if name in parts}
+        for module, scale in tuned_scales(model, scales, ids, targets).items():
+            parts[names[module]] = {**parts[names[module]], "weight_scale": scale}
     return parts
+
+
+def _last_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the last hidden states of a sequence, in bfloat16, because those of all sequences are kept."""
+    return model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0].to(torch.bfloat16)
 
 
 def _windows(ids: Sequence[int]) -> Tensor:
@@ -66,7 +88,7 @@ def _windows(ids: Sequence[int]) -> Tensor:
     if len(ids) < MIN_WINDOWS * WINDOW:
         raise ConfigError(
             f"--calibrate has a text of {len(ids):,} tokens; give one of at least {MIN_WINDOWS * WINDOW:,}, such as "
-            "prompts and responses of the task"
+            "prompts and responses of the task, or none for samples of the model itself"
         )
     number = min(len(ids) // WINDOW, MAX_WINDOWS)
     starts = [(len(ids) - WINDOW) * window // (number - 1) for window in range(number)]

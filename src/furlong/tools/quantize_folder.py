@@ -29,7 +29,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.models.carried_tensors import is_with_vision
 from furlong.models.hf_model import open_tensors, part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
-from furlong.tools.calibration import Parts, calibrated_parts
+from furlong.tools.calibration import Calibration, Parts, calibrated_parts
 from furlong.tools.model_folder import StoredModel, read_model
 
 MAX_FILE_BYTES = 4 << 30
@@ -55,12 +55,12 @@ def quantize_folder(
     *,
     ignore: Sequence[str] = (),
     defaults: Sequence[str] | None = None,
-    calibration: str | None = None,
+    calibration: Calibration | None = None,
 ) -> Converted:
     """Write a quantized copy of `source` into the existing folder `target`, and verify it.
 
-    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. calibration: a text; weights are
-    chosen for it (`tools.calibration`), which needs the whole model in memory. Raises CheckpointError, naming the
+    ignore: entries besides `defaults` (`NEVER_QUANTIZED`), as in compressed-tensors. calibration: weights are
+    chosen for texts, which needs the whole model in memory. Raises CheckpointError, naming the
     tensor, for a weight that cannot be quantized, and ConfigError for a folder that is quantized, or of which nothing
     would be.
     """
@@ -104,13 +104,13 @@ def quantize_folder(
     return dataclasses.replace(converted, num_calibrated=len(parts))
 
 
-def _calibrated(model: StoredModel, scheme: QuantizationScheme, text: str) -> dict[str, Parts]:
+def _calibrated(model: StoredModel, scheme: QuantizationScheme, calibration: Calibration) -> dict[str, Parts]:
     try:
         for name in scheme.names:
             scheme.parts(name, tuple(model.tensors[name].shape))
     except QuantizationError as error:
         raise CheckpointError(f"{model.folder}: {error}") from error
-    return calibrated_parts(model.folder, scheme, text)
+    return calibrated_parts(model.folder, scheme, calibration)
 
 
 def dequantize_folder(source: Path, target: Path) -> Converted:

@@ -1,4 +1,4 @@
-"""Conversion with a calibration text."""
+"""Conversion with calibration, on a text and on samples of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from furlong.models.hf_model import load_model
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
-from furlong.tools import calibration
+from furlong.tools import calibration, own_samples
 from furlong.tools.model_folder import check_model
 
 SUMS = " ".join(f"{a} + {b} = {a + b}" for a in range(40) for b in range(1, 40, 3))
@@ -22,6 +22,8 @@ SUMS = " ".join(f"{a} + {b} = {a + b}" for a in range(40) for b in range(1, 40, 
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MIN_WINDOWS", 4)
     monkeypatch.setattr(calibration, "WINDOW", 128)
+    for name, value in {"NUM_FROM_ANY": 8, "NUM_FROM_BEGIN": 4, "LENGTH": 128}.items():
+        monkeypatch.setattr(own_samples, name, value)
 
 
 def distance(folder: Path) -> float:
@@ -38,18 +40,24 @@ def distance(folder: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["hf-to-int4", "hf-to-fp8"])
-def test_calibrated_weights_change_the_model_less_in_the_same_format(tmp_path: Path, capsys, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "has_text", "least"),
+    [("hf-to-int4", True, 4), ("hf-to-fp8", True, 4), ("hf-to-int4", False, 2)],
+)
+def test_calibrated_weights_change_the_model_less_in_the_same_format(
+    tmp_path: Path, capsys, command: str, has_text: bool, least: int
+) -> None:
     (tmp_path / "sums.txt").write_text(SUMS)
+    text = [str(tmp_path / "sums.txt")] if has_text else []
     words = ["convert", command, str(model_folder())]
     assert main([*words, str(tmp_path / "rounded")]) == 0
-    assert main([*words, str(tmp_path / "calibrated"), "--calibrate", str(tmp_path / "sums.txt")]) == 0
+    assert main([*words, str(tmp_path / "calibrated"), "--calibrate", *text]) == 0
     rounded, calibrated = folder_scheme(tmp_path / "rounded"), folder_scheme(tmp_path / "calibrated")
     assert rounded == calibrated
     assert calibrated is not None
     assert f"({len(calibrated.names)} calibrated)" in capsys.readouterr().out
     assert check_model(tmp_path / "calibrated") == []
-    assert distance(tmp_path / "calibrated") < distance(tmp_path / "rounded") / 4
+    assert distance(tmp_path / "calibrated") < distance(tmp_path / "rounded") / least
 
 
 @pytest.mark.parametrize(
@@ -63,3 +71,14 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, capsys, content: 
     assert main(words) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
+
+
+def test_samples_of_a_model_are_the_same_each_time() -> None:
+    first = own_samples.own_samples(model_folder())
+    assert first.shape == (12, 128)
+    assert first.equal(own_samples.own_samples(model_folder()))
+
+
+def test_a_folder_in_the_place_of_the_text_is_explained(tmp_path: Path, capsys) -> None:
+    assert main(["convert", "hf-to-int4", "--calibrate", str(model_folder()), str(tmp_path / "target")]) == 2
+    assert "after SOURCE and TARGET" in capsys.readouterr().err
