@@ -73,6 +73,7 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, capsys, content: 
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 def test_samples_of_a_model_are_the_same_each_time() -> None:
     first = own_samples.own_samples(model_folder())
     assert first.shape == (12, 128)
