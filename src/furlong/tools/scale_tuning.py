@@ -31,15 +31,15 @@ class _Scaled(nn.Module):
 
 
 def tuned_scales(
-    model: PreTrainedModel, scales: Mapping[nn.Module, Tensor], ids: Tensor, targets: Sequence[Tensor]
-) -> dict[nn.Module, Tensor]:
+    model: PreTrainedModel, scales: Mapping[nn.Linear, Tensor], ids: Tensor, targets: Sequence[Tensor]
+) -> dict[nn.Linear, Tensor]:
     """Return better scales [R, G] of linear layers, whose weights in `model` are the quantized ones, in one pass.
 
     ids: sequences [sequences, T]. targets: for each, the last hidden states [T, E] of the unquantized model. The
     divergence (KL) of the tokens' distributions falls; the integers of the weights stay. Changes the modules.
     """
     model.requires_grad_(False)
-    ratios: dict[nn.Module, nn.Parameter] = {}
+    ratios: dict[nn.Linear, nn.Parameter] = {}
     for module, scale in scales.items():
         scaled = _Scaled(tuple(scale.shape))
         parametrize.register_parametrization(module, "weight", scaled)
