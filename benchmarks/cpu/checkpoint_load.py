@@ -23,7 +23,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from furlong.config.command_line import load
-from furlong.core.checkpoint_folder import MANIFEST, manifest_text, read_manifest, write_manifest
+from furlong.core.checkpoint_folder import MANIFEST, read_manifest, write_manifest
+from furlong.core.file_manifest import manifest_text
 from furlong.models.presets import write_preset
 from furlong.wiring.build import build
 

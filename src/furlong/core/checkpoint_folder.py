@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +13,9 @@ import xxhash
 
 from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
 from furlong.core.file_kind import require_file
+from furlong.core.file_manifest import DamagedManifestError, FileRecord, manifest_text, read_records
 from furlong.core.files import PARTIAL, write_atomically
-from furlong.core.json_values import TOO_DEEP, parse_json
+from furlong.core.json_values import TOO_DEEP
 from furlong.core.text import shortened
 from furlong.core.verified_tensors import ChangedBlockError, TensorFile
 from furlong.errors import CheckpointError
@@ -26,21 +26,6 @@ MANIFEST = "manifest.json"
 STATE = "state.json"  # position of the run: data, ledger, rollouts in flight
 DIST_INDEX = ".metadata"  # in folders written by torch.distributed.checkpoint, such as Megatron-LM's
 STATE_FORMAT = 1
-FORMAT = 3  # of the manifest
-WITHOUT_BLOCKS = 2  # an older format, without checksums of blocks
-WITHOUT_CHECKSUMS = 1  # an older format, which has the sizes of files only
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file in a manifest. checksum: xxh3-128 of its content; None if an older version saved it.
-
-    blocks: the checksums of its blocks, joined, for a file of tensors; see `core.verified_tensors`.
-    """
-
-    num_bytes: int
-    checksum: str | None
-    blocks: str | None = None
 
 
 def find_checkpoint(load_dir: Path, *, step: int | None, save_dir: Path | None, flag: str = "--load") -> Path | None:
@@ -261,42 +246,15 @@ def write_manifest(folder: Path, step: int) -> None:
     write_atomically(folder / MANIFEST, manifest_text(step, records))
 
 
-def manifest_text(step: int, files: Mapping[str, FileRecord], *, number: int = FORMAT) -> str:
-    """Return the content of a manifest of format `number`; its last entry is the checksum of the others."""
-    entries: dict[str, dict[str, Any]] = {
-        name: {"bytes": record.num_bytes, "xxh3_128": record.checksum}
-        | ({} if record.blocks is None else {"blocks": record.blocks})
-        for name, record in files.items()
-    }
-    content = {"format": number, "step": step, "files": entries}
-    return json.dumps(content | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1)
-
-
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint, by their path in it.
 
     Raises CheckpointError if the manifest is damaged or has a format that this version does not read.
     """
-    path = folder / MANIFEST
     try:
-        require_file(path)
-        text = path.read_text()
-        manifest = parse_json(text)
-        if manifest["format"] == WITHOUT_CHECKSUMS:
-            return {str(name): FileRecord(int(size), None) for name, size in manifest["files"].items()}
-        if manifest["format"] in (FORMAT, WITHOUT_BLOCKS):
-            files = manifest["files"].items()
-            records = {name: FileRecord(file["bytes"], file["xxh3_128"], file.get("blocks")) for name, file in files}
-            is_intact = text == manifest_text(manifest["step"], records, number=manifest["format"])
-        else:
-            raise CheckpointError(
-                f"{folder} has format {manifest['format']!r}, expected {FORMAT}; use the furlong version that wrote it"
-            )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is corrupt ({type(error).__name__}: {error}){_other(folder)}") from error
-    if not is_intact:
-        raise CheckpointError(f"{path} does not have the checksum in its last line: it was changed{_other(folder)}")
-    return records
+        return read_records(folder / MANIFEST)
+    except DamagedManifestError as error:
+        raise CheckpointError(f"{error}{_other(folder)}") from error
 
 
 def check_manifest(folder: Path) -> None:

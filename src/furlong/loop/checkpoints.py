@@ -46,6 +46,7 @@ from furlong.core.checkpoint_folder import (
     write_manifest,
 )
 from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
+from furlong.core.model_manifest import write_model_manifest
 from furlong.core.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
 from furlong.core.sample import Group
 from furlong.core.sample_file import load_samples, save_samples
@@ -287,6 +288,7 @@ class Checkpoints:
                     )
                 if self.finish_export is not None:
                     self.finish_export(draft)
+                await asyncio.to_thread(write_model_manifest, draft)
                 await asyncio.to_thread(sync_files, draft)  # may take long; only the rename is left after it
         except (OSError, SafetensorError) as error:
             raise CheckpointError(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
+from furlong.core.model_manifest import changed_files
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 
@@ -27,11 +28,15 @@ QUANTIZED_NAMES = (
 )
 
 
+class ChangedFolderError(ConfigError):
+    """Files of a folder are not those that furlong wrote."""
+
+
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:
     """Return `folder` if it is a Hugging Face model folder.
 
     Raises ConfigError with the missing files, similar names that exist, and how to get the files; also for folders,
-    named pipes and broken links under the names of files.
+    named pipes and broken links under the names of files, and for files that differ from furlong's manifest.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -45,6 +50,7 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
     for path in sorted(path for pattern in READ_FILES for path in folder.glob(pattern)):
         if (kind := irregular_kind(path)) is not None:
             raise ConfigError(f"{path} is {kind}, not a file. Remove or replace it, or download the model again")
+    require_unchanged(folder)
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []
     needed += [TOKENIZER_FILES] if tokenizer else []
@@ -59,6 +65,24 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
             )
             raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_remedy(folder, names, present)}")
     return folder
+
+
+def require_unchanged(folder: Path) -> None:
+    """Raise ChangedFolderError that names the files of a folder that were changed since furlong wrote it."""
+    try:
+        changed = changed_files(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if changed:
+        raise ChangedFolderError(f"{'; '.join(changed)}. {accept_advice(folder)}")
+
+
+CHANGED = "Files were edited, or damaged on the disk or in a copy."
+
+
+def accept_advice(folder: Path) -> str:
+    """Return what to do about changed files."""
+    return f"Restore them, or if the change is yours accept it with `furlong check {folder} --accept-changes`"
 
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:

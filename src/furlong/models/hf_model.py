@@ -31,6 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.file_tensors import read_tensor
 from furlong.core.model_config import read_json
+from furlong.core.model_manifest import MODEL_MANIFEST
 from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
 from furlong.core.verified_tensors import TensorFile, open_tensor_file
@@ -360,6 +361,7 @@ def save_model(model: PreTrainedModel, folder: Path | str) -> None:
     model.config.dtype = stored
     try:
         model.save_pretrained(folder, state_dict=state)
+        (folder / MODEL_MANIFEST).unlink(missing_ok=True)  # of the model that was there
     finally:
         model.config.dtype = before
 

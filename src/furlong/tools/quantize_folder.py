@@ -1,7 +1,7 @@
 """Quantizes the weights of a Hugging Face folder, or makes them whole again, file by file.
 
-At most one file of the result is in memory, and each tensor is read back and compared. config.json is written last, so
-that a folder which was not finished does not load.
+At most one file of the result is in memory, and each tensor is read back and compared. config.json is written after
+them, so that a folder which was not finished does not load, and the manifest last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from furlong.core.file_tensors import read_file, save_verified
+from furlong.core.model_manifest import MODEL_MANIFEST, write_model_manifest
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 from furlong.core.quantization.int4 import Int4Groups
@@ -27,6 +28,7 @@ from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, checksum
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.carried_tensors import is_with_vision
+from furlong.models.hf_folder import check_folder
 from furlong.models.hf_model import open_tensors, part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
 from furlong.tools.calibration import Calibration, Parts, calibrated_parts
@@ -64,6 +66,7 @@ def quantize_folder(
     tensor, for a weight that cannot be quantized, and ConfigError for a folder that is quantized, or of which nothing
     would be.
     """
+    check_folder(source)
     model = read_model(source)
     if quantization_settings(model.config):
         raise ConfigError(f"{source} is quantized; give its bfloat16 model, or `furlong convert dequantize` it first")
@@ -115,6 +118,7 @@ def _calibrated(model: StoredModel, scheme: QuantizationScheme, calibration: Cal
 
 def dequantize_folder(source: Path, target: Path) -> Converted:
     """Write a copy of the quantized folder `source` with whole weights into the existing folder `target`."""
+    check_folder(source)
     model = read_model(source)
     scheme = folder_scheme(source)
     if scheme is None:
@@ -163,10 +167,12 @@ def _write(
     write_index(target, written)
     for path in sorted(model.folder.iterdir()):
         is_index = path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in COPIED and not is_index and path.name != "config.json":
+        is_own = is_index or path.name in ("config.json", MODEL_MANIFEST)
+        if path.is_file() and path.suffix in COPIED and not is_own:
             shutil.copyfile(path, target / path.name)
     _verify(target, sums)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_model_manifest(target)
     source_bytes = sum(tensor.num_bytes for tensor in model.tensors.values())
     return Converted(len(written), num_quantized, source_bytes, sum(size for _, size in written.values()))
 

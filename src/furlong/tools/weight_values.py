@@ -23,10 +23,12 @@ from furlong.core.checkpoint_folder import (
     find_complete_folders,
     recovery,
 )
+from furlong.core.model_manifest import changed_files
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.core.verified_tensors import TensorFile, open_tensor_file
 from furlong.errors import CheckpointError, ConfigError
+from furlong.models.hf_folder import CHANGED, accept_advice
 from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 
 CHUNK_BYTES = 1 << 26
@@ -120,10 +122,17 @@ def check_weights(folder: Path, *, with_values: bool = True) -> list[Diagnosis]:
             f"{folder} is neither a model folder (config.json) nor one that --save wrote ({TRACKER}); "
             f"it contains {content}"
         )
-    diagnoses = [*_missing_files(folder), *check_model(folder)]
+    diagnoses = [*_missing_files(folder), *_changed(folder), *check_model(folder)]
     if with_values and not any(each.severity == "error" and each.evidence.keys() & UNREAD for each in diagnoses):
         diagnoses += _check_values(folder, read_model(folder).shards)
     return diagnoses
+
+
+def _changed(folder: Path) -> Iterator[Diagnosis]:
+    """CKPT04: files of a folder that were changed since furlong wrote it."""
+    for problem in changed_files(folder):
+        advice, evidence = accept_advice(folder), {"folder": str(folder)}
+        yield diagnosis("CKPT04", problem, cause=CHANGED, remedy=advice, evidence=evidence)
 
 
 def _missing_files(folder: Path) -> list[Diagnosis]:

@@ -14,13 +14,13 @@ from furlong.core.checkpoint_folder import (
     MANIFEST,
     damaged_files,
     files_checked,
-    manifest_text,
     read_manifest,
     read_verified,
     tensor_files,
     write_manifest,
 )
 from furlong.core.checksums import file_checksum
+from furlong.core.file_manifest import manifest_text
 from furlong.core.files import save_tensors
 from furlong.core.safetensors_header import read_header
 from furlong.core.verified_tensors import BLOCK_BYTES, DIGITS, block_places

@@ -20,11 +20,13 @@ from furlong.core.checkpoint_folder import (
     step_from_folder,
 )
 from furlong.core.checksums import file_checksum
+from furlong.core.model_manifest import MODEL_MANIFEST, changed_files
 from furlong.errors import CheckpointError
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import RolloutStream, train
+from furlong.models.tokenizer import write_template
 
 
 def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> None:
@@ -342,6 +344,15 @@ def export(folder: Path, save_hf, finish=None) -> None:
     asyncio.run(write())
 
 
+def test_the_manifest_of_an_export_covers_the_template_that_the_run_writes_last(tmp_path):
+    folder = tmp_path / "hf_2"
+    export(folder, lambda at: (at / "config.json").write_text("{}"), lambda at: write_template(at, "{{ messages }}"))
+    assert changed_files(folder) == []
+    write_template(folder, "{{ message }}")
+    (changed,) = changed_files(folder)
+    assert changed.startswith(f"{folder / 'chat_template.jinja'} was changed after it was saved")
+
+
 @pytest.mark.parametrize("crash_in", ["trainer", "template"])
 def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, crash_in):
     folder = tmp_path / "hf_2"
@@ -372,12 +383,9 @@ def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, 
         if text == "new":
             export(folder, *written("new", False))
         assert [path.name for path in tmp_path.iterdir()] == ["hf_2"]
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "chat_template.jinja",
-            "config.json",
-            "model.safetensors",
-        ]
-        assert {path.read_text() for path in folder.iterdir()} == {text}
+        written_files = {path.name: path.read_text() for path in folder.iterdir() if path.name != MODEL_MANIFEST}
+        assert written_files == dict.fromkeys(["chat_template.jinja", "config.json", "model.safetensors"], text)
+        assert changed_files(folder) == []
 
 
 def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):

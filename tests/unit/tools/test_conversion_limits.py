@@ -103,7 +103,14 @@ def killed_at(moment: str, calls: int, words: list[str]) -> None:
     main(words)
 
 
-MOMENTS = [("save_verified", 1), ("save_verified", 3), ("write_index", 1), ("shutil.copyfile", 1), ("_verify", 1)]
+MOMENTS = [
+    ("save_verified", 1),
+    ("save_verified", 3),
+    ("write_index", 1),
+    ("shutil.copyfile", 1),
+    ("_verify", 1),
+    ("write_model_manifest", 1),
+]
 MOMENTS += [("Path.write_text", 1), ("Path.write_text", 2), ("files.sync_files", 1)]
 
 

@@ -53,7 +53,8 @@ ROWS = (
         cause="A download was interrupted, or a conversion left files out.",
         checked="Every shard of model.safetensors.index.json exists and has the length that its header states, every "
         "tensor of the index is in its shard, every layer has tensors, layers of one kind have the same number, and "
-        "shapes are those of config.json. The embedding has a row for every token of the tokenizer.",
+        "shapes are those of config.json. The embedding has a row for every token of the tokenizer. Files of a folder "
+        "that furlong wrote are those of its furlong_manifest.json.",
         remedy="Download or convert the model again; `furlong check DIR` names the missing shard or layer.",
         guides=(SD,),
     ),
@@ -87,7 +88,8 @@ ROWS = (
         "error",
         symptom="`transformers` cannot find a model, on one node or on some of several.",
         cause="The folder is missing or incomplete, or it is a name on the hub; furlong does not download models.",
-        checked="--hf-checkpoint is a folder with config.json, weights and a readable tokenizer.",
+        checked="--hf-checkpoint is a folder with config.json, weights and a readable tokenizer. If furlong wrote it "
+        "(furlong_manifest.json), its files are unchanged.",
         remedy="Pass a local folder to --hf-checkpoint; `hf download NAME --local-dir DIR` downloads one.",
         guides=(MQ, SQ),
     ),

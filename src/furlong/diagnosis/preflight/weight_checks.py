@@ -20,7 +20,14 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_family
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import TOKENIZER_FILES, check_folder, quantization_seen, template_file
+from furlong.models.hf_folder import (
+    CHANGED,
+    TOKENIZER_FILES,
+    ChangedFolderError,
+    check_folder,
+    quantization_seen,
+    template_file,
+)
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, quantization, read_model
 from furlong.tools.template_test import read_tokenizer
 
@@ -81,9 +88,9 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         except ConfigError as error:
             if each.flag != "--hf-checkpoint":  # else reported by model.model_folder
                 finding, _, remedy = str(error).partition(". ")
-                yield diagnosis(
-                    "CKPT07", f"{each.flag}: {finding}", remedy=remedy, evidence={"folder": str(each.folder)}
-                )
+                cause = CHANGED if isinstance(error, ChangedFolderError) else None
+                evidence = {"folder": str(each.folder)}
+                yield diagnosis("CKPT07", f"{each.flag}: {finding}", cause=cause, remedy=remedy, evidence=evidence)
             continue
         if each.model is None:
             yield from check_model(each.folder)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from furlong.core.delta import DeltaWriter
+from furlong.core.model_manifest import MODEL_MANIFEST
 from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource
@@ -96,8 +97,8 @@ class VersionFolders:
 
     def _fill(self, source: WeightSource, folder: Path) -> None:
         for path in self._model_dir.iterdir():
-            is_weights = "safetensors" in path.name
-            if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not is_weights:
+            is_replaced = "safetensors" in path.name or path.name == MODEL_MANIFEST
+            if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not is_replaced:
                 shutil.copyfile(path, folder / path.name)
         weight_map: dict[str, str] = {}
         total = 0
