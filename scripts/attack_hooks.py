@@ -233,8 +233,8 @@ LINE = re.compile(r"attack\.py(:|\", line |: line |.{0,40}line )\d+")
 
 
 def is_lineless(cell: Cell) -> bool:
-    """Whether only the file can be named: compiled code ended the import, or the file has no lines of text."""
-    return (cell.at_import and cell.name in OF_C) or cell.name in ("null bytes", "UTF-16")
+    """Whether only the file can be named: compiled code ended the import, or there is no line to name."""
+    return (cell.at_import and cell.name in OF_C) or cell.name in ("null bytes", "UTF-16", "no function")
 
 
 # Attacks that a run may survive with all its steps: they change nothing that it needs, or only a thread ends.

@@ -24,7 +24,7 @@ from furlong.core.sample import Sample
 from furlong.core.slime_modules import NotInFurlongError
 from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, with_hook_errors
-from furlong.core.user_modules import import_module_of, split_path
+from furlong.core.user_modules import assignment_of, import_module_of, split_path
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -200,7 +200,8 @@ def load_function(path: str) -> Function:
         except NotInFurlongError as error:
             raise ConfigError(f"{path}: {error}") from error
     if not callable(target):
-        raise ConfigError(f"{path} is a {type(target).__name__}, not a function; give a function")
+        place = assignment_of(import_module_of(path), attributes[-1])
+        raise ConfigError(f"{path} is a {type(target).__name__}, not a function{place}; give a function")
     return target
 
 

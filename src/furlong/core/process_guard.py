@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from furlong.core.forked_processes import end_if_forked
+from furlong.core.limit_guard import limits_stay
 from furlong.core.log_state import LogState
 from furlong.core.process_state import ProcessState
 from furlong.errors import EngineError, FurlongError, HookError
@@ -46,6 +47,7 @@ class ProcessGuard:
         self._log: LogState | None = None
         self._limit = 0
         self._finding = ""  # kept after `watching`
+        self._reported = set[str]()  # changes in `_finding`; closed descriptors stay closed
         self._pid = self._thread = 0
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
         self._last_whole = self._last
@@ -58,11 +60,12 @@ class ProcessGuard:
         in between.
         """
         self._is_watching, self._finding, self._pid = True, "", os.getpid()
+        self._reported.clear()
         self._is_of_call = each_call
         self._last = self._last_whole = None
         self._thread, self._log = threading.get_ident(), LogState()
         try:
-            with _interruptible(), self.blaming():
+            with _interruptible(), limits_stay(self._refuse_limit), self.blaming():
                 yield
         finally:
             self._is_watching = False
@@ -151,10 +154,17 @@ class ProcessGuard:
             logger.warning("%s (%s): %s; undone", name, location_of(function), " and ".join(silenced))
         if changes := state.changes(libraries=not is_step):
             state.restore()
-            self._finding = self._text(function, name, changes)
+            if not set(changes) <= self._reported:  # else of a function that this one has called
+                self._finding, self._reported = self._text(function, name, changes), set(changes)
             if threading.get_ident() != self._thread:  # the descriptors by which it would learn of it may be closed
                 signal.pthread_kill(self._thread, WAKE_UP)
             raise ProcessChangedError(self._finding)
+
+    def _refuse_limit(self, what: str) -> None:
+        """Raise ProcessChangedError instead of lowering a limit; `what` is place and change."""
+        caller = f" ({self.last_called()})" if self.last_called() else ""
+        self._finding = f"{what} in the process of the run{caller}; do that in a child process"
+        raise ProcessChangedError(self._finding)
 
     def _forget(self) -> None:
         if self._state is not None:

@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -111,13 +111,11 @@ class ProcessState:
     def restore_limits(self) -> None:
         """Undo lowered resource limits at once, with which any code may fail; `changes` reports them."""
         for name, before in self._limits.items():
-            now = resource.getrlimit(getattr(resource, name))
-            if now == before or _number(now[0]) >= _number(before[0]):
+            if (text := lowered_limit(name, resource.getrlimit(getattr(resource, name)), before)) is None:
                 continue
             with contextlib.suppress(OSError, ValueError):  # a lowered hard limit stays
                 resource.setrlimit(getattr(resource, name), before)
-            text = f"it lowered {name} from {_shown_limit(before[0])} to {now[0]}"
-            self._lowered_limits += [] if text in self._lowered_limits else [text]
+            self._lowered_limits += [] if f"it {text}" in self._lowered_limits else [f"it {text}"]
 
     def changes(self, *, libraries: bool = True) -> list[str]:
         """Describe each change since creation, such as "it replaced time.monotonic"; [] if there is none.
@@ -129,8 +127,8 @@ class ProcessState:
         return [*self._replaced(), *of_libraries, *self._closed(), *self._moved(), *self._lowered()]
 
     def replaced(self) -> list[str]:
-        """Describe the functions that were replaced since creation."""
-        return [*self._replaced(), *self._replaced_in_libraries()]
+        """Describe the functions that were replaced, and the descriptors that were closed, since creation."""
+        return [*self._replaced(), *self._replaced_in_libraries(), *self._closed()]
 
     def restore(self) -> None:
         """Undo changes, as far as possible: closed descriptors other than 0, 1 and 2 stay closed."""
@@ -339,6 +337,13 @@ def _restore_torch(before: Mapping[str, Any]) -> None:
 def _limits() -> dict[str, tuple[int, int]]:
     """Return soft and hard limits of this process."""
     return {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS if hasattr(resource, name)}
+
+
+def lowered_limit(name: str, now: Sequence[int], before: Sequence[int]) -> str | None:
+    """Return that user code lowered the soft limit `name` of `LIMITS`; None if it did not."""
+    if _number(now[0]) >= _number(before[0]):
+        return None
+    return f"lowered {name} from {_shown_limit(before[0])} to {now[0]}"
 
 
 def _number(limit: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -114,3 +115,17 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
         )
         raise ConfigError(f"{path}: running {file} raised {what}; fix the file") from error
     return module
+
+
+def assignment_of(module: ModuleType, name: str) -> str:
+    """Return ` (file:line)` of the last assignment to `name` at the top of a module; "" if there is none."""
+    file = Path(module.__file__ or "")
+    statements = ast.parse(file.read_bytes()).body if file.suffix == ".py" and file.is_file() else []
+    lines = [
+        statement.lineno
+        for statement in statements
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.ImportFrom)
+        for node in ast.walk(statement)
+        if (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.alias) and node.name == name)
+    ]
+    return f" ({file}:{lines[-1]})" if lines else ""

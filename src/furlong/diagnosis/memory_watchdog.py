@@ -66,7 +66,12 @@ class MemoryWatchdog:
 
     def _watch(self) -> None:
         while not self._done.wait(PERIOD_S):
-            if self._is_too_much():
+            try:
+                is_too_much = self._is_too_much()
+            except (OSError, MemoryError) as error:  # no descriptor or memory left, which the run reports; look again
+                logger.debug("the memory in use cannot be read: %s", error)
+                continue
+            if is_too_much:
                 self._end()
                 return
 

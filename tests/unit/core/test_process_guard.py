@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import ctypes
+import errno
 import io
 import logging
 import logging.config
@@ -13,9 +15,11 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -76,6 +80,14 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 
 
+set_limit = resource.setrlimit
+
+
+def limit_files_by_a_name_of_its_own():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    set_limit(resource.RLIMIT_NOFILE, (200, hard))
+
+
 def patch_builtins():
     builtins.len = builtins.isinstance = lambda *_: 1 / 0
 
@@ -116,6 +128,7 @@ def remove_streams():
         (raise_warnings, "warnings of any module"),
         (set_dtype, "default dtype from torch.float32 to torch.float64"),
         (limit_files, "RLIMIT_NOFILE"),
+        (limit_files_by_a_name_of_its_own, "RLIMIT_NOFILE"),
     ],
 )
 def test_a_hook_that_changes_the_process_is_named_and_undone(function, what):
@@ -141,6 +154,49 @@ def state():
         *(len, isinstance, any, getattr, str, sys.excepthook, sys.stderr, os.umask(0o022)),
         *(psutil.Process, torch.get_default_dtype(), resource.getrlimit(resource.RLIMIT_NOFILE)),
     )
+
+
+def test_a_limit_is_not_lowered_even_while_the_function_runs():
+    """Other threads of the run would fail, or hang when they start."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+
+    def attempt():
+        with pytest.raises(ProcessChangedError, match=rf"^{__file__}:\d+ lowered RLIMIT_AS from .* to 1048576 in the"):
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+        with pytest.raises(ProcessChangedError, match="lowered RLIMIT_AS"):
+            resource.prlimit(0, resource.RLIMIT_AS, (1 << 20, before[1]))
+        assert resource.prlimit(0, resource.RLIMIT_AS) == before
+        resource.setrlimit(resource.RLIMIT_AS, before)  # no change
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        lower = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+        return subprocess.run([sys.executable, "-c", code], preexec_fn=lower, capture_output=True, check=True).stdout
+
+    with process_guard.watching():
+        assert with_hook_errors(attempt, "--x-path: f")() == b"64\n"  # child processes may have less
+
+
+def test_a_change_that_stays_is_that_of_the_function_that_made_it_not_of_its_caller():
+    def close_all():
+        os.closerange(process_guard._state._sentinel, process_guard._state._sentinel + 1)
+
+    def calls_another():
+        with contextlib.suppress(ProcessChangedError):
+            with_hook_errors(close_all, "--inner: f")()
+
+    with process_guard.watching(), pytest.raises(ProcessChangedError, match=r"^--inner: f .* closed descriptor"):
+        with_hook_errors(calls_another, "--outer: g")()
+
+
+def test_a_failure_of_furlong_with_a_closed_descriptor_names_the_function_that_closed_it():
+    def step_fails():
+        with process_guard.watching():
+            process_guard.begin(step_fails, "--x-path: f")
+            os.close(process_guard._state._sentinel)
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with pytest.raises(ProcessChangedError, match=r"^--x-path: f .* closed descriptor"):
+        step_fails()
 
 
 def test_a_failure_after_a_step_that_patched_a_library_names_the_function(monkeypatch):

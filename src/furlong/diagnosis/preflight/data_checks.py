@@ -11,6 +11,7 @@ from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
+from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample
 from furlong.data.prompt import Prompt, RejectedRow
 from furlong.data.prompt_path import PromptDataPath
@@ -216,8 +217,9 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
         rewards = [outcome.reward for outcome in outcomes]
-        yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
-        yield from uncategorized(f"--custom-rm-path {path}", rewards, config.track.log_reward_category)
+        name = f"--custom-rm-path {path} ({location_of(context.hooks[0].custom_rm)})"
+        yield from unnamed_entry(name, rewards, config.reward.reward_key)
+        yield from uncategorized(name, rewards, config.track.log_reward_category)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
