@@ -18,6 +18,7 @@ from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
 from furlong.core.checkpoint_folder import TRACKER
+from furlong.core.model_manifest import MODEL_MANIFEST
 from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import CheckpointError, ConfigError
@@ -43,6 +44,7 @@ def own(world, complete) -> Path:
 
 
 def edit(folder: Path, **changes: Any) -> None:
+    (folder / MODEL_MANIFEST).unlink(missing_ok=True)  # as of another tool
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

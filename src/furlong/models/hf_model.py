@@ -43,6 +43,7 @@ from furlong.models.hf_folder import (
     WEIGHT_FILES,
     check_folder,
     read_weight_map,
+    require_unchanged,
 )
 from furlong.models.model_facts import check_attention
 from furlong.models.packed_attention import IMPLEMENTATION
@@ -494,6 +495,7 @@ class _UnreadTensor:
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Generator[StoredTensors]:
-    """Open a folder to read its tensors. Raises CheckpointError if it has none."""
+    """Open a folder to read its tensors. Raises CheckpointError if it has none, ConfigError if it was changed."""
+    require_unchanged(folder)
     with contextlib.ExitStack() as stack:
         yield StoredTensors(folder, stack)
