@@ -21,6 +21,7 @@ from furlong.machine import MemoryUse
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
+MAX_FAILURES = 25  # looks in a row that fail before the watchdog does
 FULL = 0.85  # fraction of the limit from which on growth counts
 TAKEN = 0.1  # fraction of the limit that this process took since
 ENDED = 1  # exit code
@@ -65,11 +66,14 @@ class MemoryWatchdog:
             self._thread.join()
 
     def _watch(self) -> None:
+        failures = 0
         while not self._done.wait(PERIOD_S):
             try:
-                is_too_much = self._is_too_much()
-            except (OSError, MemoryError) as error:  # no descriptor or memory left, which the run reports; look again
-                logger.debug("the memory in use cannot be read: %s", error)
+                is_too_much, failures = self._is_too_much(), 0
+            except Exception:  # user code may have replaced a function, or taken all descriptors, for a moment
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise
                 continue
             if is_too_much:
                 self._end()

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from fakes_loop import Unobserved
+from furlong.diagnosis import memory_watchdog
 from furlong.diagnosis.memory_watchdog import MemoryWatchdog
 from furlong.machine import MemoryUse
 
@@ -60,3 +61,20 @@ def test_only_user_code_that_took_much_and_leaves_little_ends_the_run(left, grow
 def test_a_reserve_of_0_watches_nothing():
     with MemoryWatchdog(reserve=0, observer=Unobserved()) as watchdog:
         assert watchdog._thread is None
+
+
+def test_looks_that_fail_for_a_moment_are_repeated_and_those_that_go_on_failing_are_an_error(monkeypatch):
+    """User code that replaced a function, or took all descriptors, is reported where it returns."""
+    monkeypatch.setattr(memory_watchdog, "PERIOD_S", 0)
+    looks = iter([*[False] * 3, True, *[False] * 30])
+    seen: list[int] = []
+
+    def machine() -> None:
+        seen.append(1)
+        if not next(looks):
+            raise OSError(24, "Too many open files")
+
+    watchdog = MemoryWatchdog(reserve=0.02, observer=Unobserved(), machine=machine)
+    with pytest.raises(OSError, match="Too many open files"):
+        watchdog._watch()
+    assert len(seen) == 4 + memory_watchdog.MAX_FAILURES
