@@ -68,6 +68,7 @@ def test_a_missing_file_is_named_and_a_file_that_no_loader_reads_may_be_added(fo
     assert changed_files(folder) == [f"{folder / 'generation_config.json'} is missing, which was saved with the folder"]
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_refused_by_loaders_until_the_change_is_accepted(tmp_path, capsys):
     source, folder = model_folder(), tmp_path / "fp8"
     assert main(["convert", "hf-to-fp8", str(source), str(folder)]) == 0
