@@ -4,11 +4,11 @@
     python benchmarks/cpu/agent_turns.py cache
 
 `sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. The agents over
-HTTP are in another process (`lean_clients.py`). The first two rows have no time between turns, so that they show how
-many turns a second the process manages. In the other pairs a tool takes --tool-ms on average after each turn, and
-episodes do not begin at once, so that they show the time of a turn at the same load. Columns: turns per second, CPU
-time of this process per turn, median and 99th percentile of a turn in ms, longest time in ms that the event loop was
-held, memory in MiB before, and after by before.
+HTTP are in another process (`lean_clients.py`), and so is the HTTP server. The first two rows have no time between
+turns, so that they show how many turns a second the process manages. In the other pairs a tool takes --tool-ms on
+average after each turn, and episodes do not begin at once, so that they show the time of a turn at the same load.
+Columns: turns per second, CPU time of this process per turn, median and 99th percentile of a turn in ms, longest time
+in ms that the event loop was held, memory in MiB before, and after by before.
 
 `cache`: 8 episodes of --turns turns (2 sampled and 8 observed tokens) with a random model in the embedded engine, once
 for each hidden size of --widths. Columns: prefilled tokens by new ones, ms of the first turns after the first and of
@@ -229,10 +229,15 @@ def compare_sessions(arguments: argparse.Namespace) -> None:
     print(f"{'':26}" + "".join(f"{name:>12}" for name in names))
     for tool_ms in dict.fromkeys((0.0, *arguments.tool_ms)):
         chosen = argparse.Namespace(**{**vars(arguments), "tool_ms": tool_ms})
+        rates, tails = list[float](), list[float]()
         for name, over_http in (("policy().chat", False), ("session over HTTP", True)):
             *columns, after = asyncio.run(measure_sessions(chosen, over_http=over_http))
+            rates.append(columns[0])
+            tails.append(columns[3])
             label = name + (f", {tool_ms:.0f} ms" if tool_ms else "")
             print(f"{label:26}" + "".join(f"{column:12.2f}" for column in columns) + f"{after:12.3f}", flush=True)
+        ratio, more_ms = rates[1] / rates[0], tails[1] - tails[0]
+        print(f"HTTP / policy(): {ratio:.2f} of the turns a second, {more_ms:+.0f} ms at p99", flush=True)
 
 
 def _engine(arguments: argparse.Namespace, width: int) -> EmbeddedEngine:

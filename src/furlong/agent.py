@@ -19,7 +19,7 @@ from furlong.errors import RolloutError
 from furlong.rollout.current_policy import policy
 
 if TYPE_CHECKING:
-    from furlong.sessions.session_server import OpenSession
+    from furlong.sessions.open_session import OpenSession
 
 __all__ = ["policy", "session"]
 

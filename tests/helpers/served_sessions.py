@@ -12,8 +12,9 @@ import httpx
 from chat_zoo import Script
 from furlong.chat.template_boundary import ChatFormat
 from furlong.interfaces import SamplingParams
+from furlong.sessions.open_session import OpenSession
 from furlong.sessions.session import Session
-from furlong.sessions.session_server import OpenSession, SessionServer
+from furlong.sessions.session_server import SessionServer
 
 
 async def nothing() -> None:

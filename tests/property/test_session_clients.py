@@ -16,8 +16,8 @@ import pytest
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from furlong.chat.messages import checked_messages
 from furlong.core.sample import Sample
+from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session_server import OpenSession
 from served_sessions import run
 
 WORDS = ("the cat", " sat on", "on the mat", "42", "élan", "  ", "\n", "日本", "{", "one two", "a\tb", "<b>", "🙂", "…")

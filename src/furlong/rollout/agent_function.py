@@ -25,7 +25,7 @@ from furlong.rollout.episode_limits import LIMIT, SILENT
 from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.session_server import OpenSession
+    from furlong.sessions.open_session import OpenSession
 
 RESULT = "agent_result"  # sample metadata: what the agent returned
 SHOWN_ERRORS = 2000  # characters of stderr in a message

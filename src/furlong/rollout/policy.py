@@ -18,10 +18,14 @@ from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.prefix_use import PrefixUse
-from furlong.sessions.session import FullContextError, Reply, Session, check_role
+from furlong.sessions.errors import FullContextError
+from furlong.sessions.reply import Reply
+from furlong.sessions.roles import check_role
+from furlong.sessions.session import Session
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.session_server import OpenSession, SessionServer
+    from furlong.sessions.open_session import OpenSession
+    from furlong.sessions.session_server import SessionServer
 
 MAX_FULL = 16  # calls with a full context
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls

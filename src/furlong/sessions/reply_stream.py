@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from furlong.chat.parsers.growing_reply import final_parts
 from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
-from furlong.interfaces import Completion
+
+if TYPE_CHECKING:  # imports torch
+    from furlong.interfaces import Completion
 
 
 @dataclass(frozen=True)
 class ReplyPiece:
-    """What an answer grew by: tokens with their log-probs, and the text that is final by now."""
+    """What an answer grew by: tokens with their log-probs, and the text that is final by now.
+
+    texts: of the tokens one by one, if they are wanted.
+    """
 
     reasoning: str = ""
     content: str = ""
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
+    texts: list[str] = field(default_factory=list[str])
 
     def joined(self, other: ReplyPiece) -> ReplyPiece:
         """Return one piece of two that follow each other."""
@@ -29,6 +36,7 @@ class ReplyPiece:
             self.content + other.content,
             [*self.tokens, *other.tokens],
             [*self.log_probs, *other.log_probs],
+            [*self.texts, *other.texts],
         )
 
 
@@ -36,14 +44,15 @@ class ReplyStream:
     """Collects the pieces of one answer, for any number of readers. `on_change` is called after each piece.
 
     The text of tool calls is in no piece: calls are sent when the answer is complete. `response_id` and `prompt_tokens`
-    are set when the engine is called.
+    are set when the engine is called. wants_texts: pieces have the text of each token.
     """
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    def __init__(self, on_change: Callable[[], None], *, wants_texts: bool = False) -> None:
         self.pieces: list[ReplyPiece] = []
         self.tokens = TokenStream(self._grow)
         self.response_id, self.prompt_tokens = "", 0
-        self._on_change = on_change
+        self._on_change, self._wants_texts = on_change, wants_texts
+        self._decode: Callable[[list[int]], str] = str
         self._num_tokens = 0
         self._sent = ("", "")  # reasoning and content
         self._deltas = TextDeltas(None)
@@ -56,13 +65,15 @@ class ReplyStream:
         prompt_tokens: int,
         *,
         deltas: TextDeltas,
+        decode: Callable[[list[int]], str],
         parser: ToolParser | None,
         has_tools: bool,
         is_opened: bool,
     ) -> None:
         """Set how tokens become text. is_opened: the prompt ends with an open `<think>`."""
         self.response_id, self.prompt_tokens = response_id, prompt_tokens
-        self._deltas, self._parser, self._has_tools, self._is_opened = deltas, parser, has_tools, is_opened
+        self._deltas, self._decode, self._parser = deltas, decode, parser
+        self._has_tools, self._is_opened = has_tools, is_opened
 
     def stop(self) -> None:
         """End the answer: its last client is gone."""
@@ -82,7 +93,8 @@ class ReplyStream:
         rests = [now[len(before) :] if now.startswith(before) else "" for now, before in zip(new, old, strict=True)]
         self._sent = (old[0] + rests[0], old[1] + rests[1])
         start, self._num_tokens = self._num_tokens, max(self._num_tokens, len(tokens))
-        self.pieces.append(ReplyPiece(rests[0], rests[1], tokens[start:], log_probs[start:]))
+        texts = [self._decode([token]) for token in tokens[start:]] if self._wants_texts else []
+        self.pieces.append(ReplyPiece(rests[0], rests[1], tokens[start:], log_probs[start:], texts))
         self._on_change()
 
 

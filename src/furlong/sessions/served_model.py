@@ -14,10 +14,12 @@ from furlong.chat.messages import MessageError
 from furlong.chat.template_boundary import ChatFormat
 from furlong.core.token_stream import TokenStream
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.endpoints.handlers import OpenSession, SessionEndpoints
-from furlong.sessions.session import FullContextError, Session
+from furlong.sessions.endpoints.handlers import SessionEndpoints
+from furlong.sessions.errors import FullContextError
+from furlong.sessions.open_session import OpenSession
+from furlong.sessions.session import Session
 
 ENGINE_PATHS = ("/v1/chat/completions", "/generate")  # which the server of an engine answers itself
 OF_TOOLS = ("tools", "return_token_ids", "parallel_tool_calls")
@@ -27,18 +29,18 @@ class ServedEndpoints(SessionEndpoints):
     """Answers requests with one engine; clients set all sampling parameters."""
 
     def __init__(self, engine: EmbeddedEngine, model_name: str) -> None:
-        super().__init__(model_name=model_name, client_sampling=True)
+        super().__init__(model_name=model_name)
         self._engine = engine
         self._chat_format = ChatFormat(engine.tokenizer)
         self._params = SamplingParams(max_new_tokens=engine.context_len)
 
-    def find(self, http: HttpRequest) -> OpenSession:
+    async def find(self, http: HttpRequest) -> OpenSession:
         """Return a new session."""
         del http
         session = Session(
             self._chat_format, self._complete, name="served", params=self._params, context_len=self._engine.context_len
         )
-        return OpenSession("", "", "", session, _nothing)
+        return OpenSession("", "", "", session, _nothing, client_sampling=True)
 
     @property
     def routes(self) -> list[Route]:
@@ -53,7 +55,7 @@ class ServedEndpoints(SessionEndpoints):
     async def answer_chat(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         """Answer POST /v1/chat/completions. Raises RequestError."""
         try:
-            return await self.chat(http, self.find(http), body)
+            return await self.chat(http, await self.find(http), body)
         except (MessageError, FullContextError) as error:
             raise RequestError(str(error)) from error
 

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,9 +22,10 @@ from furlong.chat.prompt_size import num_chars
 from furlong.chat.template_boundary import ChatFormat, RewrittenError
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
-from furlong.errors import RolloutError
 from furlong.inference.server.turns import Turns
-from furlong.interfaces import Completion, FinishReason, SamplingParams
+from furlong.interfaces import Completion, SamplingParams
+from furlong.sessions.errors import EndedError, FullContextError
+from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import ReplyStream
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
 
@@ -46,20 +46,11 @@ class Complete(Protocol):
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
 FEW, SMALL = 64, 1 << 15  # messages, and their characters, that are processed on the event loop
 TURN_S = 0.001  # that the event loop needs to prepare a request, or to keep its answer
-ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 logger = logging.getLogger(__name__)
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
-
-
-class EndedError(RolloutError):
-    """The session has ended. Servers answer it with status 410."""
-
-
-class FullContextError(RolloutError):
-    """A prompt leaves no room for an answer. Servers answer it with status 400 and code context_length_exceeded."""
 
 
 @dataclass(frozen=True)
@@ -76,40 +67,6 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An answer of the policy.
-
-    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine;
-    prompt_tokens is the number of ids that it read, of which it had cached_tokens.
-    """
-
-    message: Message
-    tokens: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_tokens: int
-    id: str
-    node: TreeNode | None = field(default=None, repr=False)
-
-    @property
-    def content(self) -> str:
-        """The text without reasoning and tool calls."""
-        return self.message["content"] or ""
-
-    @property
-    def reasoning(self) -> str | None:
-        """The reasoning, if the reply has any."""
-        return self.message.get("reasoning_content")
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls in OpenAI's form: `id`, `function.name` and `function.arguments`, which is JSON text."""
-        return self.message.get("tool_calls", [])
-
-
-@dataclass(frozen=True)
 class _Prompt:
     """Where a request attaches, and the ids of the engine's prompt."""
 
@@ -122,15 +79,6 @@ class _Prompt:
     def is_opened(self) -> bool:
         """Whether it ends with an open thought."""
         return self.text.rstrip().endswith("<think>")
-
-
-def check_role(name: str) -> None:
-    """Raise RolloutError for a name that cannot be part of a URL and of metrics."""
-    if not ROLE_NAME.fullmatch(name):
-        raise RolloutError(
-            f"a role is named {name[:80]!r}; use 1 to 64 letters, digits, '_', '-' and '.': the name is part of URLs "
-            "and metrics"
-        )
 
 
 class Session:
@@ -256,6 +204,11 @@ class Session:
         is_large: count them in a thread.
         """
         size = await asyncio.to_thread(num_chars, *values) if is_large else num_chars(*values)
+        self.check_num_chars(size)
+        return size
+
+    def check_num_chars(self, size: int) -> None:
+        """Raise FullContextError if this many characters of messages and tools cannot fit into the context."""
         longest = self.chat_format.longest_token
         if self.context_len is not None and size > self.context_len * longest:
             self.counts["full_contexts"] += 1
@@ -264,7 +217,6 @@ class Session:
                 f"{self.context_len} tokens and a token has at most {longest} characters; end the episode, or shorten "
                 "the messages"
             )
-        return size
 
     async def _prove(self) -> None:
         """Prove the template before the first request of the run."""
@@ -358,8 +310,10 @@ class Session:
         if stream is None:
             completion = await self._complete(prompt.ids, params, part)
         else:
-            stream.begin(response_id, len(prompt.ids), deltas=self._deltas(params), parser=self.parser,
-                         has_tools=has_tools, is_opened=prompt.is_opened)  # fmt: skip
+            stream.begin(
+                response_id, len(prompt.ids), deltas=self._deltas(params), decode=self.chat_format.decode,
+                parser=self.parser, has_tools=has_tools, is_opened=prompt.is_opened,
+            )  # fmt: skip
             completion = await self._complete(prompt.ids, params, part, stream.tokens)
         await _turn()
         self._check_open()

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
-from furlong.inference.embedded.request import RequestError
-from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import has_left, json_response, read_object
-from furlong.inference.server.limits import RefusedError
-from furlong.sessions.endpoints.handlers import OpenSession, error_reply, key_of_client
-
-MAX_WAIT_S, DEFAULT_WAIT_S = 300.0, 30.0
+from furlong.inference.request_error import RequestError
+from furlong.sessions.open_session import OpenSession
 
 
 @dataclass(eq=False)
@@ -41,9 +31,10 @@ class SessionOffers:
     """Sessions that wait for an application, the oldest first. `key`: that applications send; None for no key."""
 
     def __init__(self, key: str | None = None) -> None:
-        self._key = key
+        self.key = key
         self._waiting: deque[SessionOffer] = deque()
         self._by_id: dict[str, SessionOffer] = {}
+        self._given: set[str] = set()  # ids of sessions whose application may not have got them
         self._changed = asyncio.Condition()
 
     async def add(self, offer: SessionOffer) -> None:
@@ -56,6 +47,7 @@ class SessionOffers:
     def withdraw(self, offer: SessionOffer) -> None:
         """Forget a session."""
         self._by_id.pop(offer.opened.id, None)
+        self._given.discard(offer.opened.id)
         if offer in self._waiting:
             self._waiting.remove(offer)
 
@@ -63,39 +55,38 @@ class SessionOffers:
         """Return the offer of a session; None if it was not offered."""
         return self._by_id.get(opened.id)
 
-    async def answer(self, http: HttpRequest) -> Response:
-        """Answer POST /sessions: the next session, or status 503 if there is none within `wait` seconds."""
-        try:
-            if self._key is not None and not hmac.compare_digest(key_of_client(http)[0].encode(), self._key.encode()):
-                raise RefusedError("the key of the session server is required: Authorization: Bearer KEY", 401)
-            body = await read_object(http)
-            offer = await self._next(_wait_of(body))
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        except RefusedError as error:
-            return error_reply(http, str(error), error.status)
-        except RequestError as error:
-            return error_reply(http, str(error), 400)
-        if offer is None:
-            text = "no session is waiting: the run trains, or all episodes are taken; ask again"
-            return error_reply(http, text, 503, "no_session")
-        if await has_left(http):
-            self._waiting.appendleft(offer)
-            async with self._changed:
-                self._changed.notify()
-            return Response(status_code=CLIENT_GONE)
-        offer.is_taken.set()
-        opened = offer.opened
-        return json_response({"id": opened.id, "url": opened.url, "key": opened.key, **offer.task})
-
-    async def _next(self, wait_s: float) -> SessionOffer | None:
+    async def take(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the next session for an application, with its task; None if there is none within `wait_s`."""
         async with self._changed:
             try:
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait_for(lambda: self._waiting)
             except TimeoutError:
                 return None
-            return self._waiting.popleft()
+            offer = self._waiting.popleft()
+        opened = offer.opened
+        self._given.add(opened.id)
+        return {"id": opened.id, "url": opened.url, "key": opened.key, **offer.task}
+
+    def confirm(self, id: str) -> None:
+        """Note that an application has got a session."""
+        self._given.discard(id)
+        if (offer := self._by_id.get(id)) is not None:
+            offer.is_taken.set()
+
+    async def give_all_back(self) -> None:
+        """Offer all sessions again whose application may not have got them."""
+        for id in list(self._given):
+            await self.give_back(id)
+
+    async def give_back(self, id: str) -> None:
+        """Offer a session again, as the first one: the application had left when it was answered."""
+        offer = self._by_id.get(id)
+        if offer is not None and id in self._given:
+            self._given.remove(id)
+            self._waiting.appendleft(offer)
+            async with self._changed:
+                self._changed.notify()
 
 
 def read_result(body: Mapping[str, Any], *, needs_reward: bool) -> dict[str, Any]:
@@ -116,16 +107,6 @@ def read_result(body: Mapping[str, Any], *, needs_reward: bool) -> dict[str, Any
             "for an episode that must not be trained on"
         )
     return {"reward": reward, "metadata": metadata, "error": error}
-
-
-def _wait_of(body: Mapping[str, Any]) -> float:
-    """Return the seconds that a request waits for a session. Raises RequestError."""
-    if unknown := sorted(set(body) - {"wait"}):
-        raise RequestError(f"unknown fields {unknown}; POST /sessions takes wait, in seconds")
-    wait = body.get("wait", DEFAULT_WAIT_S)
-    if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait <= MAX_WAIT_S:
-        raise RequestError(f"wait is {wait!r:.80}; give seconds from 0 to {MAX_WAIT_S:g}")
-    return float(wait)
 
 
 def _is_reward(value: Any) -> bool:

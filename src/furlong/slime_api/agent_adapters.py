@@ -15,18 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from starlette.requests import Request as HttpRequest
-
 from furlong.chat.parsers.registry import PARSERS
 from furlong.core.addresses import host_and_port
 from furlong.core.sample import Sample
 from furlong.errors import RolloutError
 from furlong.inference.server.limits import RefusedError
 from furlong.rollout.agent import policy
-from furlong.sessions.endpoints.client_call import ClientCall
-from furlong.sessions.endpoints.handlers import OpenSession
+from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session import Reply
 from furlong.sessions.session_server import SessionServer
 
 PARSER_NAMES = {  # SGLang's names of tool parsers that have another one here
@@ -45,17 +41,14 @@ class AdapterServer(SessionServer):
     """The sessions of one adapter. Clients may give any model name; `max_turns` bounds the answers of a session."""
 
     def __init__(self, host: str, port: int, max_turns: int | None) -> None:
-        super().__init__(host=host, port=port)
+        super().__init__(host=host, port=port, model_name=None)
         self._max_turns, self._num_turns = max_turns, Counter[str]()
 
-    def check_model(self, asked: Any) -> None:
-        """Accept every name: the harness names the model as it likes."""
-
-    async def _answered(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> list[Reply]:
+    def admit(self, opened: OpenSession) -> None:
+        """Raise RefusedError (429) for a session that had all its answers."""
         if self._max_turns is not None and self._num_turns[opened.id] >= self._max_turns:
             raise RefusedError(f"the session had max_turns_per_sid={self._max_turns} answers; end the episode", 429)
         self._num_turns[opened.id] += 1
-        return await super()._answered(http, opened, call)
 
     async def end(self, opened: OpenSession) -> None:
         """End a session."""

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import MAX_CONTAINERS, decode_object, error_response
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import MAX_INT64, boolean, check_name, integer, quote, version_label

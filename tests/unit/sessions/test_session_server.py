@@ -12,8 +12,8 @@ import pytest
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from furlong.core.sample import Sample
 from furlong.interfaces import SamplingParams
+from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session_server import OpenSession
 from served_sessions import run
 
 USER = {"role": "user", "content": "what is the sum?"}

@@ -14,8 +14,8 @@ import pytest
 
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from furlong.core.sample import Sample, Status
+from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session_server import OpenSession
 from furlong.sessions.tree import TreeNode
 from served_sessions import run
 

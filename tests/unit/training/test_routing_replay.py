@@ -21,7 +21,7 @@ from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, RolloutError, TrainerError
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.http_server import running_server
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer

@@ -15,14 +15,11 @@ from torch import Tensor
 from furlong.core.routing import Routes, RoutingShape
 from furlong.core.token_stream import TextTokenizer
 from furlong.errors import EngineError
+from furlong.inference.request_error import RequestError
 from furlong.interfaces import Completion, FinishReason, SamplingParams
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # beyond them, float32 logits become infinite or all equal
 MAX_INT32 = (1 << 31) - 1
-
-
-class RequestError(EngineError):
-    """The prompt or its parameters are invalid."""
 
 
 @dataclass(frozen=True)

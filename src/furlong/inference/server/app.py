@@ -25,9 +25,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from furlong import __version__
 from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server import openai_api
-from furlong.inference.server.bodies import error_response, json_list, json_response, printable, read_object
+from furlong.inference.server.bodies import (
+    CLIENT_GONE,
+    error_response,
+    json_list,
+    json_response,
+    printable,
+    read_object,
+)
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.fields import boolean, integer, name_of, quote
 from furlong.inference.server.generate_api import ServerContext, generate
@@ -45,7 +52,6 @@ from furlong.interfaces import PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # status of replies that nobody receives
 MAX_SHOWN_VALUES = 1 << 20  # of one tensor in a reply
 HEALTH_S, POLL_S = 60.0, 0.01  # time limit and poll interval for the next token of a running request
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import shorten
 from furlong.inference.server.limits import RefusedError, RequestGuard, flag_of
 
@@ -25,6 +25,7 @@ SMALL_BYTES = 32 * 1024  # bodies and texts up to this size are processed on the
 MAX_CONTAINERS = 1_000_000  # lists and objects in a body; each takes 64 bytes or more
 PIECE_BYTES = 64 * 1024  # of a reply, at least
 MESSAGE_CHARS = 1000  # of an error
+CLIENT_GONE = 499  # status of replies that nobody receives
 RAW = "furlong.raw"  # key of the scope of a request whose body was read: its bytes
 WHOLE = "furlong.whole"  # key of the scope of a request that arrived whole: what answers it
 
@@ -55,15 +56,15 @@ async def has_left(http: HttpRequest) -> bool:
 
 
 async def _read(http: HttpRequest, guard: RequestGuard) -> bytes | bytearray:
-    declared = http.headers.get("content-length", "0")
-    guard.check_declared(int(declared) if declared.isdecimal() else 0)
-    raw = bytearray()
     if WHOLE in http.scope:
         message = await http.receive()  # does not wait
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         guard.add_body(len(message["body"]))
         return message["body"]
+    declared = http.headers.get("content-length", "0")
+    guard.check_declared(int(declared) if declared.isdecimal() else 0)
+    raw = bytearray()
     try:
         async with asyncio.timeout(guard.limits.body_timeout):
             async for part in http.stream():

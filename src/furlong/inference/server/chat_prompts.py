@@ -18,7 +18,7 @@ from furlong.chat.prompt_size import longest_token, num_chars
 from furlong.core.chat_template import apply_template, template_messages
 from furlong.core.daemon_calls import call_in_thread
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import off_loop
 from furlong.inference.server.fields import quote, shorten
 from furlong.inference.server.limits import ServerLimits, flag_of

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 
 QUOTED_CHARS = 200  # of a value in a message
 MAX_NAME_CHARS = 512  # of request ids, tensors and process groups

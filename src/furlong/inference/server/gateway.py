@@ -18,23 +18,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from furlong.errors import EngineError, RolloutError
-from furlong.inference.embedded.request import Finished, RequestError
-from furlong.inference.server.app import CLIENT_GONE, ApiKey
-from furlong.inference.server.bodies import error_response, json_list, json_response, read_object
+from furlong.inference.embedded.request import Finished
+from furlong.inference.request_error import RequestError
+from furlong.inference.server.app import ApiKey
+from furlong.inference.server.bodies import CLIENT_GONE, error_response, json_list, json_response, read_object
+from furlong.inference.server.events import DONE, event_stream, sse
 from furlong.inference.server.fields import boolean
 from furlong.inference.server.generate_api import (
     UNSUPPORTED_FIELDS,
-    check_rows,
     parameters_of,
-    prompts_of,
     reject_unsupported,
     reply,
     sample_requests,
     wants_log_probs,
 )
+from furlong.inference.server.generate_fields import check_rows, prompts_of
 from furlong.inference.server.limits import Counts, LimitRequests, RefusedError, RequestGuard, ServerLimits
-from furlong.inference.server.listener import LoopServer
-from furlong.inference.server.streaming import DONE, GenerateRequest, event_stream, sse
+from furlong.inference.server.listener import LoopServer, listening_socket
+from furlong.inference.server.streaming import GenerateRequest
 from furlong.interfaces import Completion, SamplingParams
 
 HOST = "127.0.0.1"
@@ -61,8 +62,9 @@ class Gateway:
         self._complete, self._encode, self._facts = complete, encode, dict(facts)
         self._limits = ServerLimits()
         self._counts = Counts(self._limits)
-        self._server = LoopServer(self._app(api_key), HOST, 0, self._counts)
-        self.address = self._server.address
+        listener = listening_socket(HOST, 0)
+        self.address: tuple[str, int] = (HOST, listener.getsockname()[1])
+        self._server = LoopServer(self._app(api_key), listener, self._counts)
 
     async def start(self) -> None:
         """Answer requests on the running event loop. Raises EngineError if the server exits."""

@@ -19,12 +19,15 @@ from furlong.core.routing import text_from_routes
 from furlong.core.text import abbreviate
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import Finished, RequestError
+from furlong.inference.embedded.request import Finished
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
 from furlong.inference.server.chat_prompts import PromptEncoder
+from furlong.inference.server.events import DONE, event_stream, sse
 from furlong.inference.server.fields import boolean, check_name, integer, quote
+from furlong.inference.server.generate_fields import check_rows, num_samples, prompts_of, token_log_probs
 from furlong.inference.server.limits import RefusedError, RequestGuard, ServerLimits, flag_of
-from furlong.inference.server.streaming import DONE, GenerateRequest, event_stream, progress, sse, text_deltas
+from furlong.inference.server.streaming import GenerateRequest, progress, text_deltas
 from furlong.interfaces import SamplingParams
 
 # Fields that the engine does not support; each must be absent or have this value.
@@ -52,7 +55,6 @@ UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "structural_tag": None,
     "logit_bias": None,
 }
-MAX_SAMPLES = 1024  # of one prompt in one request
 SAMPLING_DEFAULTS = {
     f.name: getattr(SamplingParams(), f.name)
     for f in dataclasses.fields(SamplingParams)
@@ -211,11 +213,6 @@ def sample_requests(
     return requests
 
 
-def num_samples(name: str, value: Any) -> int:
-    """Samples per prompt; 1 by default. Raises RequestError for anything but an integer up to `MAX_SAMPLES`."""
-    return integer({name: value}, name, low=1, high=MAX_SAMPLES, default=1)
-
-
 def check_samples(num_prompts: int, n: int, limits: ServerLimits) -> None:
     """Raise RequestError for more samples than one request may have."""
     if num_prompts * n > limits.max_samples_per_request:
@@ -223,28 +220,6 @@ def check_samples(num_prompts: int, n: int, limits: ServerLimits) -> None:
             f"{num_prompts} prompts with n {n} are {num_prompts * n} samples, but the limit of "
             f"{flag_of('max_samples_per_request')} is {limits.max_samples_per_request}; send several requests"
         )
-
-
-def prompts_of(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Return the texts or lists of ids, which are not yet checked, and whether there may be several."""
-    ids, text = body.get("input_ids"), body.get("text")
-    if (ids is None) == (text is None):
-        raise RequestError("give either input_ids or text")
-    if text is not None:
-        is_list = isinstance(text, list)
-        texts: list[Any] = text if is_list else [text]
-        if not texts or not all(isinstance(t, str) for t in texts):
-            raise RequestError("text must be a string or a list of strings")
-        return texts, is_list
-    is_list = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-    return (list(ids) if isinstance(ids, list) and is_list else [ids]), is_list
-
-
-def check_rows(name: str, rows: Sequence[Any]) -> None:
-    """Raise RequestError unless these are lists of integers."""
-    for row in rows:
-        if not isinstance(row, list) or not all(type(t) is int for t in cast("list[Any]", row)):
-            raise RequestError(f"{name} must be a list of integers, or a list of such lists")
 
 
 def _rids(rid: Any, rows: int, n: int) -> list[str]:
@@ -290,11 +265,6 @@ def reply(request: GenerateRequest, finished: Finished, *, version: str, with_lo
     if completion.routed_experts is not None:
         meta["routed_experts"] = text_from_routes(completion.routed_experts[request.routes_from :])
     return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta}
-
-
-def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]]:
-    """SGLang's [log-prob, token id, text] triples."""
-    return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
 
 
 async def generate(http: HttpRequest, model: ServerContext, body: Mapping[str, Any], version: str) -> Response:

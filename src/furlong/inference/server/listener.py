@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import Any
 
 from furlong.core.addresses import bound_socket, host_and_port
@@ -14,16 +15,21 @@ from furlong.inference.server.limits import Counts
 BACKLOG = 2048  # connections that wait to be accepted
 
 
-class LoopServer:
-    """Serves `app`. `address` is the bound host and port; port 0 chooses a free one.
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket on which connections wait to be accepted. Port 0 chooses a free one.
 
-    Connections that are idle for `keep_alive_s` are closed. Raises EngineError if the address cannot be bound.
+    Raises EngineError if the address cannot be bound.
     """
+    listener = bound_socket(host, port)
+    listener.listen(BACKLOG)
+    return listener
 
-    def __init__(self, app: Any, host: str, port: int, counts: Counts, *, keep_alive_s: int = KEEP_ALIVE_S) -> None:
-        self._listener = bound_socket(host, port)
-        self._listener.listen(BACKLOG)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+
+class LoopServer:
+    """Serves `app` on a listening socket, and closes connections that are idle for `keep_alive_s`."""
+
+    def __init__(self, app: Any, listener: socket.socket, counts: Counts, *, keep_alive_s: int = KEEP_ALIVE_S) -> None:
+        self._listener = listener
         self._server = build_server(app, counts, keep_alive_s=keep_alive_s)
         self._task: asyncio.Task[None] | None = None
 
@@ -33,7 +39,7 @@ class LoopServer:
         while not self._server.started:
             if self._task.done():
                 await self._task
-                where = host_and_port(*self.address)
+                where = host_and_port(*self._listener.getsockname()[:2])
                 raise EngineError(f"the server of {where} exited during start-up; its log shows why")
             await asyncio.sleep(0.005)
 

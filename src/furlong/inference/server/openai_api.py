@@ -15,27 +15,25 @@ from starlette.responses import Response
 
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import Finished, RequestError
+from furlong.inference.embedded.request import Finished
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import SMALL_BYTES, json_reply, off_loop
+from furlong.inference.server.events import DONE, event_stream, sse
 from furlong.inference.server.fields import boolean, quote
 from furlong.inference.server.generate_api import (
     ServerContext,
-    check_rows,
     check_samples,
     completed,
-    num_samples,
     reject_unsupported,
     sample_requests,
     sampling_params,
 )
+from furlong.inference.server.generate_fields import check_rows, num_samples
 from furlong.inference.server.limits import RequestGuard
 from furlong.inference.server.streaming import (
-    DONE,
     GenerateRequest,
     decoded,
-    event_stream,
     progress,
-    sse,
     text_deltas,
 )
 from furlong.interfaces import SamplingParams

@@ -24,7 +24,7 @@ from furlong.core.addresses import host_and_port
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor
 from furlong.errors import EngineError
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import integer, name_of, quote, required
 from furlong.process_group import join_group, wire_view
 

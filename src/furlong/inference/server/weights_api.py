@@ -23,7 +23,7 @@ from furlong.core.shared_memory import open_shared
 from furlong.core.weights import NamedTensor, dtype_of
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.model_loading import check_weight_files, source_from_folder
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import (
     MAX_INT64,
     boolean,

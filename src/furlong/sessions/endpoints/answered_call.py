@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import reduce
 from typing import Any
 
 from furlong.sessions.endpoints.client_call import ClientCall
+from furlong.sessions.endpoints.served_session import StreamPart
+from furlong.sessions.errors import EndedError
+from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import Broadcast, ReplyPiece, ReplyStream
-from furlong.sessions.session import EndedError, Reply
-
-StreamPart = tuple[int, ReplyPiece | Reply]
-"""The number of an answer, and what it grew by, or at last the whole reply."""
 
 _Answer = Callable[[Sequence[ReplyStream | None]], Coroutine[Any, Any, list[Reply]]]
 
 
 class AnsweredCall:
-    """A call in flight or answered. is_delivered: a client got the replies. streams: one for each streamed answer."""
+    """A call in flight or answered. streams: one for each streamed answer.
+
+    The engine's call belongs to the session, and continues if a client without a stream disconnects.
+    """
 
     def __init__(self, answer: _Answer, call: ClientCall) -> None:
-        self.is_delivered = False
         self._changes = Broadcast()
-        self._num_readers = 0
-        self.streams = [ReplyStream(self._changes.notify) for _ in range(call.n)] if call.is_stream else []
+        self._num_readers = self._num_delivered = 0
+        self.streams: list[ReplyStream] = []
+        if call.is_stream:
+            self.streams = [ReplyStream(self._changes.notify, wants_texts=call.wants_texts) for _ in range(call.n)]
         self.task = asyncio.create_task(answer(self.streams or [None] * call.n))
-        self.task.add_done_callback(lambda _: self._changes.notify())
+        if call.is_stream:
+            self.task.add_done_callback(lambda _: self._changes.notify())
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a client got the replies."""
+        return self._num_delivered > 0
 
     @property
     def is_over(self) -> bool:
@@ -34,27 +43,51 @@ class AnsweredCall:
         is_failed = self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
         return is_failed or any(stream.tokens.is_stopped for stream in self.streams)
 
-    async def replies(self, is_disconnected: Callable[[], Awaitable[bool]]) -> list[Reply]:
-        """Return the replies. Raises EndedError if the session ended meanwhile."""
-        try:
-            replies = await asyncio.shield(self.task)
-        except asyncio.CancelledError:
-            if self.task.cancelled():
-                raise EndedError("the session ended while the request was running") from None
-            self.task.add_done_callback(lambda _: self._mark(is_delivered=False))
-            raise
-        self.is_delivered = not await is_disconnected()
-        self._mark(is_delivered=self.is_delivered)
+    def finished(self) -> list[Reply]:
+        """Return the replies of a call that is done. Raises its error, and EndedError if its session ended."""
+        if self.task.cancelled():
+            raise EndedError("the session ended while the request was running")
+        return self.task.result()
+
+    def deliver(self) -> list[Reply]:
+        """Return the replies to one client, as `finished`."""
+        replies = self.finished()
+        self._num_delivered += 1
+        if self._num_delivered == 1:
+            self._mark()
         return replies
+
+    def retract(self) -> None:
+        """Note that a client had left when its replies were sent. A streamed answer is not kept for retries."""
+        self._num_delivered -= 1
+        self.leave()
+
+    def leave(self) -> None:
+        """Note that a client has left without the replies; streams end unless another one reads or has them."""
+        if self.is_delivered or self._num_readers:
+            return
+        for stream in self.streams:
+            stream.stop()
+        self.task.add_done_callback(lambda _: self._mark())
+
+    async def replies(self) -> list[Reply]:
+        """Return the replies to one client. Raises the error of the call, and EndedError if the session ended."""
+        try:
+            await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if not self.task.cancelled():
+                self.leave()
+                raise
+        return self.deliver()
 
     async def begun(self) -> None:
         """Wait for the first token. Raises the error of the call if there is one before."""
         while not self.task.done() and not any(stream.pieces for stream in self.streams):
             await self._changes.next.wait()
         if self.task.done():
-            self._finished()
+            self.finished()
 
-    async def parts(self, deadline_s: float) -> AsyncGenerator[StreamPart]:
+    async def parts(self, deadline_s: float | None) -> AsyncGenerator[StreamPart]:
         """Yield what the answers grow by, and at the end the replies. Raises TimeoutError at the deadline.
 
         If the last reader leaves early, the engine's requests are aborted, and the answers end there.
@@ -73,31 +106,26 @@ class AnsweredCall:
                     break
                 async with asyncio.timeout_at(deadline_s):
                     await change.wait()
-            for index, reply in enumerate(self._finished()):
+            for index, reply in enumerate(self.finished()):
                 yield index, reply
-            is_complete = self.is_delivered = True
-            self._mark(is_delivered=True)
+            is_complete = True
+            self.deliver()
         finally:
             self._num_readers -= 1
             if not is_complete:
                 self.leave()
 
-    def leave(self) -> None:
-        """End the answers unless another client reads or has them."""
-        if not self.is_delivered and not self._num_readers:
-            for stream in self.streams:
-                stream.stop()
-            self.task.add_done_callback(lambda _: self._mark(is_delivered=self.is_delivered))
+    def missed(self) -> None:
+        """Note that the client was gone when its answer was ready."""
+        if self.streams:
+            self.leave()
+        else:
+            self.retract()
 
-    def _finished(self) -> list[Reply]:
-        if self.task.cancelled():
-            raise EndedError("the session ended while the request was running")
-        return self.task.result()
-
-    def _mark(self, *, is_delivered: bool) -> None:
+    def _mark(self) -> None:
         """Note in the tree whether a client got the replies."""
         if self.task.cancelled() or self.task.exception() is not None:
             return
         for reply in self.task.result():
             if reply.node is not None:
-                reply.node.is_delivered = is_delivered
+                reply.node.is_delivered = self.is_delivered

@@ -9,9 +9,8 @@ from typing import Any, Literal, cast
 import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import boolean, quote
-from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
@@ -22,8 +21,8 @@ from furlong.sessions.endpoints.client_call import (
     strict_tools,
     token_limit,
 )
-from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.session import Reply
+from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
+from furlong.sessions.reply import Reply
 
 HONORED = {
     *("model", "messages", "system", "max_tokens", "tools", "tool_choice", "temperature", "top_p", "top_k"),
@@ -209,7 +208,7 @@ def write(reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-async def stream(model: str, parts: AsyncIterator[StreamPart], streams: Sequence[ReplyStream]) -> AsyncGenerator[bytes]:
+async def stream(model: str, parts: AsyncIterator[StreamPart], streams: Sequence[StreamHead]) -> AsyncGenerator[bytes]:
     """Yield the events of a reply while it is sampled."""
     (source,) = streams
     used = {"input_tokens": source.prompt_tokens, "output_tokens": 0}

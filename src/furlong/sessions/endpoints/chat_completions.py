@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 from furlong.chat.messages import checked_messages
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
+from furlong.inference.server.events import DONE, sse
 from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_api import num_samples
-from furlong.inference.server.streaming import DONE, sse
-from furlong.sessions.endpoints.answered_call import StreamPart
+from furlong.inference.server.generate_fields import num_samples
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
     check_fields,
@@ -21,8 +20,9 @@ from furlong.sessions.endpoints.client_call import (
     strict_tools,
     token_limit,
 )
-from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.session import Reply, Session
+from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
+from furlong.sessions.reply import Reply
+from furlong.sessions.reply_stream import ReplyPiece
 
 HONORED = {
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "logprobs"),
@@ -78,8 +78,6 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         raise RequestError(f"chat_template_kwargs is {quote(kwargs)}, must be an object")
     if body.get("reasoning_effort") is not None:
         kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
-    for name in ("logprobs", "return_token_ids"):
-        boolean(body, name)
     options: Any = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise RequestError(f"stream_options is {quote(options)}, must be an object with include_usage")
@@ -105,6 +103,8 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         reads_calls=reads_calls,
         max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,
         overridden=strict_tools(tools or ()),
+        wants_texts=boolean(body, "logprobs"),
+        wants_prompt_ids=boolean(body, "return_token_ids"),
         body=body,
     )
 
@@ -142,15 +142,15 @@ def usage(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def write(call: ClientCall, replies: Sequence[Reply], session: Session, model: str) -> dict[str, Any]:
+def write(call: ClientCall, replies: Sequence[Reply], model: str) -> dict[str, Any]:
     """Return the body of the reply."""
     body = {
         **_head(replies[0].id, model, "chat.completion"),
-        "choices": [_choice(call, i, reply, session) for i, reply in enumerate(replies)],
+        "choices": [_choice(call, i, reply) for i, reply in enumerate(replies)],
         "usage": usage(replies),
     }
-    if call.body.get("return_token_ids"):
-        body["prompt_token_ids"] = _prompt_ids(replies[0])
+    if call.wants_prompt_ids:
+        body["prompt_token_ids"] = replies[0].prompt_ids
     return body
 
 
@@ -158,23 +158,18 @@ def _head(response_id: str, model: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{response_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _prompt_ids(reply: Reply) -> list[int]:
-    return [] if reply.node is None else reply.node.ids()[: reply.prompt_tokens]
-
-
-def _choice(call: ClientCall, index: int, reply: Reply, session: Session) -> dict[str, Any]:
+def _choice(call: ClientCall, index: int, reply: Reply) -> dict[str, Any]:
     return {
         "index": index,
         "message": reply.message,
         "finish_reason": finish_reason(reply),
         "logprobs": None,
-        **_tokens_of(call, reply.tokens, reply.log_probs, session),
+        **_tokens_of(call, reply),
     }
 
 
-def log_probs(tokens: Sequence[int], values: Sequence[float], session: Session) -> dict[str, Any]:
+def _log_probs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
     """Return the log-probs of sampled tokens."""
-    texts = [session.chat_format.decode([token]) for token in tokens]
     return {
         "content": [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
@@ -184,11 +179,7 @@ def log_probs(tokens: Sequence[int], values: Sequence[float], session: Session) 
 
 
 async def stream(
-    call: ClientCall,
-    session: Session,
-    model: str,
-    parts: AsyncIterator[StreamPart],
-    streams: Sequence[ReplyStream],
+    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[StreamHead]
 ) -> AsyncGenerator[bytes]:
     """Yield the events of replies while they are sampled."""
     head = _head(streams[0].response_id, model, "chat.completion.chunk")
@@ -209,7 +200,7 @@ async def stream(
                 yield event(index, {"tool_calls": [{"index": i, **made}]})
             yield event(index, {}, finish_reason(part))
             continue
-        extra = _tokens_of(call, part.tokens, part.log_probs, session) if part.tokens else {}
+        extra = _tokens_of(call, part) if part.tokens else {}
         if part.reasoning:
             yield event(index, {"reasoning_content": part.reasoning}, **({} if part.content else extra))
         if part.content or (extra and not part.reasoning):
@@ -219,11 +210,11 @@ async def stream(
     yield DONE
 
 
-def _tokens_of(call: ClientCall, tokens: list[int], values: list[float], session: Session) -> dict[str, Any]:
+def _tokens_of(call: ClientCall, source: Reply | ReplyPiece) -> dict[str, Any]:
     """Return the fields of a choice that the client asked for: token ids and log-probs."""
     fields: dict[str, Any] = {}
-    if call.body.get("logprobs"):
-        fields["logprobs"] = log_probs(tokens, values, session)
+    if call.wants_texts:
+        fields["logprobs"] = _log_probs(source.texts, source.log_probs)
     if call.body.get("return_token_ids"):
-        fields["token_ids"] = tokens
+        fields["token_ids"] = source.tokens
     return fields

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, cast
 
 from furlong.chat.messages import Message
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import integer, quote
-from furlong.inference.server.generate_api import sampling_params
-from furlong.interfaces import SamplingParams
-from furlong.sessions.session import Session
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of the run, unless clients may set them
 MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class ClientCall:
-    """A request in any protocol. `messages` are in OpenAI's form; a request of token ids has `ids` instead.
+    """A request in any protocol. `messages` are in OpenAI's form; a request of token ids, or of plain text, has `ids`.
 
     sampling: sampling parameters that the client sent, under SGLang's names. reads_calls: tool calls are parsed.
     overridden: fields that constrain sampling in other ways; the policy samples freely, and the session counts them.
+    wants_texts: the text of each token. wants_prompt_ids: the ids that the engine read.
     """
 
     messages: Sequence[Message] = ()
-    ids: Sequence[int] | None = None
+    ids: Sequence[int] | str | None = None
     tools: list[dict[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -38,39 +34,9 @@ class ClientCall:
     reads_calls: bool = True
     max_calls: int | None = None
     overridden: Sequence[str] = ()
+    wants_texts: bool = False
+    wants_prompt_ids: bool = False
     body: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def params(self, session: Session, *, client_sampling: bool) -> SamplingParams:
-        """Return the sampling parameters: the run's, with the client's stops and a smaller limit of tokens.
-
-        With `client_sampling` the client's temperature and so on replace those of the run; otherwise the session counts
-        those that differ. Raises RequestError for values of the wrong type.
-        """
-        run = session.params
-        session.counts.update(f"overridden_{name}" for name in self.overridden)
-        sent = {key: value for key, value in self.sampling.items() if value is not None}
-        if not sent and self.max_tokens is None:
-            return run
-        wanted = sampling_params(sent)
-        limit = run.max_new_tokens if self.max_tokens is None else min(self.max_tokens, run.max_new_tokens)
-        changes: dict[str, Any] = {
-            "max_new_tokens": limit,
-            "min_new_tokens": min(max(run.min_new_tokens, wanted.min_new_tokens), limit),
-            "stop": (*run.stop, *wanted.stop),
-            "stop_token_ids": (*run.stop_token_ids, *wanted.stop_token_ids),
-        }
-        for name in SAMPLING:
-            if self.sampling.get(name) is not None and getattr(wanted, name) != getattr(run, name):
-                if client_sampling:
-                    changes[name] = getattr(wanted, name)
-                else:
-                    session.counts[f"overridden_{name}"] += 1
-        if (seed := wanted.sampling_seed) is not None:
-            if run.sampling_seed is None:
-                changes["sampling_seed"] = seed
-            else:
-                session.counts["overridden_seed"] += 1
-        return dataclasses.replace(run, **changes)
 
 
 def check_fields(
@@ -91,7 +57,7 @@ def check_fields(
 
 def check_model(asked: Any, served: str) -> None:
     """Raise RequestError for a model that is not served; the last part of its path will do."""
-    if asked not in (None, "", "default", "actor", served, PurePath(served).name):
+    if asked not in (None, "", "default", "actor", served) and asked != PurePath(served).name:
         raise RequestError(f"model is {quote(asked)}, but this server has {quote(served)}; use that name, or 'default'")
 
 

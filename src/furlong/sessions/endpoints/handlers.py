@@ -7,9 +7,7 @@ import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -19,71 +17,43 @@ from starlette.responses import Response
 
 from furlong.chat.messages import MessageError
 from furlong.errors import EngineError, RolloutError
-from furlong.inference.embedded.request import RequestError
-from furlong.inference.server.app import CLIENT_GONE
-from furlong.inference.server.bodies import RAW, SMALL_BYTES, has_left, json_response, printable, read_object
+from furlong.inference.request_error import RequestError
+from furlong.inference.server.bodies import (
+    CLIENT_GONE,
+    RAW,
+    SMALL_BYTES,
+    has_left,
+    json_response,
+    printable,
+    read_object,
+)
+from furlong.inference.server.events import event_stream, sse
 from furlong.inference.server.limits import RefusedError, RequestGuard
-from furlong.inference.server.streaming import event_stream, sse
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
-from furlong.sessions.endpoints.answered_call import AnsweredCall, StreamPart
 from furlong.sessions.endpoints.client_call import ClientCall, check_model
-from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.session import EndedError, FullContextError, Reply, Session, check_role
+from furlong.sessions.endpoints.served_session import RunningCall, ServedSession, StreamHead, StreamPart
+from furlong.sessions.errors import EndedError, FullContextError
+from furlong.sessions.reply import Reply
+from furlong.sessions.roles import check_role
 
-MAX_ANSWERED = 64  # replies of a session that are kept for retries
-RETRY_HEADER = "x-stainless-retry-count"
+RETRY_HEADER = b"x-stainless-retry-count"
 
 logger = logging.getLogger(__name__)
 
-Abort = Callable[[], Awaitable[None]]
-
-
-Handler = Callable[[HttpRequest, "OpenSession", dict[str, Any]], Awaitable[Response]]
-
-
-@dataclass
-class OpenSession:
-    """A session that clients can reach. `url` is the base URL without /v1; `key` an API key of this session only.
-
-    `result` is what a client posted at its end: `reward`, `metadata` and `error`, None for what it left out.
-    """
-
-    id: str
-    url: str
-    key: str
-    session: Session = field(repr=False)
-    abort: Abort = field(repr=False)
-    requests: OrderedDict[str, AnsweredCall] = field(default_factory=OrderedDict[str, AnsweredCall], repr=False)
-    result: dict[str, Any] | None = None
-
-    def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RoleAddress:
-        """Return the address of one of several agents of the episode, as `policy().role`.
-
-        Raises RolloutError for a name with other characters than letters, digits, `_`, `-` and `.`.
-        """
-        check_role(name)
-        if group is not None:
-            check_role(group)
-            self.session.role_groups[name] = group
-        if not trainable:
-            self.session.frozen_roles.add(name)
-        return RoleAddress(name, f"{self.url}/roles/{name}", f"{self.key}:{name}")
-
-
-@dataclass(frozen=True)
-class RoleAddress:
-    """Where the agent of a role reaches the policy. `url` is the base URL without /v1."""
-
-    name: str
-    url: str
-    key: str = field(repr=False)
+Handler = Callable[[HttpRequest, ServedSession, dict[str, Any]], Awaitable[Response]]
 
 
 def key_of_client(http: HttpRequest) -> tuple[str, str]:
     """Return the key that a client sent, "" if it sent none, and the role after it."""
-    bearer = http.headers.get("authorization", "").removeprefix("Bearer ")
-    key, _, role = (http.headers.get("x-api-key") or bearer).partition(":")
+    headers = _headers_of(http)
+    bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+    key, _, role = (headers.get(b"x-api-key") or bearer).decode("latin-1").partition(":")
     return key, role
+
+
+def _headers_of(http: HttpRequest) -> dict[bytes, bytes]:
+    """Return the headers by lower-case name, the first of each. Each look-up in `http.headers` searches a list."""
+    return dict(reversed(http.scope["headers"]))
 
 
 def _role_of(http: HttpRequest) -> str:
@@ -98,21 +68,19 @@ def _role_of(http: HttpRequest) -> str:
 
 
 class SessionEndpoints(ABC):
-    """Handlers of the protocols. model_name: the name that clients may give as `model`.
+    """Handlers of the protocols. model_name: the name that clients may give as `model`; None for any name."""
 
-    client_sampling: clients set temperature, top_p, top_k and min_p; otherwise those of the run apply.
-    """
-
-    def __init__(self, *, model_name: str, client_sampling: bool) -> None:
-        self.model_name, self._client_sampling = model_name, client_sampling
+    def __init__(self, *, model_name: str | None) -> None:
+        self._asked_name, self.model_name = model_name, model_name or "default"
 
     @abstractmethod
-    def find(self, http: HttpRequest) -> OpenSession:
+    async def find(self, http: HttpRequest) -> ServedSession:
         """Return the session of a request. Raises RefusedError (401 or 404) and EndedError."""
 
     def check_model(self, asked: Any) -> None:
         """Raise RequestError for a model that is not served."""
-        check_model(asked, self.model_name)
+        if self._asked_name is not None:
+            check_model(asked, self._asked_name)
 
     @property
     def posts(self) -> dict[str, Handler]:
@@ -126,20 +94,16 @@ class SessionEndpoints(ABC):
             "/generate": self._sglang_generate,
         }
 
-    async def guarded(
-        self,
-        handler: Callable[[HttpRequest, OpenSession, dict[str, Any]], Awaitable[Response]],
-        http: HttpRequest,
-    ) -> Response:
+    async def guarded(self, handler: Handler, http: HttpRequest) -> Response:
         """Find the session, parse the body, and turn errors into JSON replies of the protocol."""
         guard: RequestGuard = http.state.guard
         try:
-            opened = self.find(http)
             async with asyncio.timeout_at(guard.deadline_s):
+                session = await self.find(http)
                 body = await read_object(http)
                 if guard.body_bytes > SMALL_BYTES and handler in self.posts.values():  # converted on the event loop
-                    await opened.session.checked_size(body, is_large=True)
-                return await handler(http, opened, body)
+                    await session.check_size(body)
+                return await handler(http, session, body)
         except TimeoutError:
             return error_reply(http, f"not answered within {guard.limits.request_timeout} s", 504)
         except ClientDisconnect:
@@ -159,117 +123,88 @@ class SessionEndpoints(ABC):
             logger.exception("%s %s", http.method, http.url.path[:200])
             return error_reply(http, f"{type(error).__name__}: {error}; the log has the traceback", 500)
 
-    def _call(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> AnsweredCall:
+    def _call(self, http: HttpRequest, session: ServedSession, call: ClientCall) -> RunningCall:
         """Start a call, or return the one that a client's retry repeats."""
         role = _role_of(http)
         key = f"{role} {http.scope['path']} {xxhash.xxh3_128_hexdigest(http.scope[RAW])}"
-        known = opened.requests.get(key)
-        is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        if known is None or (known.task.done() and known.is_delivered and not is_retry) or known.is_over:
-            known = AnsweredCall(lambda streams: self._replies(opened.session, call, role, streams), call)
-            opened.requests[key] = known
-            while len(opened.requests) > MAX_ANSWERED and next(iter(opened.requests.values())).task.done():
-                opened.requests.popitem(last=False)
-        else:
-            opened.session.counts["retries"] += 1
-        return known
+        is_retry = _headers_of(http).get(RETRY_HEADER, b"0") not in (b"", b"0")
+        return session.call(call, role=role, key=key, is_retry=is_retry)
 
-    async def _answered(self, http: HttpRequest, opened: OpenSession, call: ClientCall) -> list[Reply]:
+    async def _answered(self, http: HttpRequest, session: ServedSession, call: ClientCall) -> list[Reply]:
         """Return the replies of a call; a client's retry gets those of the first attempt.
 
         The engine's call belongs to the session, and continues if the client disconnects.
         """
-        return await self._call(http, opened, call).replies(functools.partial(has_left, http))
+        running = self._call(http, session, call)
+        replies = await running.replies()
+        if await has_left(http):
+            running.missed()
+        return replies
 
     async def _streamed(
         self,
         http: HttpRequest,
-        opened: OpenSession,
+        session: ServedSession,
         call: ClientCall,
-        write: Callable[[AsyncIterator[StreamPart], Sequence[ReplyStream]], AsyncGenerator[bytes]],
+        write: Callable[[AsyncIterator[StreamPart], Sequence[StreamHead]], AsyncGenerator[bytes]],
     ) -> Response:
         """Reply with the events that `write` makes of a call's parts; errors before the first one raise."""
         guard: RequestGuard = http.state.guard
-        known = self._call(http, opened, call)
-        await known.begun()
+        running = self._call(http, session, call)
+        await running.begun()
         if await has_left(http):
-            known.leave()
+            running.missed()
             raise ClientDisconnect
-        parts = known.parts(guard.deadline_s)
-        return event_stream(guard, _with_errors(http, write(parts, known.streams), parts))
+        parts = running.parts(guard.deadline_s)
+        return event_stream(guard, _with_errors(http, write(parts, running.streams), parts))
 
-    async def _replies(
-        self, session: Session, call: ClientCall, role: str, streams: Sequence[ReplyStream | None]
-    ) -> list[Reply]:
-        params = call.params(session, client_sampling=self._client_sampling)
-        each = [params] * call.n
-        if call.n > 1 and session.params.sampling_seed is None and params.sampling_seed is not None:
-            each = [replace(params, sampling_seed=params.sampling_seed + i) for i in range(call.n)]
-        if call.ids is not None:
-            works = [session.complete(call.ids, params=own, role=role) for own in each]
-        else:
-            works = [
-                session.chat(
-                    call.messages,
-                    tools=call.tools,
-                    params=own,
-                    template_kwargs=call.template_kwargs,
-                    role=role,
-                    reads_calls=call.reads_calls,
-                    max_calls=call.max_calls,
-                    stream=stream,
-                )
-                for own, stream in zip(each, streams, strict=True)
-            ]
-        return [await works[0]] if len(works) == 1 else list(await asyncio.gather(*works))
-
-    async def chat(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+    async def chat(self, http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
         """Answer POST /v1/chat/completions."""
         call = chat_completions.read(body)
         self.check_model(body.get("model"))
         if call.is_stream:
-            write = functools.partial(chat_completions.stream, call, opened.session, self.model_name)
-            return await self._streamed(http, opened, call, write)
-        replies = await self._answered(http, opened, call)
-        return json_response(chat_completions.write(call, replies, opened.session, self.model_name))
+            write = functools.partial(chat_completions.stream, call, self.model_name)
+            return await self._streamed(http, session, call, write)
+        replies = await self._answered(http, session, call)
+        return json_response(chat_completions.write(call, replies, self.model_name))
 
-    async def _messages(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+    async def _messages(self, http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
         call = anthropic_messages.read(body)
         self.check_model(body.get("model"))
         if call.is_stream:
             write = functools.partial(anthropic_messages.stream, self.model_name)
-            return await self._streamed(http, opened, call, write)
-        (reply,) = await self._answered(http, opened, call)
+            return await self._streamed(http, session, call, write)
+        (reply,) = await self._answered(http, session, call)
         return json_response(anthropic_messages.write(reply, self.model_name))
 
-    async def _count_tokens(self, _http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+    async def _count_tokens(self, _http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
         call = anthropic_messages.read(body, counts_only=True)
         self.check_model(body.get("model"))
-        count = await opened.session.count_tokens(call.messages, tools=call.tools, template_kwargs=call.template_kwargs)
-        return json_response({"input_tokens": count})
+        return json_response({"input_tokens": await session.count_tokens(call)})
 
-    async def _responses(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
-        call = responses.read(body, opened.session)
+    async def _responses(self, http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
+        previous = body.get("previous_response_id")
+        call = responses.read(body, [] if previous is None else await session.earlier(previous))
         self.check_model(body.get("model"))
         if call.is_stream:
             write = functools.partial(responses.stream, call, self.model_name)
-            return await self._streamed(http, opened, call, write)
-        (reply,) = await self._answered(http, opened, call)
+            return await self._streamed(http, session, call, write)
+        (reply,) = await self._answered(http, session, call)
         return json_response(responses.write(call, reply, self.model_name))
 
-    async def _generate(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
+    async def _generate(self, http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
         call = token_generate.read(body)
         self.check_model(body.get("model"))
-        return json_response(token_generate.write(call, await self._answered(http, opened, call)))
+        return json_response(token_generate.write(call, await self._answered(http, session, call)))
 
-    async def _sglang_generate(self, http: HttpRequest, opened: OpenSession, body: dict[str, Any]) -> Response:
-        call = sglang_generate.read(body, opened.session)
-        replies = await self._answered(http, opened, call)
+    async def _sglang_generate(self, http: HttpRequest, session: ServedSession, body: dict[str, Any]) -> Response:
+        call = sglang_generate.read(body)
+        replies = await self._answered(http, session, call)
         return json_response(sglang_generate.write(call, replies))
 
-    async def models(self, _http: HttpRequest, opened: OpenSession, _body: dict[str, Any]) -> Response:
+    async def models(self, _http: HttpRequest, session: ServedSession, _body: dict[str, Any]) -> Response:
         """Answer GET /v1/models."""
-        length = opened.session.context_len
+        length = session.context_len
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "furlong", "max_model_len": length}
         return json_response({"object": "list", "data": [model]})
 

@@ -9,9 +9,8 @@ from typing import Any, Literal, cast
 import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import boolean, quote
-from furlong.sessions.endpoints.answered_call import StreamPart
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
@@ -22,8 +21,8 @@ from furlong.sessions.endpoints.client_call import (
     strict_tools,
     token_limit,
 )
-from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.session import Reply, Session
+from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
+from furlong.sessions.reply import Reply
 
 HONORED = {
     *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "stream"),
@@ -52,8 +51,11 @@ OFF: Mapping[str, Sequence[Any]] = {
 }
 
 
-def read(body: Mapping[str, Any], session: Session) -> ClientCall:
-    """Check a request. Raises RequestError and MessageError naming the field."""
+def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+    """Check a request. `earlier` is the conversation of its `previous_response_id`, without instructions.
+
+    Raises RequestError and MessageError naming the field.
+    """
     check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
     given = objects(body, "tools")
     tools = checked_tools([_tool(i, tool) for i, tool in enumerate(given)])
@@ -66,7 +68,7 @@ def read(body: Mapping[str, Any], session: Session) -> ClientCall:
     instructions: list[Message] = []
     if body.get("instructions"):
         instructions.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
-    messages = [*instructions, *_earlier(body.get("previous_response_id"), session), *_input(body.get("input"))]
+    messages = [*instructions, *earlier, *_input(body.get("input"))]
     return ClientCall(
         messages=checked_messages(messages, "input"),
         tools=tools,
@@ -87,17 +89,6 @@ def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     check_keys(tool, ("type", "name", "description", "parameters", "strict"), f"tools[{i}]")
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": function}
-
-
-def _earlier(response_id: Any, session: Session) -> list[Message]:
-    """Return the conversation of an earlier response, without its instructions."""
-    if response_id is None:
-        return []
-    node = next((n for n in session.tree.nodes if f"resp_{n.response_id}" == response_id), None)
-    if node is None:
-        raise RequestError(f"previous_response_id is {quote(response_id)}, which this session has not")
-    messages = node.conversation()
-    return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
 def _input(value: Any) -> list[Message]:
@@ -214,7 +205,7 @@ def _shell(call: ClientCall, response_id: str, model: str) -> dict[str, Any]:
 
 
 async def stream(
-    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[ReplyStream]
+    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[StreamHead]
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a reply while it is sampled."""
     (source,) = streams

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_api import check_rows, num_samples, prompts_of, token_log_probs
+from furlong.inference.server.generate_fields import check_rows, num_samples, prompts_of, token_log_probs
 from furlong.sessions.endpoints.client_call import ClientCall, check_fields, token_limit
-from furlong.sessions.session import Reply, Session
+from furlong.sessions.reply import Reply
 
 HONORED = {"input_ids", "text", "sampling_params", "return_logprob", "stream"}
 NEUTRAL = {"rid", "log_metrics", "return_text_in_logprobs", "session_id", "routing_key", "extra_key", "priority"}
@@ -32,7 +32,7 @@ SAMPLING_OFF: Mapping[str, Sequence[Any]] = {
 }
 
 
-def read(body: Mapping[str, Any], session: Session) -> ClientCall:
+def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request for one prompt. Raises RequestError naming the field."""
     check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
     prompts, is_list = prompts_of(body)
@@ -41,17 +41,15 @@ def read(body: Mapping[str, Any], session: Session) -> ClientCall:
     if boolean(body, "stream"):
         raise RequestError("stream is True, but this endpoint does not stream; remove it")
     (prompt,) = prompts
-    ids: Any = session.chat_format.encode(prompt) if isinstance(prompt, str) else prompt
-    check_rows("input_ids", [ids])
-    if not ids:
-        raise RequestError("the prompt is empty; it needs at least one token")
+    if not isinstance(prompt, str):
+        check_rows("input_ids", [prompt])
     params: Any = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise RequestError(f"sampling_params is {quote(params)}, must be an object")
     fields = cast("dict[str, Any]", params)
     check_fields(fields, honored=SAMPLING_HONORED, neutral=SAMPLING_NEUTRAL, off=SAMPLING_OFF)
     return ClientCall(
-        ids=cast("list[int]", ids),
+        ids=prompt if isinstance(prompt, str) else cast("list[int]", prompt),
         sampling={name: fields.get(name) for name in sorted(SAMPLING_HONORED - {"max_new_tokens", "n"})},
         max_tokens=token_limit(fields, "max_new_tokens"),
         n=num_samples("sampling_params.n", fields.get("n")),

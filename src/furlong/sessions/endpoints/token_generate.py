@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from furlong.inference.embedded.request import RequestError
+from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_api import num_samples
+from furlong.inference.server.generate_fields import num_samples
 from furlong.sessions.endpoints.client_call import ClientCall, check_fields, token_limit
-from furlong.sessions.session import Reply
+from furlong.sessions.reply import Reply
 
 HONORED = {"token_ids", "sampling_params", "model", "request_id", "stream"}
 NEUTRAL = {"priority", "cache_salt"}
