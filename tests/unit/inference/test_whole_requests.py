@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from furlong.inference.server.bodies import has_left, read_object
 from furlong.inference.server.limits import Counts, LimitRequests, ServerLimits
-from furlong.inference.server.listener import LoopServer
+from furlong.inference.server.listener import LoopServer, listening_socket
 from furlong.inference.server.whole_requests import WholeRequest
 
 PLAIN = (
@@ -105,9 +105,10 @@ def exchange(*packets: bytes, replies: int) -> list[bytes]:
 
     async def main() -> list[bytes]:
         counts = Counts(ServerLimits())
-        server = LoopServer(LimitRequests(_app, counts, None), "127.0.0.1", 0, counts)
+        listener = listening_socket("127.0.0.1", 0)
+        server = LoopServer(LimitRequests(_app, counts, None), listener, counts)
         await server.start()
-        reader, writer = await asyncio.open_connection(*server.address)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
         for packet in packets:
             writer.write(packet)
             await asyncio.sleep(0.02)

@@ -163,7 +163,7 @@ def test_a_conversation_continues_after_a_cut_answer():
         assert sample.tokens[after] == end
         assert (sample.loss_mask or [])[len(cut.sampled)] == 0
 
-    run(Paced("one two three four five six seven eight nine ten", "more"), body)
+    run(Paced(" ".join(["one two three four five"] * 10), "more"), body)
 
 
 def test_two_requests_stream_one_answer():

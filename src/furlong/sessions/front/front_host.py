@@ -118,22 +118,24 @@ class FrontHost:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Start the process again when it ends, unless it does so often."""
-        ends: list[float] = []
+        ends, is_running, text = list[float](), True, ""
         while True:
-            await process.wait()
+            if is_running:
+                await process.wait()
+                text = f"the process of the session server {_ending(process)}"
             now = time.monotonic()
             ends = [*(each for each in ends if now - each < WITHIN_S), now]
-            text = f"the process of the session server {_ending(process)}"
-            try:
-                if len(ends) >= MAX_ENDS:
-                    raise EngineError(f"{text}, {len(ends)} times in {WITHIN_S:g} s")
-                logger.warning("%s; it is started again, and clients must repeat the requests in flight", text)
-                process = await self._start()
-            except EngineError as error:
-                self.failure = str(error)
+            if len(ends) >= MAX_ENDS:
+                self.failure = f"{text}, the last of {len(ends)} ends in {WITHIN_S:g} s"
                 logger.error("%s; no agent can reach the policy any more", self.failure)
                 self._listener.close()
                 return
+            logger.warning("%s; it is started again, and clients must repeat the requests in flight", text)
+            try:
+                process = await self._start()
+                is_running = True
+            except EngineError as error:
+                is_running, text = False, str(error)
 
     def _receive(self, message: list[Any]) -> None:
         match message:
