@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -35,7 +36,12 @@ USER = {"role": "user", "content": "what is the sum?"}
 
 def fronts() -> list[psutil.Process]:
     """Return the processes that speak HTTP for this one."""
-    return [each for each in psutil.Process().children() if "furlong.sessions.front" in " ".join(each.cmdline())]
+    found: list[psutil.Process] = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "furlong.sessions.front" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 @pytest.mark.parametrize("kind", [EndedError, FullContextError, MessageError, RequestError, EngineError, RolloutError])
