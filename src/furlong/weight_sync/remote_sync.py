@@ -276,7 +276,7 @@ class RankSync:
             sent = record_for(servers, is_quantized=scheme is not None)
             weights = source or self._weights()
             if scheme is not None and has_part:
-                weights = scheme.quantized(weights)
+                weights = scheme.quantized(weights, with_shapes=self._transport.needs_shapes(servers))
             if self._rank == 0:
                 weights = sent.recording(weights)
 

@@ -104,12 +104,18 @@ def test_a_message_to_the_loader_of_quantized_weights_is_what_it_loads():
     assert torch.equal(tensor, bucket.tensors[0][1])
 
 
+def test_stored_shapes_are_sent_to_servers_without_the_loader_only():
+    loading, other = SimpleNamespace(has_quantized_loader=True), SimpleNamespace(has_quantized_loader=False)
+    transport = IpcTransport(transport_context(800))
+    assert not transport.needs_shapes([loading, loading])
+    assert transport.needs_shapes([loading, other])
+
+
 def test_parts_of_weights_that_were_quantized_together_are_copied_together():
     whole = {"weight_packed": torch.arange(192, dtype=torch.int32).view(12, 16), "weight_scale": torch.randn(12, 32)}
     tensors = [("norm.weight", torch.ones(3))]
     for i in range(3):
         tensors += [(f"{i}.{part}", tensor[4 * i : 4 * i + 4]) for part, tensor in whole.items()]
-        tensors.append((f"{i}.weight_shape", torch.tensor([4, 64])))
     tensors.append(("t.weight", torch.randn(4, 3).t()))
     ordered = in_order_of_parts(tensors)
     assert [name for name, _ in ordered] == [

@@ -16,6 +16,7 @@ from furlong.core.quantization.ignore_list import module_of
 from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.quantization.weight_format import (
     WEIGHT,
+    WEIGHT_SHAPE,
     Check,
     QuantizationError,
     WeightFormat,
@@ -109,8 +110,8 @@ class QuantizationScheme:
         except QuantizationError as error:
             raise QuantizationError(f"{name}, stored as {self.form.description}: {error}") from error
 
-    def quantized(self, source: WeightSource) -> WeightSource:
-        """Return a source of the engine's tensors from one of the trainer's.
+    def quantized(self, source: WeightSource, *, with_shapes: bool = True) -> WeightSource:
+        """Return a source of the engine's tensors, from one of the trainer's, with or without stored shapes of weights.
 
         A pass raises SyncError for a weight that cannot be quantized, and for quantized weights that `source` lacks.
         inf and nan are found at its end, so that the device is waited for once. Weights of one width wait until there
@@ -121,6 +122,11 @@ class QuantizationScheme:
             left, tensors = set(self.names), iter(source.open())
             stacks: dict[tuple[int, torch.device], _Stack] = {}
             largest: list[tuple[_Stack, Tensor]] = []
+
+            def parts_of_stack(stack: _Stack) -> Iterator[NamedTensor]:
+                many = self._parts_of(stack, largest)
+                return many if with_shapes else (each for each in many if not each[0].endswith(WEIGHT_SHAPE))
+
             for name, tensor in tensors:
                 if name not in self.names:
                     yield name, tensor
@@ -136,9 +142,9 @@ class QuantizationScheme:
                 stack = stacks.setdefault(key, _Stack())
                 stack.add(name, tensor if tensor.dtype == self.dtype else tensor.detach().to(self.dtype))
                 if stack.num_bytes >= STACK_BYTES or not self._goes_on(stack):
-                    yield from self._parts_of(stacks.pop(key), largest)
+                    yield from parts_of_stack(stacks.pop(key))
             for stack in stacks.values():
-                yield from self._parts_of(stack, largest)
+                yield from parts_of_stack(stack)
             self._check_finite(largest)
             if left:
                 raise SyncError(

@@ -31,7 +31,7 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.sglang_layout.quantized_loading import CONSTANT, LOADER, check_header_of, header_of
+from furlong.sglang_layout.quantized_loading import LOADER, check_header_of, header_of
 from furlong.weight_sync.transports.transport import (
     Transport,
     TransportContext,
@@ -109,6 +109,10 @@ class IpcTransport(Transport):
                 reply.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             packer.close()
+
+    def needs_shapes(self, servers: Sequence[WeightServer]) -> bool:
+        """Return False if all have furlong's loader, which knows them."""
+        return not all(server.has_quantized_loader for server in servers)
 
     def _led_servers(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
         """Return the servers that this rank sends requests to, and whether buffers are POSIX shared memory."""
@@ -228,7 +232,6 @@ class _CudaPacker:
         if self._is_quantized:
             tensors = in_order_of_parts(tensors)
         starts, size = offsets(tensors)
-        size = max(size, 1)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < size:
             self._buffers[slot] = None
@@ -254,12 +257,11 @@ class _CudaPacker:
 
 
 def in_order_of_parts(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Return equal parts of quantized weights one after another, and no shapes, which the loader does not use.
+    """Return equal parts of quantized weights one after another.
 
     Weights are quantized together, so equal parts of them follow each other in memory.
     """
-    used = [(name, tensor) for name, tensor in tensors if not name.endswith(CONSTANT)]
-    return sorted(used, key=lambda pair: pair[0].rpartition(".")[2])
+    return sorted(tensors, key=lambda pair: pair[0].rpartition(".")[2])
 
 
 def fill(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> None:

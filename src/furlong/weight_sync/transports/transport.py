@@ -197,6 +197,11 @@ class Transport(ABC):
         Raises SyncError naming the bucket and the servers that failed or timed out.
         """
 
+    def needs_shapes(self, servers: Sequence[WeightServer]) -> bool:
+        """Whether these servers read the stored shapes of quantized weights, which are most of the small tensors."""
+        del servers
+        return True
+
     async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
         """Load `version` again from a stored copy, without the trainer. False if there is none (the default)."""
         del servers, version

@@ -49,6 +49,8 @@ def test_weights_quantized_together_are_those_quantized_alone(form, shapes, limi
     for name, tensor in tensors:
         assert (tensor.shape, tensor.dtype) == (right[name].shape, right[name].dtype)
         assert torch.equal(tensor.contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)), name
+    without = {name for name, _ in scheme.quantized(WeightSource(state.items), with_shapes=False).open()}
+    assert without == {name for name, _ in tensors if not name.endswith("weight_shape")}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
