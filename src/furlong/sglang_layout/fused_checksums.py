@@ -260,22 +260,20 @@ def expected(
     Where several are correct, this is the reported one if it is among them. An output layer tied to the embedding is
     left out.
     """
-    by_name = accepted(right, sharding, rank, has_head=HEAD in loaded)
-    return {
-        name: loaded[name] if loaded.get(name) in digests else digests[0]
-        for name, digests in by_name.items()
-        if not (without_experts and kind_of(name) == "experts")
-    }
+    by_name = accepted(right, sharding, rank, has_head=HEAD in loaded, without_experts=without_experts)
+    return {name: loaded[name] if loaded.get(name) in digests else digests[0] for name, digests in by_name.items()}
 
 
-def accepted(right: Digests, sharding: EngineSharding, rank: int, *, has_head: bool) -> dict[str, list[str]]:
+def accepted(
+    right: Digests, sharding: EngineSharding, rank: int, *, has_head: bool, without_experts: bool = False
+) -> dict[str, list[str]]:
     """Return the checksums that are correct for each tensor of a process; `has_head`: it has an output layer."""
     as_embedding = right.get(sharding.shard(kind_of(EMBEDDING), rank), {})
     is_tied = not has_head and as_embedding.get(HEAD) == as_embedding.get(EMBEDDING)
     return {
         name: right[sharding.shard(kind_of(name), rank)][name]
         for name in right[WHOLE]
-        if not (is_tied and name == HEAD)
+        if not (is_tied and name == HEAD) and not (without_experts and kind_of(name) == "experts")
     }
 
 
