@@ -55,6 +55,10 @@ class _Scratch:
             if self._num_folders == 0:
                 self._close()
 
+    @property
+    def reaper_pid(self) -> int | None:
+        return self._reaper.pid if self._reaper is not None and self._pid == os.getpid() else None
+
     def close_in_child(self) -> None:
         """Close the pipe in a forked process, so that the end of this one ends it."""
         if self._reaper is not None and self._reaper.stdin is not None:
@@ -98,6 +102,11 @@ def make_scratch_folder(prefix: str) -> str:
 def remove_scratch_folder(folder: str) -> None:
     """Delete a folder of `make_scratch_folder`; logs a warning if that fails. May block for some milliseconds."""
     _scratch.remove(folder)
+
+
+def scratch_reaper() -> int | None:
+    """Return the id of the process that deletes the folders of this one; None without folders."""
+    return _scratch.reaper_pid
 
 
 def delete_tree(root: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from psutil import STATUS_ZOMBIE, AccessDenied, NoSuchProcess, Process, pids, wait_procs
 
+from furlong.core.scratch_folder import scratch_reaper
 from furlong.core.text import abbreviate
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class _Started:
     def _find(self) -> dict[Process, str]:
         """Return the processes to kill, with their commands."""
         found: dict[Process, str] = {}
-        left_alone: set[int] = {process.pid for process in self._before} | _helpers_of_python()
+        left_alone: set[int] = {process.pid for process in self._before} | _helpers_of_python() | _helpers_of_furlong()
         for process in [*_descendants(), *_marked(self._mark)]:  # parents come before their children
             if process in found or process in self._before:
                 continue
@@ -210,6 +211,11 @@ def _helpers_of_python() -> set[int]:
         getattr(getattr(server, "_forkserver", None), "_forkserver_pid", None),
     ]
     return {pid for pid in pids if pid is not None}
+
+
+def _helpers_of_furlong() -> set[int]:
+    """Return the processes that clean up after this one, which have no command of their own at their start."""
+    return {process.pid for process in _REAPERS} | ({scratch_reaper()} - {None})
 
 
 def _is_of_package(words: list[str]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from furlong.core.json_lines import decode_line, encode_line
+from furlong.environments.worker_policy import WorkerReply
 from furlong.environments.worker_process import error_fields, remote_error
 from furlong.errors import InfraError, RolloutError
 from furlong.sandboxes.supervised_process import ProcessLimits, Supervisor
@@ -196,7 +197,7 @@ async def _asked(policy: Any, name: str, values: Mapping[str, Any]) -> Any:
     match name:
         case "chat":
             reply = await policy.chat(**values)
-            return {f.name: getattr(reply, f.name) for f in dataclasses.fields(reply) if f.name != "node"}
+            return {each.name: getattr(reply, each.name) for each in dataclasses.fields(WorkerReply)}
         case "generate":
             done = await policy.generate(**values)
             names = ("tokens", "log_probs", "versions", "finish_reason", "text")

@@ -34,12 +34,21 @@ from served_sessions import nothing, run
 USER = {"role": "user", "content": "what is the sum?"}
 
 
+EARLIER: set[int] = set()  # processes of servers that other tests have not closed
+
+
+@pytest.fixture(autouse=True)
+def _only_processes_of_this_test():
+    EARLIER.clear()
+    EARLIER.update(each.pid for each in fronts())
+
+
 def fronts() -> list[psutil.Process]:
-    """Return the processes that speak HTTP for this one."""
+    """Return the processes that speak HTTP for this one, since the test began."""
     found: list[psutil.Process] = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "furlong.sessions.front" in " ".join(each.cmdline()):
+            if "furlong.sessions.front" in " ".join(each.cmdline()) and each.pid not in EARLIER:
                 found.append(each)
     return found
 
