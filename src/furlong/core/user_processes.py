@@ -215,7 +215,8 @@ def _helpers_of_python() -> set[int]:
 
 def _helpers_of_furlong() -> set[int]:
     """Return the processes that clean up after this one, which have no command of their own at their start."""
-    return {process.pid for process in _REAPERS} | ({scratch_reaper()} - {None})
+    reaper = scratch_reaper()
+    return {process.pid for process in _REAPERS} | ({reaper} if reaper is not None else set[int]())
 
 
 def _is_of_package(words: list[str]) -> bool:
