@@ -129,7 +129,7 @@ def _locale_problem(encoding: str, path: str) -> str:
 
 
 def _run(name: str, command: Callable[[], int], *, owns_process: bool) -> int:
-    """Run a command; returns its exit code. In a process of its own, SIGTERM ends it in good order."""
+    """Run a command; returns its exit code. In its own process, SIGTERM ends it in good order."""
     with sigterm_unwinds() if owns_process else contextlib.nullcontext():
         return _leave(_exit_code(name, command), owns_process=owns_process)
 

@@ -58,7 +58,7 @@ def kill_user_processes() -> None:
 
 
 class UserProcessReaper:
-    """Waits in a process of its own to kill what user code started, if this process is killed with SIGKILL (Linux).
+    """Waits in its own process to kill what user code started, if this process is killed with SIGKILL (Linux).
 
     Processes are those of the open `ending_user_processes`; without one, nothing is started or killed.
     """

@@ -41,7 +41,7 @@ def worker_command() -> list[str]:
 
 
 def require_bounded_template(tokenizer: Any, name: str) -> None:
-    """Render short conversations with a tokenizer's template, in a process of its own.
+    """Render short conversations with a tokenizer's template, in its own process.
 
     Raises ConfigError if that takes longer or more memory than any template needs. A template that refuses them passes.
     `name` is the folder or file that the message names.

@@ -1,7 +1,7 @@
 """Worker processes of environments: `--env-workers process N`.
 
 An instance stays in one process, which has other instances beside it if more than N episodes run. If a process ends,
-its episodes raise InfraError, so they are issued again, each in a process of its own.
+its episodes raise InfraError, so they are issued again, each in its own process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The session server: agents in other processes talk to the policy over HTTP, each in a session of its own.
 
 Routes are `/sessions/ID/v1/...`, with roles `/sessions/ID/roles/NAME/v1/...`, and `/v1/...` with the session's key, or
-KEY:NAME, as bearer token or `x-api-key`. It has no endpoint for weights. A process of its own (`sessions.front`) speaks
+KEY:NAME, as bearer token or `x-api-key`. It has no endpoint for weights. Its own process (`sessions.front`) speaks
 HTTP with the clients, within the limits of `furlong serve`; this one has the sessions, and answers its messages.
 """
 
