@@ -1,10 +1,11 @@
 """python reload_model.py OLD,NEW,MODULE,CLASS...: weight updates of SGLang's own quantized models, on a CPU.
 
 Each model loads the folder OLD and then, by `quantized_loading.load`, the tensors of NEW, and is compared with one that
-loads NEW at its start. Another update with the same buckets then loads OLD by the recorded copies. The repacking of
-INT4 weights runs on GPUs only; here it is a permutation that depends on its arguments. Writes NEW/reloaded.json: the
-parameters that differ or moved, the calls of SGLang's `load_weights`, and what an update without some tensors, and one
-that SGLang loads wrongly, end with.
+loads NEW at its start. Another update with the same buckets then loads OLD by the recorded copies, and rearranges
+layers before its end. The repacking of INT4 weights runs on GPUs only; here it is a permutation that depends on its
+arguments. Writes NEW/reloaded.json: the parameters that differ or moved, the calls of SGLang's `load_weights`, and what
+three updates end with: one whose last bucket has tensors of layers that are already rearranged, one without some
+tensors, and one that SGLang loads wrongly.
 """
 
 from __future__ import annotations
@@ -69,21 +70,19 @@ def built(folder: str, module: str, name: str) -> Any:
     return model
 
 
-def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int) -> None:
-    """Send tensors as the ipc transport does."""
+def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int, *, again: int = 0) -> None:
+    """Send tensors as the ipc transport does, in the last bucket also the first `again` ones once more."""
     size = -(-len(tensors) // num_buckets)
     for index in range(num_buckets):
         some = tensors[index * size : (index + 1) * size]
+        if index == num_buckets - 1:
+            some += tensors[:again]
         starts, total = offsets(some)
         buffer = torch.zeros(total, dtype=torch.uint8)
-        layout = []
-        for (name, tensor), begin in zip(some, starts, strict=True):
+        for (_, tensor), begin in zip(some, starts, strict=True):
             data = tensor.contiguous().view(-1).view(torch.uint8)
             buffer[begin : begin + len(data)] = data
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "begin": begin,
-                           "end": begin + len(data)})  # fmt: skip
-        header = header_of(layout, is_first=index == 0, is_last=index == num_buckets - 1)
+        header = header_of(some, starts, is_first=index == 0, is_last=index == num_buckets - 1)
         load(model, [(header, buffer)])
 
 
@@ -96,15 +95,15 @@ def repeated(model: Any, fresh: Any, folder: str, places: dict[str, int]) -> tup
         load_weights(pairs)
 
     model.load_weights = counting
-    update(model, list(load_file(f"{folder}/model.safetensors").items()), 3)
+    update(model, sorted(load_file(f"{folder}/model.safetensors").items()), 3)
     model.load_weights = load_weights
     return compare(model, fresh, places), len(calls)
 
 
-def error_of(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> str:
+def error_of(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int = 2, *, again: int = 0) -> str:
     """Return the error that an update ends with."""
     try:
-        update(model, tensors, 2)
+        update(model, tensors, num_buckets, again=again)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -130,11 +129,13 @@ def main(models: list[list[str]]) -> None:
     for old, new, module, name in models:
         model, fresh = built(old, module, name), built(new, module, name)
         places = {each: parameter.data_ptr() for each, parameter in model.named_parameters()}
-        tensors = list(load_file(f"{new}/model.safetensors").items())
+        tensors = sorted(load_file(f"{new}/model.safetensors").items())
         before = compare(model, fresh, places)["differ"]
         update(model, tensors, 3)
         found: dict[str, Any] = compare(model, fresh, places) | {"before": before}
         found["repeated"], found["calls"] = repeated(model, built(old, module, name), old, places)
+        update(model, tensors, 3)
+        found["another_order"] = error_of(model, tensors, 3, again=len(tensors) // 3)
         update(model, tensors, 3)
         workspaces = [each.workspace for layer in model.modules() for each in (layer, getattr(layer, "scheme", None))
                       if isinstance(getattr(each, "workspace", None), torch.Tensor)]  # fmt: skip
@@ -173,7 +174,10 @@ def spoiled(model: Any) -> Any:
     def load_and_spoil(pairs: Any) -> None:
         load_weights(pairs)
         for name, parameter in model.named_parameters():
-            if name.endswith(("proj.weight_packed", "proj.weight", "experts.w13_weight_packed", "experts.w13_weight")):
+            is_weight = name.endswith(
+                ("proj.weight_packed", "proj.weight", "experts.w13_weight_packed", "experts.w13_weight")
+            )
+            if is_weight and parameter.is_contiguous():  # those of other blocks have the kernels' layout
                 parameter.data.view(torch.uint8).view(-1)[0] ^= 1
 
     model.load_weights = load_and_spoil

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_a_later_update_repeats_the_copies_of_the_first_one(case, reloaded):
     found = reloaded[case]
     assert found["calls"] == 0
     assert found["repeated"] == {"differ": [], "moved": []}
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_layers_are_rearranged_once_complete_and_then_take_no_more_tensors(case, reloaded):
+    expected = "tensors of model.layers.0.mlp.* came in another order than in the update before"
+    assert re.match(expected, reloaded[case]["another_order"])
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Checksums:
 
     def add(self, name: str, parts: Sequence[Tensor]) -> None:
         """Add a tensor, given as parts that are concatenated along the first axis."""
-        if any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word would span two parts
+        if len(parts) > 1 and any(part.nbytes % WORD_BYTES for part in parts[:-1]):  # a word would span two parts
             parts = [torch.cat([part.detach().reshape(-1) for part in parts])]
         self._names.append(name)
         self._wait(len(self._names) - 1, parts)
@@ -119,8 +119,7 @@ class Checksums:
             self.flush()
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """Consecutive tiles of a tensor, starting at `first_tile`, and the bytes of them that were added."""
 
     tensor: int

@@ -9,7 +9,8 @@ It also compares what arrived: every parameter of a quantized layer must have be
 as integers, must be that of the tensors that were sent. Checksums of the others are compared in a last message, since
 SGLang's own dequantize the whole model. An error ends the SGLang process, with its message in the log.
 
-What SGLang copies for a bucket is recorded in the first update and repeated in later ones (`copy_plan`).
+What SGLang copies for a bucket is recorded in the first update and repeated in later ones (`copy_plan`). These also
+rearrange a layer as soon as the last bucket with tensors of it was loaded, while the sender reads the next one.
 
 Servers that furlong starts with quantized weights have `--custom-weight-loader` set to `LOADER`; set it for those that
 you start.
@@ -18,34 +19,43 @@ you start.
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor, nn
 
 from furlong.core.device_checksum import Checksums
+from furlong.core.weights import NamedTensor
 from furlong.sglang_layout.copy_plan import CopyPlan, CopyRecorder
 
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update
 CHECKSUMS = "checksums"
-PLANS = "_furlong_plans"  # attribute of a model between updates
+PLAN = "_furlong_plan"  # attribute of a model between updates
 CONSTANT = "weight_shape"  # no kernel reads it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def header_of(layout: Sequence[Mapping[str, Any]], *, is_first: bool, is_last: bool) -> str:
-    """Return the header of a bucket: name, dtype, shape, and first and last byte in the buffer of each tensor."""
-    return json.dumps({"tensors": list(layout), "is_first": is_first, "is_last": is_last})
+def header_of(tensors: Sequence[NamedTensor], starts: Sequence[int], *, is_first: bool, is_last: bool) -> str:
+    """Return the header of a bucket: a line of JSON with these facts, and one with the tensors' places in its buffer.
+
+    A place is name, dtype, shape, and first and last byte.
+    """
+    places = [
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, start, start + tensor.nbytes)
+        for (name, tensor), start in zip(tensors, starts, strict=True)
+    ]
+    facts = orjson.dumps({"is_first": is_first, "is_last": is_last})
+    return b"\n".join([facts, orjson.dumps(places, default=list)]).decode()
 
 
 def check_header_of(checksums: Mapping[str, Sequence[str]]) -> str:
     """Return the header of a message without tensors: the checksums that are right for each unquantized tensor."""
-    return json.dumps({CHECKSUMS: checksums})
+    return orjson.dumps({CHECKSUMS: checksums}).decode()
 
 
 def check(model: nn.Module, right: Mapping[str, Sequence[str]]) -> None:
@@ -66,36 +76,63 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     Raises RuntimeError if weights do not arrive, or differ.
     """
     [(header, buffer)] = named_tensors
-    bucket = json.loads(header)
-    if CHECKSUMS in bucket:
-        check(model, bucket[CHECKSUMS])
+    facts = orjson.loads(header.partition("\n")[0])
+    if CHECKSUMS in facts:
+        check(model, facts[CHECKSUMS])
         return
-    if bucket["is_first"]:
+    if facts["is_first"]:
         setattr(model, UPDATE, Update(model))
     update = getattr(model, UPDATE, None)
     if update is None:
         raise RuntimeError("furlong's weight loader received a later bucket of an update before the first one")
     with torch.no_grad():
-        update.load(header, [each for each in bucket["tensors"] if not each["name"].endswith(CONSTANT)], buffer)
-        if bucket["is_last"]:
+        update.load(header, buffer)
+        if facts["is_last"]:
             delattr(model, UPDATE)
             update.finish()
     if buffer.is_cuda:  # the sender fills the buffer again once this is answered
         torch.cuda.current_stream(buffer.device).synchronize()
 
 
-def tensor_in(buffer: Tensor, place: Mapping[str, Any]) -> tuple[str, Tensor]:
-    """Return name and tensor at a place in a buffer."""
-    data = buffer[place["begin"] : place["end"]].view(getattr(torch, place["dtype"]))
-    return place["name"], data.view(place["shape"])
+@dataclass(frozen=True)
+class Place:
+    """Where a buffer has a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def tensor(self, buffer: Tensor) -> Tensor:
+        """Return the tensor."""
+        return buffer[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+def places_in(header: str) -> list[Place]:
+    """Return the places of the tensors that are loaded."""
+    read = orjson.loads(header.partition("\n")[2])
+    return [
+        Place(name, getattr(torch, dtype), tuple(shape), begin, end)
+        for name, dtype, shape, begin, end in read
+        if not name.endswith(CONSTANT)
+    ]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How to load a bucket again. `counted`: parameter, first byte, dtype and shape of what its sums count."""
+    """How to load a bucket again. `counted`: what its sums count, each under the name of a parameter."""
 
     copies: CopyPlan
-    counted: Sequence[tuple[str, tuple[int, torch.dtype, torch.Size]]]
+    counted: Sequence[Place]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What was recorded of an update: the buckets by header, in order, and the last one with tensors of each layer."""
+
+    buckets: Mapping[str, BucketPlan | None] = field(default_factory=dict[str, BucketPlan | None])
+    last_of: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Update:
@@ -107,30 +144,47 @@ class Update:
         self._parameters: dict[str, Tensor] = {name: each.data for name, each in model.named_parameters()}
         for layer in self._layers:
             self._parameters |= {name: each.data for name, each in layer.named_parameters()}
+        self._layer_of = {name: layer.name for layer in self._layers for name, _ in layer.named_parameters()}
         self._sent: dict[str, Tensor] = {}  # by parameter: the sum of what was sent
-        self._plans: dict[str, BucketPlan | None] = getattr(model, PLANS, {})  # by header
+        self._loaded: dict[str, Tensor] = {}  # the same of what was loaded, of layers that are rearranged
+        self._plan: UpdatePlan = getattr(model, PLAN, UpdatePlan())
         self._used: dict[str, BucketPlan | None] = {}
+        self._last_of: dict[str, str] = {}
 
-    def load(self, header: str, places: Sequence[Mapping[str, Any]], buffer: Tensor) -> None:
-        """Load the tensors at these places of a buffer, by the plan for the header if there is one."""
-        plan = self._plans.get(header)
+    def load(self, header: str, buffer: Tensor) -> None:
+        """Load a bucket, by the plan for its header if there is one."""
+        plan = self._plan.buckets.get(header)
         if plan is not None and plan.copies.fits(self._parameters):
             plan.copies.run(buffer, self._parameters)
-            counted = [(name, _typed(buffer, *place)) for name, place in plan.counted]
-        elif header in self._plans and plan is None:
-            counted = self._load_by_sglang(places, buffer)
+            counted = [(place.name, place.tensor(buffer)) for place in plan.counted]
+        elif header in self._plan.buckets and plan is None:
+            counted = self._load_by_sglang(places_in(header), buffer)
         else:
+            places = places_in(header)
             with CopyRecorder(buffer, self._parameters) as recorder:
                 counted = self._load_by_sglang(places, buffer)
-            copies = recorder.plan([(each["begin"], each["end"]) for each in places])
+            copies = recorder.plan([(place.begin, place.end) for place in places])
             plan = None if copies is None else _bucket_plan(copies, counted, buffer)
         self._used[header] = plan
         for name, total in integer_sums(self._in_stored_precision(counted)).items():
             self._sent[name] = self._sent[name] + total if name in self._sent else total
+        self._note_layers(header, {self._layer_of[name] for name, _ in counted})
 
-    def _load_by_sglang(self, places: Sequence[Mapping[str, Any]], buffer: Tensor) -> list[tuple[str, Tensor]]:
+    def _note_layers(self, header: str, names: Collection[str]) -> None:
+        """Rearrange the layers that a bucket completes, if all buckets so far came as in the update before."""
+        self._last_of |= dict.fromkeys(names, header)
+        if all(one == other for one, other in zip(self._used, self._plan.buckets, strict=False)):
+            self._rearrange([layer for layer in self._layers if self._plan.last_of.get(layer.name) == header])
+
+    def _rearrange(self, layers: Sequence[QuantizedLayer]) -> None:
+        """Rearrange layers for the kernels, and keep the sums of what was loaded."""
+        self._loaded |= integer_sums([each for layer in layers if layer.is_whole for each in layer.named_parameters()])
+        for layer in layers:
+            layer.rearrange()
+
+    def _load_by_sglang(self, places: Sequence[Place], buffer: Tensor) -> list[tuple[str, Tensor]]:
         """Have SGLang load the tensors; return what it gave to the loaders of which quantized parameters."""
-        tensors = [tensor_in(buffer, each) for each in places]
+        tensors = [(place.name, place.tensor(buffer)) for place in places]
         blocks = {_block_of(name) for name, _ in tensors}
         layers = [layer for layer in self._layers if (block := _block_of(layer.name)) is None or block in blocks]
         with _loadable(layers):
@@ -142,13 +196,13 @@ class Update:
         return [(name, tensor.to(self._parameters[name].dtype)) for name, tensor in counted]
 
     def finish(self) -> None:
-        """Compare what was loaded, then rearrange it for the kernels."""
-        setattr(self._model, PLANS, self._used)
-        whole = [each for layer in self._layers for each in layer.named_parameters()]
-        missing = [name for name, _ in whole if name not in self._sent]
+        """Rearrange the layers that are left, and compare what was loaded."""
+        setattr(self._model, PLAN, UpdatePlan(self._used, self._last_of))
+        missing = [name for name in self._layer_of if name not in self._sent]
         if missing:
             raise RuntimeError(f"{len(missing)} quantized parameters were not loaded: {', '.join(missing[:3])}")
-        loaded = integer_sums([each for layer in self._layers if layer.is_whole for each in layer.named_parameters()])
+        self._rearrange([layer for layer in self._layers if not layer.is_rearranged])
+        loaded = self._loaded
         differences = (
             torch.stack([self._sent[name] - total for name, total in loaded.items()]).tolist() if loaded else []
         )
@@ -156,21 +210,23 @@ class Update:
         if wrong:
             names = ", ".join(wrong[:3])
             raise RuntimeError(f"{len(wrong)} quantized parameters differ from what was sent: {names}")
-        for layer in self._layers:
-            layer.rearrange()
 
 
 def _bucket_plan(copies: CopyPlan, counted: Sequence[tuple[str, Tensor]], buffer: Tensor) -> BucketPlan | None:
-    """Return the plan of a bucket; None if something else than whole tensors of it is to be counted."""
-    places = [(name, (each.data_ptr() - buffer.data_ptr(), each.dtype, each.shape)) for name, each in counted]
+    """Return the plan of a bucket; None if something else than whole tensors of it is to be counted.
+
+    Tensors that follow each other in the buffer and count for the same parameter become one place.
+    """
     memory = buffer.untyped_storage().data_ptr()
-    is_inside = all(each.untyped_storage().data_ptr() == memory and each.is_contiguous() for _, each in counted)
-    return BucketPlan(copies, places) if is_inside else None
-
-
-def _typed(buffer: Tensor, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a tensor in a buffer."""
-    return buffer[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    if not all(each.untyped_storage().data_ptr() == memory and each.is_contiguous() for _, each in counted):
+        return None
+    places: list[Place] = []
+    for name, each in sorted(counted, key=lambda pair: pair[1].data_ptr()):
+        begin, end = each.data_ptr() - buffer.data_ptr(), each.data_ptr() - buffer.data_ptr() + each.nbytes
+        if places and (places[-1].name, places[-1].dtype, places[-1].end) == (name, each.dtype, begin):
+            begin = places.pop().begin
+        places.append(Place(name, each.dtype, ((end - begin) // each.itemsize,), begin, end))
+    return BucketPlan(copies, places)
 
 
 @dataclass
@@ -178,12 +234,14 @@ class QuantizedLayer:
     """A quantized layer during an update.
 
     parameters: those to load. is_staged: they take the place of the kernels' own while something is loaded.
+    is_rearranged: nothing can be loaded any more.
     """
 
     name: str
     module: Any
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     is_staged: bool = False
+    is_rearranged: bool = False
     _loaders: dict[str, Callable[..., None]] = field(default_factory=dict[str, Callable[..., None]])
     _loaded: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
 
@@ -220,6 +278,11 @@ class QuantizedLayer:
 
     def _counting(self, name: str) -> Callable[..., None]:
         def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self.is_rearranged:
+                raise RuntimeError(
+                    f"tensors of {self.name} came in another order than in the update before, after it was complete; "
+                    "restart the server"
+                )
             self._loaded.append((f"{self.name}.{name}", tensor))
             self._loaders[name](parameter, tensor, *args, **kwargs)
 
@@ -242,7 +305,7 @@ class QuantizedLayer:
 
     def rearrange(self) -> None:
         """Have SGLang rearrange what was loaded, into the tensors that the kernels use."""
-        module = self.module
+        module, self.is_rearranged = self.module, True
         before, attributes = dict(module._parameters), _attributes(module)
         scheme = _scheme(module)
         of_scheme = dict(vars(scheme))

@@ -24,13 +24,9 @@ def message(tensors, **kind):
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors]
     begins = [sum(-(-len(part) // 16) * 16 for part in parts[:i]) for i in range(len(parts))]
     buffer = torch.zeros(begins[-1] + len(parts[-1]), dtype=torch.uint8)
-    layout = []
-    for (name, tensor), part, begin in zip(tensors, parts, begins, strict=True):
+    for part, begin in zip(parts, begins, strict=True):
         buffer[begin : begin + len(part)] = part
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "begin": begin,
-                       "end": begin + len(part)})  # fmt: skip
-    return [(header_of(layout, **kind), buffer)]
+    return [(header_of(tensors, begins, **kind), buffer)]
 
 
 TENSORS = [

@@ -85,23 +85,22 @@ def test_a_link_is_not_followed():
 
 def test_a_message_to_sglang_names_only_what_its_unpickler_allows():
     """Stock SGLang 0.5.16 refuses every global but those of a list of modules."""
-    read = unpickled(handle_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", [ENTRY]))
+    read = unpickled(handle_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", BUCKET, [0]))
     assert read["flattened_tensor"] == (*ARGUMENTS[:6], "GPU-uuid", *ARGUMENTS[7:])
     assert read["metadata"] == [ENTRY]
 
 
 def test_a_message_to_the_loader_of_quantized_weights_is_what_it_loads():
-    bucket = Bucket(0, [("a", torch.ones(2, 2, dtype=torch.bfloat16))], is_last=True)
-    message = quantized_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", [ENTRY], bucket)
+    message = quantized_message((rebuild_cuda_tensor, ARGUMENTS), "GPU-uuid", BUCKET, [0])
     [(header, buffer)] = unpickled(message)
     assert buffer == (*ARGUMENTS[:6], "GPU-uuid", *ARGUMENTS[7:])
     loaded = []
     model = torch.nn.Module()
     model.load_weights = loaded.extend
-    load(model, [(header, bucket.tensors[0][1].view(-1).view(torch.uint8))])
+    load(model, [(header, BUCKET.tensors[0][1].view(-1).view(torch.uint8))])
     [(name, tensor)] = loaded
     assert name == "a"
-    assert torch.equal(tensor, bucket.tensors[0][1])
+    assert torch.equal(tensor, BUCKET.tensors[0][1])
 
 
 def test_stored_shapes_are_sent_to_servers_without_the_loader_only():
@@ -141,6 +140,7 @@ class Copies(TorchDispatchMode):
 
 
 ARGUMENTS = (torch.Tensor, torch.Size([8]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle", 8, 0, False)
+BUCKET = Bucket(0, [("a", torch.ones(2, 2, dtype=torch.bfloat16))], is_last=True)
 ENTRY = SimpleNamespace(name="a", shape=torch.Size([2, 2]), dtype=torch.bfloat16, start_idx=0, end_idx=8, numel=8)
 
 

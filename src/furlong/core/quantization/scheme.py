@@ -29,9 +29,11 @@ from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import ConfigError, SyncError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32, "I64": torch.int64}
-PARTS = (  # besides `weight`
-    *("weight_packed", "weight_scale_inv", "weight_scale", "weight_shape"),
-    *("qweight", "qzeros", "scales", "g_idx"),  # of AWQ and GPTQ
+PARTS = frozenset(  # besides `weight`
+    (
+        *("weight_packed", "weight_scale_inv", "weight_scale", "weight_shape"),
+        *("qweight", "qzeros", "scales", "g_idx"),  # of AWQ and GPTQ
+    )
 )
 STACK_BYTES = 64 << 20  # of weights that are quantized together: enough that launches cost little
 PACKED = (".weight_packed", ".qweight")  # ends of the names of parts with a weight's integers
@@ -123,10 +125,6 @@ class QuantizationScheme:
             stacks: dict[tuple[int, torch.device], _Stack] = {}
             largest: list[tuple[_Stack, Tensor]] = []
 
-            def parts_of_stack(stack: _Stack) -> Iterator[NamedTensor]:
-                many = self._parts_of(stack, largest)
-                return many if with_shapes else (each for each in many if not each[0].endswith(WEIGHT_SHAPE))
-
             for name, tensor in tensors:
                 if name not in self.names:
                     yield name, tensor
@@ -142,9 +140,9 @@ class QuantizationScheme:
                 stack = stacks.setdefault(key, _Stack())
                 stack.add(name, tensor if tensor.dtype == self.dtype else tensor.detach().to(self.dtype))
                 if stack.num_bytes >= STACK_BYTES or not self._goes_on(stack):
-                    yield from parts_of_stack(stacks.pop(key))
+                    yield from self._parts_of(stacks.pop(key), largest, with_shapes=with_shapes)
             for stack in stacks.values():
-                yield from parts_of_stack(stack)
+                yield from self._parts_of(stack, largest, with_shapes=with_shapes)
             self._check_finite(largest)
             if left:
                 raise SyncError(
@@ -159,13 +157,18 @@ class QuantizationScheme:
         apart = self.form.rows_apart
         return apart is not None and stack.weights[-1].shape[0] % apart == 0
 
-    def _parts_of(self, stack: _Stack, largest: list[tuple[_Stack, Tensor]]) -> Iterator[NamedTensor]:
-        """Yield the stored tensors of a stack; its largest magnitudes are checked later."""
-        many = quantize_stacked(self.form, stack.weights, lambda values: largest.append((stack, values)))
+    def _parts_of(self, stack: _Stack, largest: list[tuple[_Stack, Tensor]], *, with_shapes: bool) -> list[NamedTensor]:
+        """Return the stored tensors of a stack, weight by weight; its largest magnitudes are checked later."""
+        columns = quantize_stacked(self.form, stack.weights, lambda values: largest.append((stack, values)))
         stack.rows = [weight.shape[0] for weight in stack.weights]
         stack.weights = []
-        for name, parts in zip(stack.names, many, strict=True):
-            yield from ((f"{module_of(name)}.{part}", tensor) for part, tensor in parts.items())
+        modules = [module_of(name) for name in stack.names]
+        named = [
+            [(f"{module}.{part}", tensor) for module, tensor in zip(modules, tensors, strict=True)]
+            for part, tensors in columns.items()
+            if with_shapes or part != WEIGHT_SHAPE
+        ]
+        return [each for parts in zip(*named, strict=True) for each in parts]
 
     def _check_finite(self, largest: Sequence[tuple[_Stack, Tensor]]) -> None:
         """Raise SyncError for the first weight whose largest magnitudes are not finite."""
@@ -217,7 +220,7 @@ def weight_of(part: str) -> str | None:
 
 def is_stored_part(name: str, dtype: torch.dtype) -> bool:
     """Whether a tensor is stored for a quantized weight, and so keeps its dtype in any engine."""
-    return weight_of(name) is not None or dtype == torch.float8_e4m3fn
+    return name.rpartition(".")[2] in PARTS or dtype == torch.float8_e4m3fn
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

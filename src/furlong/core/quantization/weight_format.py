@@ -78,23 +78,24 @@ def parts_of(form: WeightFormat, shape: tuple[int, ...]) -> Mapping[str, tuple[t
     return form.parts(shape)
 
 
-def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check) -> list[dict[str, Tensor]]:
-    """Quantize weights of one width by the operations of a single one; the parts are those of `form.quantize`.
+def quantize_stacked(form: WeightFormat, weights: Sequence[Tensor], check: Check) -> dict[str, Sequence[Tensor]]:
+    """Quantize weights of one width by the operations of a single one.
 
-    The rows of all but the last must be multiples of `form.rows_apart`, unless there is only one weight.
+    Returns by name of the part that of each weight, as `form.quantize` gives it. The rows of all but the last must be
+    multiples of `form.rows_apart`, unless there is only one weight.
     """
     if len(weights) == 1:
-        return [form.quantize(weights[0], check)]
+        return {part: [tensor] for part, tensor in form.quantize(weights[0], check).items()}
     whole = form.quantize(torch.cat(list(weights)), check)
     places = [parts_of(form, tuple(weight.shape)) for weight in weights]
-    columns: list[Sequence[Tensor]] = []
+    columns: dict[str, Sequence[Tensor]] = {}
     for part, stacked in whole.items():
         if part == WEIGHT_SHAPE:
             shapes = [_shape_tensor(tuple(weight.shape), stacked.dtype, stacked.device) for weight in weights]
-            columns.append(torch.stack(shapes).unbind())
+            columns[part] = torch.stack(shapes).unbind()
         else:
-            columns.append(stacked.split([each[part][0][0] for each in places]))
-    return [dict(zip(whole, parts, strict=True)) for parts in zip(*columns, strict=True)]
+            columns[part] = stacked.split([each[part][0][0] for each in places])
+    return columns
 
 
 def has_kernels(weight: Tensor) -> bool:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -238,17 +239,12 @@ class _CudaPacker:
             with tracer.span("allocate buffer", num_bytes=size), cuda_allocator.fixed_segments():
                 rounded = -(-size // PIECE_BYTES) * PIECE_BYTES
                 buffer = self._buffers[slot] = torch.empty(rounded, dtype=torch.uint8, device="cuda")
-        layout: list[SimpleNamespace] = []  # SGLang reads attributes of any class
-        for (name, tensor), start in zip(tensors, starts, strict=True):
-            entry = {"start_idx": start, "end_idx": start + tensor.nbytes, "numel": tensor.nbytes}
-            layout.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **entry))
         fill(buffer, [tensor for _, tensor in tensors], starts)
         torch.cuda.current_stream().synchronize()
         with tracer.span("describe buffer"):
             uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
-            if self._is_quantized:
-                return quantized_message(reduce_tensor(buffer), uuid, layout, bucket)
-            return handle_message(reduce_tensor(buffer), uuid, layout)
+            message = quantized_message if self._is_quantized else handle_message
+            return message(reduce_tensor(buffer), uuid, replace(bucket, tensors=tensors), starts)
 
     def close(self) -> None:
         if self._buffers != [None, None]:
@@ -266,27 +262,25 @@ def in_order_of_parts(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
 
 def fill(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> None:
     """Copy tensors into a buffer of bytes, those that follow each other in both by one operation."""
-    runs: list[list[tuple[Tensor, int]]] = []
-    end, address = -1, -1
+    runs: list[tuple[Tensor, int, int]] = []  # first tensor, its start, and the end of the last tensor
+    dtype, end, shift, memory_end = None, -1, 0, -1  # shift: from places in the buffer to addresses of the last run
     for tensor, start in zip(tensors, starts, strict=True):
-        follows = (start, tensor.data_ptr()) == (end, address) and _continues(runs[-1][-1][0], tensor)
-        if follows:
-            runs[-1].append((tensor, start))
+        address, next_end = tensor.data_ptr(), start + tensor.nbytes
+        is_adjacent = start == end and address == start + shift and next_end + shift <= memory_end
+        if is_adjacent and tensor.dtype == dtype and tensor.is_contiguous():
+            runs[-1] = (*runs[-1][:2], next_end)
         else:
-            runs.append([(tensor, start)])
-        end, address = start + tensor.nbytes, tensor.data_ptr() + tensor.nbytes
+            runs.append((tensor, start, next_end))
+            dtype, shift = tensor.dtype, address - start
+            memory = tensor.untyped_storage()
+            memory_end = memory.data_ptr() + memory.nbytes() if tensor.is_contiguous() else -1
+        end = next_end
     with torch.no_grad():
-        for run in runs:
-            (first, start), count = run[0], sum(tensor.numel() for tensor, _ in run)
-            source = first if len(run) == 1 else first.as_strided((count,), (1,))
-            place = buffer[start : start + count * first.itemsize].view(first.dtype)
+        for first, start, end in runs:
+            place = buffer[start:end].view(first.dtype)
+            count = place.numel()
+            source = first if count == first.numel() else first.as_strided((count,), (1,))
             place.view(source.shape).copy_(source)
-
-
-def _continues(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors at adjacent addresses are parts of the same memory."""
-    is_same = one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
-    return is_same and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class _Rebuilt:
@@ -299,26 +293,18 @@ class _Rebuilt:
         return self._rebuild, self._arguments
 
 
-def handle_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace]) -> bytes:
+def handle_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, bucket: Bucket, starts: Sequence[int]) -> bytes:
     """Return the message for one SGLang process (`load_format` flattened_bucket)."""
-    return _pickled({"flattened_tensor": _on_gpu(reduced, uuid), "metadata": list(layout)})
+    layout: list[SimpleNamespace] = []  # SGLang reads attributes of any class
+    for (name, tensor), start in zip(bucket.tensors, starts, strict=True):
+        entry = {"start_idx": start, "end_idx": start + tensor.nbytes, "numel": tensor.nbytes}
+        layout.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **entry))
+    return _pickled({"flattened_tensor": _on_gpu(reduced, uuid), "metadata": layout})
 
 
-def quantized_message(
-    reduced: tuple[Any, tuple[Any, ...]], uuid: str, layout: Sequence[SimpleNamespace], bucket: Bucket
-) -> bytes:
+def quantized_message(reduced: tuple[Any, tuple[Any, ...]], uuid: str, bucket: Bucket, starts: Sequence[int]) -> bytes:
     """Return the message for one SGLang process with furlong's loader: a header, with the buffer as its tensor."""
-    places = [
-        {
-            "name": each.name,
-            "dtype": str(each.dtype).removeprefix("torch."),
-            "shape": list(each.shape),
-            "begin": each.start_idx,
-            "end": each.end_idx,
-        }
-        for each in layout
-    ]
-    header = header_of(places, is_first=bucket.index == 0, is_last=bucket.is_last)
+    header = header_of(bucket.tensors, starts, is_first=bucket.index == 0, is_last=bucket.is_last)
     return _pickled([(header, _on_gpu(reduced, uuid))])
 
 
