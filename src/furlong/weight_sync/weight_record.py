@@ -82,8 +82,6 @@ class WeightRecord:
             with self._timed():
                 recorder.end()
             self._recorder, self.is_read = recorder, True
-            if not source.is_live:
-                self.finish()
 
         return WeightSource(read, is_live=source.is_live)
 

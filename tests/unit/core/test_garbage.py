@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import weakref
 
+import psutil
 import pytest
 import torch
 
@@ -69,3 +71,25 @@ def test_collections_take_a_limited_part_of_the_time(monkeypatch):
         now[0] += 1.0
         collected += collector.collect()
     assert 2.0 * collected / now[0] == pytest.approx(garbage.COLLECTION_FRAC, rel=0.05)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
+def test_gaps_in_the_heap_are_returned_to_the_system():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    places = [
+        libc.malloc(ctypes.c_size_t(100_000)) for _ in range(1_000)
+    ]  # below the limit from which memory is mapped
+    for place in places:
+        ctypes.memset(ctypes.c_void_p(place), 1, 100_000)
+    for place in places[:-1]:
+        libc.free(place)  # the last one keeps the heap from shrinking
+    before = psutil.Process().memory_info().rss
+    GarbageCollector(clock=iter([0.0, garbage.FIRST_S, garbage.FIRST_S]).__next__).collect()
+    freed = before - psutil.Process().memory_info().rss
+    libc.free(places[-1])
+    assert freed > 50_000_000

@@ -35,7 +35,7 @@ PARTS = frozenset(  # besides `weight`
         *("qweight", "qzeros", "scales", "g_idx"),  # of AWQ and GPTQ
     )
 )
-STACK_BYTES = 64 << 20  # of weights that are quantized together: enough that launches cost little
+STACK_BYTES = 256 << 20  # of weights that are quantized together: enough that launches cost little
 PACKED = (".weight_packed", ".qweight")  # ends of the names of parts with a weight's integers
 SUPPORTED = (
     "furlong reads FP8 (E4M3, `quant_method` fp8 or compressed-tensors' float-quantized), INT4 (compressed-tensors' "

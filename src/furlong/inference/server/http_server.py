@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from furlong.core.addresses import bound_socket, host_and_port, is_loopback
+from furlong.core.garbage import return_free_memory
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
@@ -81,14 +81,13 @@ async def running_server(
 
 
 async def _trim_when_idle(counts: Counts) -> None:
-    """Return memory that the allocator keeps to the system whenever the requests are answered (glibc only)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    """Return the memory of requests to the system whenever they are answered."""
     num_before = 0
-    while trim is not None:
+    while True:
         await asyncio.sleep(IDLE_S)
         if counts.is_idle and counts.num_bodies != num_before:
             num_before = counts.num_bodies
-            await asyncio.to_thread(trim, 0)
+            await asyncio.to_thread(return_free_memory)
 
 
 async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, agents: AgentEndpoints | None) -> None:
