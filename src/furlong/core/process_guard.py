@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -23,8 +24,10 @@ from furlong.errors import EngineError, FurlongError, HookError
 logger = logging.getLogger(__name__)
 
 WAKE_UP = signal.SIGURG  # ignored without a handler
+STEP_PERIOD_S = 0.005  # between two comparisons after steps of async functions, which may be many for each message
 
 _set_recursion_limit, _recursion_limit = sys.setrecursionlimit, sys.getrecursionlimit
+_clock = time.perf_counter  # user code may replace it
 
 
 class ProcessChangedError(HookError):
@@ -49,6 +52,9 @@ class ProcessGuard:
         self._finding = ""  # kept after `watching`
         self._reported = set[str]()  # changes in `_finding`; closed descriptors stay closed
         self._pid = self._thread = 0
+        self._compares_step = True
+        self._compared_s = 0.0
+        self._passed: dict[tuple[Callable[..., Any], str], None] = {}  # whose steps were not compared since
         self._last: tuple[Callable[..., Any], str] | None = None  # that was called, and the name of its flag
         self._last_whole = self._last
 
@@ -119,6 +125,7 @@ class ProcessGuard:
         """Record the state, before the first call of user code. `note` gets name and location of the function."""
         if self.note is not None and function is not None:
             self.note(f"{name} ({location_of(function)})")
+        self._compares_step = True
         if self._is_watching and function is not None:
             self._last = function, name
         if self._is_watching and self._state is None:
@@ -129,13 +136,22 @@ class ProcessGuard:
 
         A change that only silences the log is undone with a warning.
         `is_step`: after a step of an async function between two awaits; functions of libraries are not compared then.
-        A process that `function` forked and that returns from it ends here.
+        After the first step of a call, steps are compared every `STEP_PERIOD_S`, and a change is attributed to all
+        functions that had one since. A process that `function` forked and that returns from it ends here.
         """
         if self._state is None:
             return
+        now_s = _clock()
+        if is_step and not self._compares_step and now_s - self._compared_s < STEP_PERIOD_S:
+            end_if_forked(self._pid)
+            self._last = function, name
+            self._passed[self._last] = None
+            return
+        self._compares_step, self._compared_s = False, now_s
         try:
             self._compare(self._state, function, name, is_step=is_step)
         finally:
+            self._passed.clear()
             if self._is_of_call and not is_step:
                 self._forget()
 
@@ -179,8 +195,10 @@ class ProcessGuard:
         return self._text(function, name, changes)
 
     def _text(self, function: Callable[..., Any], name: str, changes: list[str]) -> str:
+        users = dict.fromkeys([(function, name), *self._passed])
+        who = " or ".join(f"{name} ({location_of(function)})" for function, name in users)
         return (
-            f"{name} ({location_of(function)}) changed the process of the run: {' and '.join(changes)}; do that in a "
+            f"{who} changed the process of the run: {' and '.join(changes)}; do that in a "
             "child process, or undo it before the function returns or awaits"
         )
 

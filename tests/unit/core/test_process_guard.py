@@ -26,6 +26,7 @@ import psutil
 import pytest
 import torch
 
+from furlong.core import process_guard as process_guard_module
 from furlong.core.process_guard import ProcessChangedError, location_of, process_guard
 from furlong.core.user_code import exits_fail_the_run, exits_raise, with_hook_errors
 from furlong.errors import HookError
@@ -211,6 +212,38 @@ def test_a_failure_after_a_step_that_patched_a_library_names_the_function(monkey
 
     with pytest.raises(ProcessChangedError, match=r"generate function .*torch\.exp"):
         fail_as_the_trainer_does()
+
+
+def test_many_steps_are_compared_together_and_a_change_names_all_their_functions(monkeypatch):
+    """An HTTP client takes ten steps for each message."""
+    now_s, compared = [100.0], []
+    monkeypatch.setattr(process_guard_module, "_clock", lambda: now_s[0])
+    with process_guard.watching():
+        process_guard.begin(move, "the custom generate function")
+        compare = process_guard._compare
+        monkeypatch.setattr(
+            process_guard, "_compare", lambda *args, **kwargs: (compared.append(1), compare(*args, **kwargs))
+        )
+        for _ in range(50):
+            process_guard.check(move, "the custom generate function", is_step=True)
+            now_s[0] += 0.001
+        assert len(compared) == 10
+        process_guard.check(patch_clock, "the agent", is_step=True)  # compared: the last time was 5 ms ago
+        before = os.getcwd()
+        move()
+        process_guard.check(move, "the custom generate function", is_step=True)
+        now_s[0] += 0.006
+        with pytest.raises(
+            ProcessChangedError, match=r"agent.*or the custom generate function.*working directory"
+        ) as caught:
+            process_guard.check(patch_clock, "the agent", is_step=True)
+        assert location_of(move) in str(caught.value)
+        assert os.getcwd() == before
+        process_guard.begin(move, "the custom generate function")
+        move()
+        with pytest.raises(ProcessChangedError, match="working directory"):  # of the first step, at once
+            process_guard.check(move, "the custom generate function", is_step=True)
+        assert len(compared) == 13
 
 
 def test_libraries_and_the_user_may_add_functions_to_torch(monkeypatch):
