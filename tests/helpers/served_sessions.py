@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import atexit
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -21,25 +22,43 @@ async def nothing() -> None:
     pass
 
 
-@asynccontextmanager
-async def serving(script: Script, **options: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, OpenSession]]:
-    server = SessionServer(**{"model_name": "models/tiny", **options})
-    await server.start()
-    session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
-    opened = server.open(session, nothing)
-    try:
-        async with httpx.AsyncClient(timeout=30) as client:
-            yield client, opened
-    finally:
-        await server.end(opened)
-        await server.close()
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The event loop of all tests, on which servers serve several of them."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
-def run(script: Script, body: Callable[[httpx.AsyncClient, OpenSession], Awaitable[Any]], **options: Any) -> Any:
+@functools.cache
+def _shared_server(**options: Any) -> SessionServer:
+    """A server of all tests with these options: its process takes 0.8 s to start."""
+    runner, server = _runner(), SessionServer(**options)
+    atexit.register(lambda: runner.run(server.close()))
+    return server
+
+
+def run(
+    script: Script,
+    body: Callable[[httpx.AsyncClient, OpenSession], Awaitable[Any]],
+    *,
+    model_name: str = "models/tiny",
+    is_shared: bool = True,
+    **options: Any,
+) -> Any:
     """Return what `body` returns, which gets the client and the session."""
+    build = _shared_server if is_shared else SessionServer
+    server = build(model_name=model_name, **options)
 
     async def main() -> Any:
-        async with serving(script, **options) as (client, opened):
-            return await asyncio.wait_for(body(client, opened), 60)
+        session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
+        opened = server.open(session, nothing)
+        try:
+            async with httpx.AsyncClient(timeout=30) as client:
+                return await asyncio.wait_for(body(client, opened), 60)
+        finally:
+            await server.end(opened)
+            if not is_shared:
+                await server.close()
 
-    return asyncio.run(main())
+    return _runner().run(main())

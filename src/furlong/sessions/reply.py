@@ -16,9 +16,10 @@ if TYPE_CHECKING:  # import torch
 class Reply:
     """An answer of the policy.
 
-    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine;
-    prompt_tokens is the number of ids that it read, of which it had cached_tokens. texts (of the tokens) and prompt_ids
-    are empty unless a client asked for them.
+    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine, num_tokens
+    their number; prompt_tokens is the number of ids that it read, of which it had cached_tokens. texts (of the tokens)
+    and prompt_ids are empty unless a client asked for them; so are tokens, log_probs and versions in the process of the
+    HTTP server.
     """
 
     message: Message
@@ -29,6 +30,7 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     id: str
+    num_tokens: int
     node: TreeNode | None = field(default=None, repr=False)
     texts: list[str] = field(default_factory=list[str], repr=False)
     prompt_ids: list[int] = field(default_factory=list[int], repr=False)

@@ -404,6 +404,7 @@ def _reply(node: TreeNode, message: Message) -> Reply:
         num_prompt,
         done.cached_tokens,
         node.response_id,
+        len(done.tokens),
         node,
     )
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionServer:
-    """Serves sessions. The port is open from the start, and `start` answers.
+    """Serves sessions. The port is open from the start; the first session starts what answers.
 
     model_name: the name that clients may give as `model`; None for any name. client_sampling: clients set temperature,
     top_p, top_k and min_p; otherwise those of the run apply. offers: sessions that applications take with POST
@@ -85,8 +85,12 @@ class SessionServer:
         }
 
     async def start(self) -> None:
-        """Start the process that answers requests. Raises EngineError if it ends."""
-        await self._front.start()
+        """Start the process that answers requests if applications take sessions. Raises EngineError if it ends.
+
+        Otherwise the first session starts it: most functions call the policy without HTTP.
+        """
+        if self.offers is not None:
+            await self._front.start()
 
     async def close(self) -> None:
         """Stop answering and close the port."""
@@ -106,6 +110,7 @@ class SessionServer:
         """
         if self._front.failure:
             raise EngineError(f"{self._front.failure}; its messages are in the log")
+        self._front.start_soon()
         id, key = secrets.token_hex(16), key or f"sk-{secrets.token_hex(24)}"
         self._ended.pop(key, None)
         url = f"http://{host_and_port(*self.address)}/sessions/{id}"
@@ -187,9 +192,12 @@ class SessionServer:
         if self._readers.pop(number, None) is None:
             return
         try:
-            self._front.send("done", number, [reply_values(each) for each in known.deliver()])
+            self._send_replies(number, known, known.deliver())
         except Exception as error:  # noqa: BLE001  of the engine, for example
             self._fail(number, error)
+
+    def _send_replies(self, number: int, known: AnsweredCall, replies: list[Reply]) -> None:
+        self._front.send("done", number, [reply_values(each, with_tokens=known.wants_tokens) for each in replies])
 
     async def _stream(self, number: int, known: AnsweredCall) -> None:
         """Send a streamed answer while it is sampled."""
@@ -201,8 +209,8 @@ class SessionServer:
                 if isinstance(part, Reply):
                     replies.append(part)
                 else:
-                    self._front.send("grew", number, index, piece_values(part))
-            self._front.send("done", number, [reply_values(each) for each in replies])
+                    self._front.send("grew", number, index, piece_values(part, with_tokens=known.wants_tokens))
+            self._send_replies(number, known, replies)
         finally:
             self._readers.pop(number, None)
 

@@ -44,6 +44,10 @@ class AdapterServer(SessionServer):
         super().__init__(host=host, port=port, model_name=None)
         self._max_turns, self._num_turns = max_turns, Counter[str]()
 
+    async def start(self) -> None:
+        """Start what answers requests, which clients may send before the first session."""
+        await self._front.start()
+
     def admit(self, opened: OpenSession) -> None:
         """Raise RefusedError (429) for a session that had all its answers."""
         if self._max_turns is not None and self._num_turns[opened.id] >= self._max_turns:

@@ -34,7 +34,7 @@ from served_sessions import nothing, run
 USER = {"role": "user", "content": "what is the sum?"}
 
 
-EARLIER: set[int] = set()  # processes of servers that other tests have not closed
+EARLIER: set[int] = set()  # processes of servers that tests share
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_a_retry_after_the_process_was_killed_gets_the_answer_of_the_first_attem
         assert (len(opened.session.tree.nodes), opened.session.tree.nodes[0].is_delivered) == (1, True)
         assert len(fronts()) == 1
 
-    run(Held(bpe_tokenizer("plain"), "one", "two"), body)
+    run(Held(bpe_tokenizer("plain"), "one", "two"), body, is_shared=False)
     assert "was killed by signal 9; it is started again" in caplog.text
     assert fronts() == []
 
@@ -119,7 +119,6 @@ def test_a_process_that_ends_again_and_again_is_an_error_of_the_next_session():
 
     async def main() -> None:
         server = SessionServer()
-        await server.start()
         session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams())
         try:
             with pytest.raises(EngineError, match=r"was killed by signal 9.*, the last of 3 ends in 60 s"):
@@ -132,10 +131,29 @@ def test_a_process_that_ends_again_and_again_is_an_error_of_the_next_session():
     asyncio.run(main())
 
 
+def test_a_session_starts_the_process():
+    script = Script(bpe_tokenizer("plain"))
+
+    async def main() -> None:
+        server = SessionServer()
+        await server.start()
+        await asyncio.sleep(0.05)
+        assert fronts() == []
+        server.open(Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams()), nothing)
+        async with asyncio.timeout(20):
+            while not fronts():
+                await asyncio.sleep(0.01)
+        await server.close()
+        assert fronts() == []
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_health_is_answered_while_the_event_loop_of_the_run_is_held():
-    async def body(_: httpx.AsyncClient, opened: OpenSession) -> None:
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         address = opened.url.partition("/sessions")[0]
+        (await client.get(f"{address}/health")).raise_for_status()  # the process has started
 
         def ask() -> float:
             began = time.monotonic()
@@ -152,10 +170,10 @@ def test_health_is_answered_while_the_event_loop_of_the_run_is_held():
 
 _SERVES = """
 import asyncio, psutil, sys
-from furlong.sessions.session import Session
+from furlong.sessions.session_offers import SessionOffers
 from furlong.sessions.session_server import SessionServer
 async def main():
-    server = SessionServer()
+    server = SessionServer(offers=SessionOffers(None))
     await server.start()
     print(server.address[1], psutil.Process().children()[0].pid, flush=True)
     await asyncio.sleep(60)

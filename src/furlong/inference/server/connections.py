@@ -137,7 +137,7 @@ class _LimitedProtocol(H11Protocol):
         for start in range(0, len(data), PIECE_BYTES):
             self._num_waiting += 1
             self.sharing.turns.add(functools.partial(self._process_waiting, data[start : start + PIECE_BYTES]))
-        if self._num_waiting:
+        if self._num_waiting > 1:  # one piece may wait: most are whole requests, and no more comes before the answer
             self.transport.pause_reading()
 
     def _process_waiting(self, piece: bytes) -> None:
@@ -158,7 +158,6 @@ class _LimitedProtocol(H11Protocol):
             super().data_received(piece)
         if self.transport.is_closing() or self._is_answering():
             self._header_timer = _stopped(self._header_timer)
-            self._limit_answer()
         elif self._header_timer is None:
             self._await_headers()
 
@@ -182,7 +181,8 @@ class _LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if early:
             self.data_received(early)
-        self._limit_answer()
+        if self.flow.write_paused:
+            self._limit_answer()
         is_sending = self.conn.their_state is h11.SEND_BODY and not self._is_answering()
         if is_sending and not self.transport.is_closing():
             self._await_headers()
@@ -190,6 +190,7 @@ class _LimitedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Close the connection if the client does not read for `write_timeout`."""
         super().pause_writing()
+        self._limit_answer()
         if self._write_timer is None:
             self._await_reader(self.transport.get_write_buffer_size())
 
@@ -210,7 +211,7 @@ class _LimitedProtocol(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
     def _limit_answer(self) -> None:
-        """Limit the time in which a client may read an answer, however slowly it does."""
+        """Limit the time in which a client may read an answer, however slowly it does, from its first delay."""
         if self._answer_timer is None and self._is_answering():
             limit_s = self.sharing.limits.request_timeout + self.sharing.limits.write_timeout
             self._answer_timer = self.loop.call_later(limit_s, self._expire, "read its answer")

@@ -131,6 +131,7 @@ class WholeCycle(RequestResponseCycle):
     def _complete(self) -> None:
         self.response_complete = True
         self.message_event.set()
+        del self.scope[WHOLE]  # pyright: ignore[reportGeneralTypeIssues]  so that no collection is needed to free both
         if not self.keep_alive:
             self.transport.close()
         self.on_response()

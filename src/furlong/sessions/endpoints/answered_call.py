@@ -23,6 +23,7 @@ class AnsweredCall:
     """
 
     def __init__(self, answer: _Answer, call: ClientCall) -> None:
+        self.wants_tokens = call.wants_tokens
         self._changes = Broadcast()
         self._num_readers = self._num_delivered = 0
         self.streams: list[ReplyStream] = []

@@ -190,7 +190,7 @@ def _usage(reply: Reply) -> dict[str, int]:
         "input_tokens": reply.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": len(reply.tokens),
+        "output_tokens": reply.num_tokens,
     }
 
 

@@ -132,7 +132,7 @@ def finish_reason(reply: Reply) -> str:
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the tokens of a request; the prompt counts once."""
     prompt = replies[0].prompt_tokens
-    sampled = sum(len(reply.tokens) for reply in replies)
+    sampled = sum(reply.num_tokens for reply in replies)
     cached = max(reply.cached_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,

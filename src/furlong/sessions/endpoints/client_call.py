@@ -38,6 +38,11 @@ class ClientCall:
     wants_prompt_ids: bool = False
     body: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the reply has token ids, log-probs or versions."""
+        return self.ids is not None or self.wants_texts or self.wants_prompt_ids
+
 
 def check_fields(
     body: Mapping[str, Any], *, honored: set[str], neutral: set[str], off: Mapping[str, Sequence[Any]]

@@ -37,6 +37,7 @@ from furlong.sessions.reply import Reply
 from furlong.sessions.roles import check_role
 
 RETRY_HEADER = b"x-stainless-retry-count"
+HEADERS = "furlong.headers"  # key of the scope of a request: its headers as a dictionary
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ def key_of_client(http: HttpRequest) -> tuple[str, str]:
 
 def _headers_of(http: HttpRequest) -> dict[bytes, bytes]:
     """Return the headers by lower-case name, the first of each. Each look-up in `http.headers` searches a list."""
-    return dict(reversed(http.scope["headers"]))
+    if (headers := http.scope.get(HEADERS)) is None:
+        headers = http.scope[HEADERS] = dict(reversed(http.scope["headers"]))
+    return headers
 
 
 def _role_of(http: HttpRequest) -> str:

@@ -165,7 +165,7 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
 def write(call: ClientCall, reply: Reply, model: str) -> dict[str, Any]:
     """Return the body of the reply."""
     is_cut = reply.finish_reason != "stop"
-    sampled = len(reply.tokens)
+    sampled = reply.num_tokens
     return {
         **_shell(call, f"resp_{reply.id}", model),
         "status": "incomplete" if is_cut else "completed",

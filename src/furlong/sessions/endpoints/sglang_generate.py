@@ -72,17 +72,17 @@ def _row(call: ClientCall, reply: Reply) -> dict[str, Any]:
     done = reply.finish_reason
     finish: dict[str, Any] = {"type": done, "matched": reply.tokens[-1] if done == "stop" and reply.tokens else None}
     if done != "stop":
-        finish = {"type": "length", "length": len(reply.tokens)}
+        finish = {"type": "length", "length": reply.num_tokens}
     meta: dict[str, Any] = {
         "id": call.body.get("rid") or reply.id,
         "finish_reason": finish,
         "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": len(reply.tokens),
+        "completion_tokens": reply.num_tokens,
         "cached_tokens": reply.cached_tokens,
         "weight_version": str(reply.versions[-1]) if reply.versions else None,
         "token_versions": reply.versions,
     }
     if boolean(call.body, "return_logprob"):
         meta["output_token_logprobs"] = token_log_probs(reply.tokens, reply.log_probs)
-        meta["output_token_logprobs_length"] = len(reply.tokens)
+        meta["output_token_logprobs_length"] = reply.num_tokens
     return {"text": reply.message["content"] or "", "output_ids": reply.tokens, "meta_info": meta}

@@ -43,7 +43,7 @@ class FrontHost:
         self._listener, self._settings = listener, settings
         self._receive_message, self._lost = receive, lost
         self.failure = ""
-        self._is_closing = False
+        self._is_started = self._is_closing = False
         self._channel: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()
@@ -56,8 +56,15 @@ class FrontHost:
 
     async def start(self) -> None:
         """Start the process, and return when it answers. Raises EngineError if it ends before."""
+        self._is_started = True
         process = await self._start()
         self._watching = asyncio.create_task(self._watch(process))
+
+    def start_soon(self) -> None:
+        """Start the process unless it was started; clients wait for it. `failure` tells if it ends."""
+        if not self._is_started:
+            self._is_started = True
+            self._watching = asyncio.create_task(self._watch(None))
 
     async def close(self) -> None:
         """End the process. The port is closed."""
@@ -116,14 +123,17 @@ class FrontHost:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Start the process again when it ends, unless it does so often."""
-        ends, is_running, text = list[float](), True, ""
+    async def _watch(self, process: asyncio.subprocess.Process | None) -> None:
+        """Start the process, if it is None or when it ends, unless it ends often."""
+        ends = list[float]()
         while True:
-            if is_running:
+            try:
+                process = process or await self._start()
                 await process.wait()
                 text = f"the process of the session server {_ending(process)}"
-            now = time.monotonic()
+            except (EngineError, OSError) as error:
+                text = str(error)
+            process, now = None, time.monotonic()
             ends = [*(each for each in ends if now - each < WITHIN_S), now]
             if len(ends) >= MAX_ENDS:
                 self.failure = f"{text}, the last of {len(ends)} ends in {WITHIN_S:g} s"
@@ -131,11 +141,6 @@ class FrontHost:
                 self._listener.close()
                 return
             logger.warning("%s; it is started again, and clients must repeat the requests in flight", text)
-            try:
-                process = await self._start()
-                is_running = True
-            except EngineError as error:
-                is_running, text = False, str(error)
 
     def _receive(self, message: list[Any]) -> None:
         match message:

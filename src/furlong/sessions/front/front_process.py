@@ -6,6 +6,7 @@ It ends with the process of the run: with its end of the socket, and with its th
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import json
 import logging
@@ -21,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from furlong.core.garbage import raise_gc_threshold
 from furlong.core.process_tree import die_with_parent
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import CLIENT_GONE, has_left, json_response, read_object
@@ -156,4 +158,6 @@ def main(words: list[str]) -> None:
     die_with_parent(int(words[0]))
     control, listener = (socket.socket(fileno=int(word)) for word in words[1:])
     settings = json.loads(sys.stdin.readline())
+    gc.freeze()
+    raise_gc_threshold(0)
     asyncio.run(serve(control, listener, settings))

@@ -16,9 +16,12 @@ from furlong.sessions.reply_stream import ReplyPiece
 
 _EMPTY = ClientCall()
 _CALL_FIELDS = [
-    (each.name, getattr(_EMPTY, each.name)) for each in dataclasses.fields(ClientCall) if each.name != "body"
+    (each.name, getattr(_EMPTY, each.name))
+    for each in dataclasses.fields(ClientCall)
+    if each.name not in ("body", "sampling")
 ]
 _REPLY_FIELDS = [each.name for each in dataclasses.fields(Reply) if each.name != "node"]
+_OF_TOKENS = ("tokens", "log_probs", "versions")
 _ERRORS = {
     each.__name__: each
     for each in (EndedError, FullContextError, MessageError, RequestError, EngineError, RolloutError)
@@ -30,8 +33,10 @@ class UnexpectedError(RolloutError):
 
 
 def call_fields(call: ClientCall) -> dict[str, Any]:
-    """Return what the session needs of a call, without the values that are the default."""
-    return {name: value for name, default in _CALL_FIELDS if (value := getattr(call, name)) != default}
+    """Return what the session needs of a call, without values that are the default."""
+    sampling = {name: value for name, value in call.sampling.items() if value is not None}
+    changed = {name: value for name, default in _CALL_FIELDS if (value := getattr(call, name)) != default}
+    return {"sampling": sampling, **changed}
 
 
 def call_from(fields: dict[str, Any]) -> ClientCall:
@@ -40,9 +45,9 @@ def call_from(fields: dict[str, Any]) -> ClientCall:
     return ClientCall(**fields)
 
 
-def reply_values(reply: Reply) -> list[Any]:
-    """Return a reply without its node."""
-    return [getattr(reply, name) for name in _REPLY_FIELDS]
+def reply_values(reply: Reply, *, with_tokens: bool) -> list[Any]:
+    """Return a reply without its node, and with the tokens only if the client asked for them."""
+    return [getattr(reply, name) if with_tokens or name not in _OF_TOKENS else [] for name in _REPLY_FIELDS]
 
 
 def reply_from(values: list[Any]) -> Reply:
@@ -50,9 +55,10 @@ def reply_from(values: list[Any]) -> Reply:
     return Reply(**dict(zip(_REPLY_FIELDS, values, strict=True)))
 
 
-def piece_values(piece: ReplyPiece) -> list[Any]:
-    """Return what an answer grew by."""
-    return [piece.reasoning, piece.content, piece.tokens, piece.log_probs, piece.texts]
+def piece_values(piece: ReplyPiece, *, with_tokens: bool) -> list[Any]:
+    """Return what an answer grew by, and the tokens only if the client asked for them."""
+    tokens = [piece.tokens, piece.log_probs, piece.texts] if with_tokens else []
+    return [piece.reasoning, piece.content, *tokens]
 
 
 def piece_from(values: list[Any]) -> ReplyPiece:
