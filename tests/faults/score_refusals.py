@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from diagnosis_score import Case, Flags, case, doctor, log
 from faults.world import World
-from furlong.cli import main_train
+from furlong.cli import main, main_train
+from furlong.core.catalogue import Diagnosis
+from furlong.core.file_tensors import save_verified
+from furlong.core.model_manifest import MODEL_MANIFEST, write_model_manifest
 from furlong.diagnosis.postmortem.run_examination import explain
 from furlong.errors import HookError
 from furlong.quickstart.quickstart import model_folder
+from furlong.tools.weight_values import check_weights
 from runs import flags, write_prompts
 
 Change = Callable[[World], Flags | None]
+WEIGHTS = "model.safetensors"
 KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3"}
 DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 
@@ -88,6 +97,57 @@ def _flipped(name: str) -> Change:
         path.write_bytes(content)
 
     return prepare
+
+
+def _written(change: Callable[[Path], object], flag: str = "hf_checkpoint") -> Change:
+    """The model of a flag is a folder that furlong wrote, and was changed afterwards."""
+
+    def prepare(world: World) -> dict[str, Any]:
+        folder = shutil.copytree(model_folder(), world.folder / "written")
+        save_verified(folder / WEIGHTS, load_file(folder / WEIGHTS), {"format": "pt"})
+        write_model_manifest(folder)
+        change(folder)
+        return {flag: folder}
+
+    return prepare
+
+
+def _swapped(name: str, old: str, new: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def _bit(name: str, share: float) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[int(len(content) * share)] ^= 1
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def _other_weights(folder: Path) -> None:
+    """Weights of another training run, which furlong wrote, too."""
+    save_verified(folder / WEIGHTS, {n: t + 1 for n, t in load_file(folder / WEIGHTS).items()}, {"format": "pt"})
+
+
+def _accepted(world: World) -> None:
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        assert main(["check", str(world.folder / "written"), "--accept-changes"]) == 0
+
+
+def _checked(change: Callable[[Path], object]) -> Callable[[Path], Iterable[Diagnosis]]:
+    """What `furlong check` says about such a folder."""
+
+    def diagnose(folder: Path) -> Iterable[Diagnosis]:
+        _written(change)(World(folder, folder, folder))
+        return check_weights(folder / "written", with_values=True)
+
+    return diagnose
 
 
 def _pickled(world: World) -> None:
@@ -170,6 +230,35 @@ COMMANDS = (
 )  # fmt: skip
 
 
+_ACCEPT = "Restore them|--accept-changes"
+CHANGED = (
+    doctor("the base of RoPE in a written config.json", "CKPT07", None,
+           _written(_swapped("config.json", '"rope_theta": 10000', '"rope_theta": 20000')),
+           remedy=_ACCEPT, fixed=_accepted),
+    doctor("a word of a written template", "CKPT07", None,
+           _written(_swapped("chat_template.jinja", "assistant", "helper")), remedy=_ACCEPT, fixed=_accepted),
+    doctor("a bit of a written tokenizer", "CKPT07", None, _written(_bit("tokenizer.json", 0.7)), remedy=_ACCEPT),
+    doctor("a line's end at the end of a written tokenizer's settings", "CKPT07", None,
+           _written(lambda folder: (folder / "tokenizer_config.json").open("a").write("\n")), remedy=_ACCEPT,
+           fixed=_accepted),
+    doctor("other generation settings of a written model", "CKPT07", None,
+           _written(lambda folder: (folder / "generation_config.json").write_text("{}")), remedy=_ACCEPT),
+    doctor("a written model without its template", "CKPT07", None,
+           _written(lambda folder: (folder / "chat_template.jinja").unlink()), remedy=_ACCEPT),
+    doctor("weights of another run in a written folder", "CKPT07", None, _written(_other_weights), remedy=_ACCEPT,
+           fixed=_accepted),
+    doctor("a bit in the header of written weights", "CKPT07", None, _written(_bit(WEIGHTS, 0.0001)), remedy=_ACCEPT),
+    doctor("written weights that are cut off", "CKPT07", None,
+           _written(lambda folder: os.truncate(folder / WEIGHTS, 5000)), remedy=_ACCEPT),
+    doctor("a bit of a written model's manifest", "CKPT07", None, _written(_bit(MODEL_MANIFEST, 0.5)), remedy=_ACCEPT),
+    doctor("a changed model of the reference", "CKPT07", KL,
+           _written(_bit("config.json", 0.5), "ref_load"), remedy=_ACCEPT),
+    case("a bit of a written tensor", "CKPT04", _checked(_bit(WEIGHTS, 0.6)), remedy="intact copy"),
+    case("the last bit of the written weights", "CKPT04", _checked(_bit(WEIGHTS, 0.9999)), remedy="intact copy"),
+    case("a bit of a checked tokenizer", "CKPT04", _checked(_bit("tokenizer.json", 0.2)), remedy=_ACCEPT),
+)  # fmt: skip
+
+
 def _both(*changes: Change) -> Change:
     """Several faults in one command."""
 
@@ -237,4 +326,10 @@ USERS = (
     *(_printed(message) for message in MESSAGES.values()),
 )  # fmt: skip
 
-CASES: tuple[Case, ...] = (*COMMANDS, *PAIRS, *USERS)
+HEALTHY = (
+    doctor("a written folder", "", None, _written(lambda _: None)),
+    doctor("a card beside a written model", "", None,
+           _written(lambda folder: (folder / "README.md").write_text("# A model"))),
+)  # fmt: skip
+
+CASES: tuple[Case, ...] = (*COMMANDS, *CHANGED, *PAIRS, *USERS)

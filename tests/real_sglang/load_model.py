@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from safetensors.torch import load_file
-
 from furlong.core.device_checksum import Checksums
 
 
@@ -44,12 +42,15 @@ def initialize(folder: str) -> None:
 def main(models: list[list[str]]) -> None:
     """Load each model and write its checksums."""
     initialize(models[0][0])
+    from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
+    loader = DefaultModelLoader(LoadConfig())
     for folder, module, name in models:
-        config = ModelConfig(model_path=folder, dtype="bfloat16").hf_config
-        model = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)(config)
-        model.load_weights(iter(load_file(f"{folder}/model.safetensors").items()))
+        config = ModelConfig(model_path=folder, dtype="bfloat16")
+        model = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)(config.hf_config)
+        model.load_weights(loader._get_all_weights(config, model))  # as a server reads the folder
         sums = Checksums()
         for each, parameter in model.named_parameters():
             sums.add(each, [parameter.detach()])

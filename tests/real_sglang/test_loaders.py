@@ -1,4 +1,7 @@
-"""The layout of each supported family is what SGLang's own model has after loading, parameter by parameter."""
+"""The layout of each supported family is what SGLang's own model has after loading, parameter by parameter.
+
+SGLang's own loader reads the folders, as furlong writes them: with a manifest, which it ignores.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from furlong.core.model_manifest import write_model_manifest
 from furlong.core.weights import UNSHARDED
 from furlong.models.hf_model import build_model, save_model
 from furlong.sglang_layout.fused_checksums import DENSE, WITH_EXPERTS, FusedChecksums, expected
@@ -49,6 +53,7 @@ def loaded(tmp_path_factory):
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         save_model(model, root / family)
+        write_model_manifest(root / family)
         words.append(f"{root / family},{module},{name}")
     path = os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"]))
     done = subprocess.run(

@@ -190,16 +190,23 @@ def _check_trainer(folder: Path, *, with_values: bool) -> list[Diagnosis]:
 
 
 def _check_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: bool = False) -> list[Diagnosis]:
-    """Report non-finite tensors as errors and all-zero matrices, except moments, as warnings."""
+    """Report changed files and non-finite tensors as errors and all-zero matrices, except moments, as warnings."""
+    changed: list[Diagnosis] = []
     broken: list[str] = []
     zero: list[str] = []
     for name, shard in shards.items():
-        for bad in bad_values(shard):
+        try:
+            found = list(bad_values(shard))
+        except CheckpointError as error:
+            remedy, evidence = "restore the file from an intact copy, or write the folder again", {"file": name}
+            changed.append(diagnosis("CKPT04", str(error), cause=CHANGED, remedy=remedy, evidence=evidence))
+            continue
+        for bad in found:
             if bad.num_not_finite:
                 broken.append(bad.text())
             elif not (has_moments and "optimizer" in name):
                 zero.append(bad.text())
-    return value_findings(folder, broken, zero)
+    return [*changed, *value_findings(folder, broken, zero)]
 
 
 def value_findings(folder: Path, broken: Sequence[str], zero: Sequence[str]) -> list[Diagnosis]:

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli import main
 from furlong.core.file_tensors import save_verified
@@ -97,6 +98,18 @@ def test_damage_is_not_accepted(folder, capsys):
 def test_only_a_folder_with_a_manifest_has_changes_to_accept(capsys):
     assert main(["check", str(model_folder()), "--accept-changes"]) == 2
     assert f"has no {MODEL_MANIFEST}" in capsys.readouterr().err
+
+
+def test_transformers_ignores_the_manifest(tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    write_model_manifest(folder)
+    expected = AutoModelForCausalLM.from_pretrained(model_folder()).state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(model_folder()).get_vocab()
+    assert tokenizer.chat_template == (folder / "chat_template.jinja").read_text()
 
 
 def test_a_model_that_replaces_another_one_has_not_its_manifest(folder):
