@@ -22,7 +22,12 @@ from faults.score_cases import FAULTS, SETTINGS
 from furlong.core.catalogue import CATALOGUE, diagnosis
 
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
-REFUSALS = [*score_refusals.COMMANDS[::6], *score_refusals.CHANGED[::3], *score_refusals.PAIRS[::8], *score_refusals.USERS]
+REFUSALS = [
+    *score_refusals.COMMANDS[::6],
+    *score_refusals.CHANGED[::3],
+    *score_refusals.PAIRS[::8],
+    *score_refusals.USERS,
+]
 COMMANDS_OF_HEALTHY = [each for each in score_healthy.CASES if not each.is_slow]
 METRICS = [*score_healthy.RUNS, *score_healthy.MEASURED]
 STRANGERS = [each for each in (*score_strangers.CASES, *score_blind.CASES) if not each.is_slow][::3]

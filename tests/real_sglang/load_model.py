@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
 from furlong.core.device_checksum import Checksums
 
 

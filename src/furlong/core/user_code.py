@@ -237,10 +237,10 @@ def _raising(name: str, original: Callable[..., Any], pid: int, owner: str = "os
 
 @contextlib.contextmanager
 def exits_fail_the_run() -> Generator[None]:
-    """Raise HookError with the location for an exit that user code raised outside the functions that flags name.
+    """Raise HookError with the location for what user code raised outside the functions that flags name.
 
-    An example is `sys.exit()` or `raise KeyboardInterrupt` in a task that a generate function created: it ends the
-    event loop.
+    Examples are `sys.exit()` in a task that a generate function created, which ends the event loop, and an error in the
+    backward pass of a loss function's own operator.
     """
     try:
         yield
@@ -248,8 +248,10 @@ def exits_fail_the_run() -> Generator[None]:
         if not is_raised_by_user(error):
             raise
         raise HookError(f"user code ended the run: {describe_exception(error)}; raise an exception instead") from error
-    except RuntimeError as error:
-        if str(error) != LOOP_STOPPED:
+    except Exception as error:
+        if isinstance(error, RuntimeError) and str(error) == LOOP_STOPPED:
+            caller = process_guard.last_called() or "no hook"
+            raise HookError(f"user code stopped the event loop of the run; {caller} was called last") from error
+        if _passes(error) or not place_of(error):
             raise
-        caller = process_guard.last_called() or "no hook"
-        raise HookError(f"user code stopped the event loop of the run; {caller} was called last") from error
+        raise _hook_error("user code", error) from error

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
-from furlong.core.model_manifest import changed_files
+from furlong.core.model_manifest import MODEL_MANIFEST, changed_files
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 
@@ -83,6 +83,11 @@ CHANGED = "Files were edited, or damaged on the disk or in a copy."
 def accept_advice(folder: Path) -> str:
     """Return what to do about changed files."""
     return f"Restore them, or if the change is yours accept it with `furlong check {folder} --accept-changes`"
+
+
+def accept_step(folder: Path) -> str:
+    """Return what follows an edit of a file in a folder that furlong wrote, as the end of a remedy; else ""."""
+    return f", then `furlong check {folder} --accept-changes`" if (folder / MODEL_MANIFEST).is_file() else ""
 
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:

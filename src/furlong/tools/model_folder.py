@@ -17,7 +17,7 @@ from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignor
 from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_folder import read_weight_map
+from furlong.models.hf_folder import accept_step, read_weight_map
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 5
@@ -247,7 +247,8 @@ def quantization(model: StoredModel) -> list[Diagnosis]:
     try:
         checked_ignore(ignore)
     except ConfigError as error:
-        return [diagnosis("QNT01", f"{place}: {error}", remedy=f"correct the pattern in quantization_config.{key}")]
+        remedy = f"correct the pattern in quantization_config.{key}{accept_step(model.folder)}"
+        return [diagnosis("QNT01", f"{place}: {error}", remedy=remedy)]
     found = [*_unprotected(model, settings, ignore, key), *_wrongly_quantized(model, ignore, key)]
     return [*found, *_without_companions(model, settings)]
 
@@ -277,7 +278,9 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any], ignore: list[s
         "QNT01",
         f"{model.folder}/config.json: quantization_config.{key} does not cover {len(open_weights)} two-dimensional "
         f"weights that are stored unquantized: {abbreviate(sorted(open_weights), SHOWN)}",
-        remedy=f"add to quantization_config.{key}: " + ", ".join(json.dumps(pattern) for pattern in patterns),
+        remedy=f"add to quantization_config.{key}: "
+        + ", ".join(json.dumps(pattern) for pattern in patterns)
+        + accept_step(model.folder),
         evidence={"folder": str(model.folder), "weights": sorted(open_weights)[:SHOWN], "patterns": patterns},
     )
 
@@ -310,7 +313,8 @@ def _wrongly_quantized(model: StoredModel, ignore: list[str], key: str) -> Itera
             f"{model.folder}/config.json: quantization_config.{key} covers {len(covered)} weights that are stored "
             f"quantized: {abbreviate(covered, SHOWN)}",
             cause="The list is of another conversion. Engines build these layers unquantized and skip what is stored.",
-            remedy=f"remove from quantization_config.{key}, or narrow: {', '.join(json.dumps(e) for e in entries)}",
+            remedy=f"remove from quantization_config.{key}, or narrow: {', '.join(json.dumps(e) for e in entries)}"
+            + accept_step(model.folder),
             evidence={"folder": str(model.folder), "weights": covered[:SHOWN], "entries": entries},
         )
 

@@ -25,9 +25,11 @@ from furlong.algo.policy_loss import CustomCorrection, CustomLoss, PgReducer
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.metric import Metrics, total
 from furlong.core.text import shortened
+from furlong.core.user_code import with_hook_errors
 from furlong.errors import TrainerError
 from furlong.interfaces import TokenStats
 
+REDUCER = "--custom-pg-loss-reducer-function-path"
 RolloutDataHook = Callable[[dict[str, Any]], object]
 
 # Batch columns with another name in slime.
@@ -183,13 +185,12 @@ def reducer_from_hook(
     def reduce(pg_R: Tensor, micro: MicroBatch) -> Tensor:
         masks = split_by_sample(micro.mask_R, micro)
         reducer = function(total_lengths(micro), response_lengths(micro), masks, per_token)
-        scalar: Any = reducer(pg_R) if callable(reducer) else None  # pyright: ignore[reportUnnecessaryComparison]
+        scalar: Any = None
+        if callable(reducer):  # pyright: ignore[reportUnnecessaryComparison]
+            scalar = with_hook_errors(reducer, f"the function that {REDUCER} returned")(pg_R)
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
             what = f"a function that returns {shortened(scalar)}" if callable(reducer) else shortened(reducer)
-            raise TrainerError(
-                f"--custom-pg-loss-reducer-function-path returned {what}; it must return a function from a tensor to a "
-                "scalar tensor"
-            )
+            raise TrainerError(f"{REDUCER} returned {what}; it must return a function from a tensor to a scalar tensor")
         if per_token:  # every non-zero weight is 1 / tokens of the step
             return scalar * (micro.weight_R.max() if len(micro.weight_R) else 0.0)
         return scalar / rollouts_per_step

@@ -10,8 +10,9 @@ import torch
 from furlong.algo.policy_loss import CustomLoss, PolicyLoss, SftLoss
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import total
-from furlong.errors import DataError
+from furlong.errors import DataError, HookError
 from furlong.interfaces import LossFn, TokenStats
+from furlong.training.hook_adapters import reducer_from_hook
 from oracles.cases import flags, near_model, random_batch, run_step
 
 GOLDEN = Path(__file__).parents[2] / "oracles" / "golden_losses.json"
@@ -160,6 +161,17 @@ def test_custom_correction_replaces_tis_and_keeps_the_denominator():
     assert metrics["mine"].value == pytest.approx(1 / 3)
     assert "tis" not in metrics
     assert seen == [[-1.0, -2.0, -0.5]]
+
+
+def test_an_error_of_the_function_that_a_reducer_hook_returned_names_the_flag_and_the_line():
+    def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+        return lambda values: values.split([])
+
+    adapted = reducer_from_hook(reducer, per_token=False, rollouts_per_step=1)
+    micro, stats = _micro()
+    with pytest.raises(HookError, match=r"--custom-pg-loss-reducer-function-path returned raised RuntimeError") as told:
+        PolicyLoss(flags(), pg_reducer=adapted)(micro, stats)
+    assert f"{__file__}:{reducer.__code__.co_firstlineno + 1}" in str(told.value)
 
 
 def test_custom_reducer_reduces_the_policy_loss_alone():

@@ -392,6 +392,22 @@ def test_an_exit_of_a_task_of_user_code_is_an_error():
         asyncio.run(run())
 
 
+def test_an_error_of_user_code_that_no_flag_names_is_an_error_with_its_place():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("own")
+
+    loss = Own.apply(torch.ones(1, requires_grad=True)).sum()
+    message = r"(?s)^user code raised ValueError: own\n.*test_process_guard"
+    with pytest.raises(HookError, match=message), exits_fail_the_run():
+        loss.backward()
+
+
 def test_user_code_that_stops_the_event_loop_is_an_error():
     async def run():
         with_hook_errors(lambda: asyncio.get_running_loop().stop(), "--x-path: f")()

@@ -115,8 +115,8 @@ ROWS = (
         checked="quantization_config.ignore (FP8: modules_to_not_convert) against every two-dimensional weight: none "
         "that is stored unquantized may be missing in it, none that is stored quantized may be covered, and no router, "
         "embedding or output layer may be stored quantized.",
-        remedy="Add the patterns that the message prints to quantization_config.ignore in config.json. In a folder that "
-        "furlong wrote, accept that change with `furlong check DIR --accept-changes`.",
+        remedy="Add the patterns that the message prints to quantization_config.ignore in config.json. In a folder "
+        "that furlong wrote, accept that change with `furlong check DIR --accept-changes`.",
         guides=(SD,),
     ),
     Row(

@@ -24,6 +24,7 @@ from furlong.models.hf_folder import (
     CHANGED,
     TOKENIZER_FILES,
     ChangedFolderError,
+    accept_step,
     check_folder,
     quantization_seen,
     template_file,
@@ -270,7 +271,7 @@ def _separate_head(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
             f"beside {table} with other values",
             cause="Trainer and engine may use different ones of the two as the output layer.",
             remedy='set "tie_word_embeddings": false in config.json if the model was trained with both; otherwise '
-            f"remove {head} from the files",
+            f"remove {head} from the files{accept_step(model.folder)}",
             evidence={"folder": str(model.folder), "head": head, "embedding": table},
         )
 
