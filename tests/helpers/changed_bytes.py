@@ -26,8 +26,9 @@ from typing import Any
 
 from furlong.cli import main
 from furlong.config.command_line import load
-from furlong.errors import FurlongError
+from furlong.errors import CheckpointError, FurlongError
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
+from furlong.tools.weight_values import check_weights
 from furlong.tracking.rollout_dump import load_samples
 from furlong.wiring.build import Built, build
 from privileges import modes_apply
@@ -44,7 +45,7 @@ COLUMNS = (REFUSED, HARMLESS, SILENT, NO_NAME, TRACEBACK)
 
 
 class SavedRun:
-    """A finished run with two checkpoints, of which the last contains a rollout ahead, and dumps of its rollouts."""
+    """A finished run with a checkpoint that contains a rollout ahead, dumps of its rollouts, and an exported model."""
 
     def __init__(self, folder: Path, *, backend: str = "fsdp") -> None:
         self.folder = folder
@@ -53,13 +54,14 @@ class SavedRun:
         dump = folder / "dumps" / "{rollout_id}.safetensors"
         self._argv = flags(
             model, data, folder / "run", num_rollout=4, save=folder / "save", save_interval=2, async_buffer_size=1,
-            train_backend=backend,
+            save_hf=folder / "hf_{rollout_id}", train_backend=backend,
         )  # fmt: skip
         train([*self._argv, "--save-debug-rollout-data", str(dump)])
         write_bundle(folder / "run", 2, folder / "bundle.zip")
         shutil.rmtree(folder / "save" / "iter_0000004")
         (folder / "save" / "latest_checkpointed_iteration.txt").write_text("2\n")
         self.checkpoint = folder / "save" / "iter_0000002"
+        self.exported = folder / "hf_2"
         self._resumed = load([*self._argv, "--load", str(folder / "save")])
 
     def files(self) -> dict[Path, Callable[[], str]]:
@@ -74,6 +76,7 @@ class SavedRun:
         readers[self.folder / "prompts.jsonl"] = self.resume
         for path in sorted((self.folder / "dumps").iterdir()):
             readers[path] = lambda path=path: repr(load_samples(path, int(path.stem)))
+        readers |= dict.fromkeys(sorted(self.exported.iterdir()), self.check)
         readers[self.folder / "bundle.zip"] = self.unpack
         for name in ("config.json", "metrics.jsonl", "events.jsonl", "order.jsonl", "run.log"):
             readers[run / name] = self.report
@@ -92,6 +95,13 @@ class SavedRun:
             words = unpack(path, read_bundle(path), Path(folder))
             written = [each.read_bytes() for each in sorted(Path(folder).rglob("*")) if each.is_file()]
             return repr([word.replace(folder, "") for word in words]) + repr(written)
+
+    def check(self) -> str:
+        """Read the exported model as `furlong check` does."""
+        errors = [each.text() for each in check_weights(self.exported) if each.severity == "error"]
+        if errors:
+            raise CheckpointError("\n".join(errors))
+        return repr([path.read_bytes() for path in sorted(self.exported.iterdir())])
 
     def resume(self) -> str:
         """Restore everything as a resumed run does; return a digest of the restored state."""

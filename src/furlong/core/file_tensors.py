@@ -6,7 +6,9 @@ one with SIGBUS, even hours later, and one that writes to it changes the tensors
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from furlong.core.verified_tensors import TensorFile, open_tensor_file, own_chec
 from furlong.core.weights import NamedTensor, host_bytes
 from furlong.errors import CheckpointError
 
+HUGE_BYTES = 4 << 20  # tensors from this size are read into huge pages
+LIBC = ctypes.CDLL(None)
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,11 +68,22 @@ def read_tensor(file: TensorFile, name: str, rows: slice | None = None) -> Tenso
     stored = file.tensors[name]
     dtype = stored_dtype(file, name)
     if rows is None:
-        tensor, start = torch.empty(stored.shape, dtype=dtype), 0
+        tensor, start = _empty(stored.shape, dtype), 0
     else:
         start, stop, _ = rows.indices(stored.shape[0])
-        tensor = torch.empty((max(0, stop - start), *stored.shape[1:]), dtype=dtype)
+        tensor = _empty((max(0, stop - start), *stored.shape[1:]), dtype)
     read_into(tensor, file, name, start)
+    return tensor
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without content, a large one in huge pages: the first use of small ones takes most of a read."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = tensor.data_ptr() + tensor.nbytes - start
+        # only advice: without huge pages in the kernel it fails and the tensor is used as it is
+        LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return tensor
 
 
