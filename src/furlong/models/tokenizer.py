@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -56,6 +56,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     path = check_folder(folder, tokenizer=True)
     if problem := _tiktoken_problem(path):
         raise ConfigError(problem)
+    _settings(path)
     try:
         tokenizer = _read_tokenizer(path)
     except Exception as error:  # tokenizers raises a plain Exception for any damage
@@ -149,7 +150,7 @@ class JsonTokenizer:
             raise ConfigError(_tiktoken_problem(folder) or f"cannot load the tokenizer {path}: {error}") from error
         self._core.no_padding()
         self._core.no_truncation()
-        settings = read_json(folder / "tokenizer_config.json")
+        settings = _settings(folder)
         named = read_json(folder / "special_tokens_map.json") | settings
         self._named = {name: text for name in NAMED if (text := _text(named.get(name), folder, name))}
         self.added_tokens_decoder: dict[int, AddedToken] = self._core.get_added_tokens_decoder()
@@ -227,6 +228,41 @@ class JsonTokenizer:
 def render_template(source: str, values: Mapping[str, Any]) -> str:
     """Render a chat template in a sandbox, as transformers does. Raises errors of the template."""
     return _compiled(source).render(**values)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value, str)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_token(each) for each in cast("list[Any]", value))
+
+
+def _are_added_tokens(value: Any) -> bool:
+    entries = cast("dict[str, Any]", value).items() if isinstance(value, dict) else [("", None)]
+    return all(id.isdecimal() and isinstance(token, dict) and _is_token(token) for id, token in entries)
+
+
+# Settings with which transformers would fail without naming them: what they must be.
+SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tokenizer_class": (lambda value: isinstance(value, str), "the name of a class"),
+    "model_max_length": (lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number"),
+    "padding_side": (lambda value: value in ("left", "right"), "left or right"),
+    "truncation_side": (lambda value: value in ("left", "right"), "left or right"),
+    "additional_special_tokens": (_are_tokens, "a list of tokens"),
+    "added_tokens_decoder": (_are_added_tokens, "an object of ids with tokens, objects with `content`"),
+}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, {} without one. Raises ConfigError for a setting that no tokenizer can have."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path)
+    for name, (is_right, expected) in SETTINGS.items():
+        if settings.get(name) is not None and not is_right(settings[name]):
+            value = shortened(settings[name])
+            raise ConfigError(f"{path}: {name} is {value}, expected {expected}; download the tokenizer again")
+    return settings
 
 
 def _text(token: Any, folder: Path, key: str) -> str | None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import SHIPPED, JsonTokenizer, build_tokenizer, load_tokenizer, read_template
+from furlong.quickstart.quickstart import model_folder
 from furlong.tools.conversations import CONVERSATIONS
 
 TEXTS = ["2+3=5", "two words\n", "<|im_start|>user\nhi<|im_end|>", "äöü"]
@@ -107,3 +108,24 @@ def test_a_tokenizer_with_code_of_its_own_is_read_from_its_json(tmp_path):
     (tmp_path / "tokenization_x.py").write_text("raise SystemExit")
     (tmp_path / "config.json").write_text('{"model_type": "kimi_k2"}')
     assert load_tokenizer(tmp_path).encode("a+b") == build_tokenizer().encode("a+b")
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, JsonTokenizer])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokenizer_class", 5),
+        ("model_max_length", "x"),
+        ("padding_side", "middle"),
+        ("additional_special_tokens", [5]),
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", {"0": {"content": 5}}),
+        ("added_tokens_decoder", []),
+    ],
+)
+def test_a_setting_of_another_type_is_named_by_the_run_and_by_the_doctor(load, name, value, tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=rf"{path}: {name} is .*, expected"):
+        load(folder)
