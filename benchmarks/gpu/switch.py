@@ -52,12 +52,13 @@ from weight_sync import build_launch, servers_of
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, SyncFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.supervisor.engine_process import start_server
 from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import Launch
-from furlong.interfaces import DeviceMemory, MemoryTransfer, SamplingParams
+from furlong.interfaces import SamplingParams
 from furlong.loop.device_sharing import Colocated
 from furlong.training.offload import HostMemory, device_memory
 from furlong.weight_sync.remote_sync import LocalSync

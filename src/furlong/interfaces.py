@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch, RolloutBatch
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
@@ -146,28 +147,6 @@ class Engine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release all resources; running requests fail with EngineError."""
-
-
-@dataclass(frozen=True)
-class MemoryTransfer:
-    """Bytes moved between a device and the host, and the time it took."""
-
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Memory of one device in bytes.
-
-    used: by all processes. reserved: by the trainer's process. peak: the most that the trainer's tensors occupied
-    since the previous measurement.
-    """
-
-    used: int
-    total: int
-    reserved: int
-    peak: int = 0
 
 
 class Trainer(ABC):

@@ -17,8 +17,8 @@ import faulty_engines
 from diagnosed_runs import run
 from faults_marker import fault
 from forked_engines import ForkedEngines
+from furlong.core.device_memory import DeviceMemory
 from furlong.inference.supervisor import supervisor
-from furlong.interfaces import DeviceMemory
 from runs import rows
 
 

@@ -28,7 +28,7 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.carried_tensors import is_carried
-from furlong.models.hf_model import open_tensors
+from furlong.models.stored_tensors import open_tensors
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks

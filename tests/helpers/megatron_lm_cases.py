@@ -20,7 +20,7 @@ from backends import megatron_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.hf_model import open_tensors
+from furlong.models.stored_tensors import open_tensors
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM, steps_of, take_step

@@ -7,7 +7,7 @@ import torch
 
 from furlong.core.weights import checksum
 from furlong.models import hf_model as hf
-from furlong.models.hf_model import open_tensors
+from furlong.models.stored_tensors import open_tensors
 from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
 from ranks_zoo import run_cases
 

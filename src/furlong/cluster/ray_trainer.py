@@ -26,12 +26,13 @@ from furlong.cluster.actor_process import Failure, ask_for_stacks
 from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import MACHINE_MEMORY, WORKER_DIED, ClusterError, FurlongError, SyncError, TrainerError
 from furlong.inference.supervisor.host import tail
-from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
+from furlong.interfaces import Trainer
 from furlong.training.packing import RankPart
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.weight_record import WeightRecord

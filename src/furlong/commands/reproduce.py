@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,34 +21,10 @@ def reproduce(words: list[str]) -> int:
     from furlong.reproduce.rows import Settings, find_row
     from furlong.reproduce.run_row import run_row
 
-    parser = command_parser("reproduce", reproduce.__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of the results page")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: those of the row)")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="seeds to run at a time (default: 1)")
-    parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="time limit of a row, which fails then")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/reproduce"),
-        metavar="DIR",
-        help="folder of runs and results, with one folder per row (default: outputs/reproduce)",
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for rows that need one")
-    parser.add_argument("--trl-python", type=Path, metavar="PATH", help="a Python with TRL, for rows of TRL")
-    parser.add_argument("--print-only", action="store_true", help="print the commands without running them")
-    options = parser.parse_args(words)
+    options = _parse(words)
     if not options.rows:
         _list_rows(as_json=options.json)
         return 0
-    if options.steps is not None and options.steps < 1:
-        raise ConfigError(f"--steps {options.steps} is too small; give at least 1")
-    if options.parallel < 1:
-        raise ConfigError(f"--parallel {options.parallel} is too small; give at least 1")
-    if options.row_limit is not None and not options.row_limit > 0:
-        raise ConfigError(f"--row-limit {options.row_limit:g} is not a time; give seconds above 0")
-    if wrong := [seed for seed in options.seeds if seed < 1]:
-        raise ConfigError(f"--seeds {wrong[0]} is not a seed; give numbers from 1")
     code, results = 0, dict[str, Any]()
     chosen = [find_row(name) for name in options.rows]
     for row in chosen:
@@ -73,6 +50,36 @@ def reproduce(words: list[str]) -> int:
     if options.json:
         show(json.dumps(results, indent=1))
     return code
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Return the options. Raises ConfigError for one out of range."""
+    parser = command_parser("reproduce", reproduce.__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of the results page")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: those of the row)")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="seeds to run at a time (default: 1)")
+    parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="time limit of a row, which fails then")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/reproduce"),
+        metavar="DIR",
+        help="folder of runs and results, with one folder per row (default: outputs/reproduce)",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for rows that need one")
+    parser.add_argument("--trl-python", type=Path, metavar="PATH", help="a Python with TRL, for rows of TRL")
+    parser.add_argument("--print-only", action="store_true", help="print the commands without running them")
+    options = parser.parse_args(words)
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps {options.steps} is too small; give at least 1")
+    if options.parallel < 1:
+        raise ConfigError(f"--parallel {options.parallel} is too small; give at least 1")
+    if options.row_limit is not None and not options.row_limit > 0:
+        raise ConfigError(f"--row-limit {options.row_limit:g} is not a time; give seconds above 0")
+    if wrong := [seed for seed in options.seeds if seed < 1]:
+        raise ConfigError(f"--seeds {wrong[0]} is not a seed; give numbers from 1")
+    return options
 
 
 def _print_commands(row: Any, settings: Any) -> None:

@@ -30,9 +30,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeVar
 
+from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics, maximum, merge, total
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import DeviceSharing, EngineMemory, MemoryTransfer, Trainer
+from furlong.interfaces import DeviceSharing, EngineMemory, Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -73,9 +73,7 @@ async def train(
             report |= batch.metrics | _staleness(batch, step)
             step += 1
             if schedule.weight_update_due(step):
-                async with stream.paused(step):
-                    with tracer.span("update weights", version=step):
-                        report |= await update_weights(step)
+                report |= await _update(stream, step, update_weights)
             stream.admit(step, version=update_weights.version)
             evaluation = stream.evaluate(step) if schedule.eval_due(step) else None
             if evaluation is not None:  # evaluations are recorded for verified weights only
@@ -107,12 +105,18 @@ async def _train_on(parts: Parts, batch: RolloutBatch, step: int) -> Metrics:
             return await parts.trainer.train(batch)
 
 
+async def _update(stream: RolloutStream, step: int, update_weights: WeightUpdater) -> Metrics:
+    """Update the engines' weights while nothing is generated."""
+    async with stream.paused(step):
+        with tracer.span("update weights", version=step):
+            return await update_weights(step)
+
+
 async def _update_and_save(
     parts: Parts, checkpoints: Checkpoints, stream: RolloutStream, step: int, update_weights: WeightUpdater
 ) -> None:
     """Update the engines' weights, then save, so that a resumed run starts from the weights that the engines had."""
-    async with stream.paused(step):
-        await update_weights(step)
+    await _update(stream, step, update_weights)
     await checkpoints.save(parts, stream.finished, step)
 
 

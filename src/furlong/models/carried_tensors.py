@@ -40,7 +40,7 @@ def with_carried(tensors: Iterable[tuple[str, Tensor]], folder: Path, config: An
 
     `tensors` have the names of a text model.
     """
-    from furlong.models.hf_model import open_tensors
+    from furlong.models.stored_tensors import open_tensors
 
     has_vision, written = is_with_vision(folder), set[str]()
     for name, tensor in tensors:

@@ -1,20 +1,18 @@
-"""Load and save Hugging Face models, whole or one tensor at a time. Nothing is downloaded; no remote code runs."""
+"""Load, build and save Hugging Face models. Nothing is downloaded; no remote code runs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
 import math
 import re
 import shutil
-import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,12 +27,9 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from furlong.core.file_tensors import read_tensor
 from furlong.core.model_config import read_json
 from furlong.core.model_manifest import MODEL_MANIFEST
-from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import TensorFile, open_tensor_file
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
@@ -42,12 +37,10 @@ from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
     check_folder,
-    read_weight_map,
-    require_unchanged,
 )
 from furlong.models.model_facts import check_attention
 from furlong.models.packed_attention import IMPLEMENTATION
-from furlong.models.quantized_folder import folder_scheme
+from furlong.models.stored_tensors import StoredTensors, open_tensors
 from furlong.models.tokenizer import unreadable_errors
 
 log = logging.getLogger(__name__)
@@ -413,71 +406,6 @@ def write_index(folder: Path, written: Mapping[str, tuple[str, int]]) -> None:
         (folder / WEIGHT_FILES[1]).write_text(json.dumps(index, indent=2) + "\n")
 
 
-class TensorSource(Protocol):
-    """A source of named tensors that are read one at a time."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Read a whole tensor onto the CPU. Raises CheckpointError if it cannot be read."""
-        ...
-
-
-class StoredTensors:
-    """The tensors of a folder opened by `open_tensors`; those of a language model have the names of a text model.
-
-    Quantized weights have their whole names and values.
-    """
-
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self._folder, self._stack = folder, stack
-        self._opened: dict[str, TensorFile] = {}
-        self._opening = threading.Lock()
-        single, index = WEIGHT_FILES
-        if (folder / index).exists():
-            self._files = read_weight_map(folder / index)
-        else:
-            self._files = dict.fromkeys(self._open(single).tensors, single)
-        self._stored = {text_name(name): name for name in self._files}
-        self._scheme = folder_scheme(folder)
-        self._names = frozenset(self._stored) if self._scheme is None else self._scheme.whole_names(self._stored)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return self._names
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
-        scheme = self._scheme
-        if scheme is not None and name in scheme.names:
-            try:
-                return scheme.dequantize(name, {part: self._read(part) for part in scheme.part_names(name)})
-            except QuantizationError as error:
-                raise CheckpointError(f"{self._folder}: {error}") from error
-        return self._read(name)
-
-    def _read(self, name: str) -> Tensor:
-        stored = self._stored.get(name)
-        if stored is None:
-            raise CheckpointError(
-                f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
-            )
-        file = self._open(self._files[stored])
-        if stored not in file.tensors:
-            raise CheckpointError(f"{file.path} has no tensor {stored}, which the index names there; download it again")
-        return read_tensor(file, stored)
-
-    def _open(self, file: str) -> TensorFile:
-        with self._opening:
-            if file not in self._opened:
-                self._opened[file] = self._stack.enter_context(open_tensor_file(self._folder / file))
-            return self._opened[file]
-
-
 class _UnreadTensor:
     """A tensor of a folder that transformers reads with `tensor[...]`, in threads, when it needs it."""
 
@@ -491,11 +419,3 @@ class _UnreadTensor:
         except CheckpointError as error:
             self.error = error  # transformers reports some errors as text
             raise
-
-
-@contextlib.contextmanager
-def open_tensors(folder: Path) -> Generator[StoredTensors]:
-    """Open a folder to read its tensors. Raises CheckpointError if it has none, ConfigError if it was changed."""
-    require_unchanged(folder)
-    with contextlib.ExitStack() as stack:
-        yield StoredTensors(folder, stack)

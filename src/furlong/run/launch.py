@@ -249,20 +249,43 @@ def _resume_hint(config: Config) -> str:
     return f"resume from the last checkpoint with the same command and --load {save}"
 
 
-def _reason_of_cancel(built: Built, ended_by: list[Reason], lost: list[FurlongError]) -> BaseException | None:
-    """Return why the loop was cancelled: a signal, a lost trainer process, a diagnosis, or None for another reason."""
-    if ended_by:
-        return TerminatedError(ended_by[0])
-    if lost:
-        return lost[0]
-    if (diagnosis := built.watch.ended_by) is not None:
-        return DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}")
-    return None
+class _EarlyEnd:
+    """Cancels the loop's task at a signal or when a trainer process is lost, and knows why it was cancelled."""
+
+    def __init__(self, built: Built, task: asyncio.Task[Any]) -> None:
+        self._built, self._task = built, task
+        self._reason: Reason | None = None
+        self._lost: FurlongError | None = None
+        self.is_closing = False
+
+    def request(self, reason: Reason) -> None:
+        """Cancel the loop, once: a second cancel would interrupt the end that the first one began."""
+        if self.is_closing:
+            logger.warning("%s: the run is closing already", reason)
+        elif self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    async def watch_trainer(self) -> None:
+        """Cancel the loop when a trainer process is lost."""
+        self._lost = await self._built.parts.trainer.wait_for_failure()
+        self._task.cancel()
+
+    def error(self) -> BaseException | None:
+        """Return what cancelled the loop: a signal, a lost trainer process, a diagnosis; None for anything else."""
+        if self._reason is not None:
+            return TerminatedError(self._reason)
+        if self._lost is not None:
+            return self._lost
+        if (diagnosis := self._built.watch.ended_by) is not None:
+            return DiagnosisError(f"the run was stopped while it waited:\n{diagnosis.text()}")
+        return None
 
 
 async def _driven(
     built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
 ) -> int:
+    """`_drive`, with the event loop protected from what user code does to it."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -287,33 +310,20 @@ async def _drive(
     task = asyncio.current_task()
     assert task is not None
     hang.attach(task)
-    ended_by: list[Reason] = []
-    lost: list[FurlongError] = []
+    early = _EarlyEnd(built, task)
     watching: list[asyncio.Task[None]] = []
-    closing: list[bool] = []
-
-    async def watch() -> None:
-        lost.append(await built.parts.trainer.wait_for_failure())
-        task.cancel()
 
     def begin() -> None:
         on_start()
         built.ledger.begin()
         built.checkpoints.record_changes(built.parts)
 
-    def end(reason: Reason) -> None:
-        if closing:
-            logger.warning("%s: the run is closing already", reason)
-        elif not ended_by:  # a second cancel would interrupt the end that the first one began
-            ended_by.append(reason)
-            task.cancel()
-
     loop = asyncio.get_running_loop()
     for each in ends:
-        each.attach(lambda reason: loop.call_soon_threadsafe(end, reason))
+        each.attach(lambda reason: loop.call_soon_threadsafe(early.request, reason))
     try:
         await built.start()
-        watching.append(asyncio.create_task(watch()))
+        watching.append(asyncio.create_task(early.watch_trainer()))
         step = await train(built.parts, built.schedule, built.checkpoints, on_start=begin)
         if not step:  # only evaluated
             built.ledger.begin()
@@ -321,13 +331,13 @@ async def _drive(
             raise DiagnosisError(f"--on-diagnosis ended the run after step {step}:\n{diagnosis.text()}")
         return step
     except asyncio.CancelledError:
-        if (error := _reason_of_cancel(built, ended_by, lost)) is not None:
+        if (error := early.error()) is not None:
             raise error from None
         if caller := process_guard.last_called():
             raise HookError(f"user code cancelled the task of the run; {caller} was called last") from None
         raise
     finally:
-        closing.append(True)  # a signal from now on would replace the error that ended the run, and so would a hang
+        early.is_closing = True  # a signal from now on would replace the error that ended the run, and so would a hang
         hang.begin_close()
         for watcher in watching:
             watcher.cancel()

@@ -29,8 +29,9 @@ from furlong.core.weights import NamedTensor, checksum
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.carried_tensors import is_with_vision
 from furlong.models.hf_folder import check_folder
-from furlong.models.hf_model import open_tensors, part_name, write_index
+from furlong.models.hf_model import part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
+from furlong.models.stored_tensors import open_tensors
 from furlong.tools.calibration import Calibration, Parts, calibrated_parts
 from furlong.tools.model_folder import StoredModel, read_model
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from furlong.core.batch import MicroBatch
+from furlong.core.device_memory import MemoryTransfer
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
-from furlong.interfaces import LossFn, MemoryTransfer, Role, TokenStats
+from furlong.interfaces import LossFn, Role, TokenStats
 
 
 class MicroBatchTooLargeError(torch.OutOfMemoryError):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from furlong.core.batch import RolloutBatch
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.weights import WeightSource
 from furlong.errors import TrainerError
-from furlong.interfaces import DeviceMemory, MemoryTransfer, Trainer
+from furlong.interfaces import Trainer
 from furlong.training.offload import device_memory, empty_cache
 from furlong.training.worker import RoundWorker
 

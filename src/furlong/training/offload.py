@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.errors import TrainerError
-from furlong.interfaces import DeviceMemory, MemoryTransfer
 from furlong.machine import available_memory
 
 logger = logging.getLogger(__name__)

@@ -126,9 +126,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     cluster = build_cluster(context, on_event=watch.notify) if uses_ray(config) else None
     if cluster is not None:
         opened.callback(cluster.close)
-        context = context.on(cluster.device)
-        if problems := validate(config, device_type=cluster.device):  # of GPUs, which only the cluster knows
-            raise ConfigError(*problems)
+        context = _on_cluster(context, cluster)
     if config.cluster.colocate and context.device == "cuda":
         check_sharing(context)
     generates = _generates(config, specs)
@@ -169,6 +167,13 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         hooks=build_agent_hooks(context),
         listeners=[each for each in (gateway, session_server) if each is not None],
     )
+
+
+def _on_cluster(context: RunContext, cluster: Cluster) -> RunContext:
+    """Return the context on the cluster's device. Raises ConfigError for flags that do not suit it."""
+    if problems := validate(context.config, device_type=cluster.device):  # of GPUs, which only the cluster knows
+        raise ConfigError(*problems)
+    return context.on(cluster.device)
 
 
 def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:

@@ -7,8 +7,9 @@ import contextlib
 
 import pytest
 
+from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.errors import EngineError, SyncError
-from furlong.interfaces import DeviceMemory, DeviceSharing, MemoryTransfer
+from furlong.interfaces import DeviceSharing
 from furlong.loop.device_sharing import Colocated
 
 

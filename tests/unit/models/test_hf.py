@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf_model as hf
+from furlong.models import stored_tensors
 from furlong.models.hf_folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
 from furlong.models.quantized_folder import folder_scheme
@@ -48,7 +49,7 @@ def test_a_weight_file_that_is_cut_during_a_load_is_named(tiny, monkeypatch):
         os.truncate(folder / "model.safetensors", 100_000)
         return scheme
 
-    monkeypatch.setattr(hf, "folder_scheme", read_scheme_and_cut)
+    monkeypatch.setattr(stored_tensors, "folder_scheme", read_scheme_and_cut)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was cut off at byte"):
         hf.load_model(tiny)
 

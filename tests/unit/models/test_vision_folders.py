@@ -19,10 +19,10 @@ from furlong.models.hf_model import (
     misfits,
     named_tensors,
     on_disk,
-    open_tensors,
     save_model,
 )
 from furlong.models.model_facts import delta_nets
+from furlong.models.stored_tensors import open_tensors
 from furlong.training.checkpoint.trainer_files import write_model
 from furlong.training.ranks import Ranks
 from models_zoo import VOCAB, add_vision, family_config

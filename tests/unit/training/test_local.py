@@ -9,9 +9,9 @@ import pytest
 from fakes_trainer import FakeBackend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags
+from furlong.core.device_memory import MemoryTransfer
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
-from furlong.interfaces import MemoryTransfer
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.packing import Packing
 from furlong.training.worker import RoundHooks, RoundWorker

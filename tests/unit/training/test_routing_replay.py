@@ -29,6 +29,7 @@ from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
 from furlong.models.quantized_folder import folder_scheme
+from furlong.models.stored_tensors import open_tensors
 from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.tools.quantize_folder import quantize_folder
@@ -355,7 +356,7 @@ def test_an_int4_engine_records_routes_of_its_unquantized_router_and_they_are_re
     scheme = folder_scheme(quantized)
     assert scheme is not None
     assert any(".experts." in name for name in scheme.names)
-    with hf.open_tensors(quantized) as stored, hf.open_tensors(whole) as original:
+    with open_tensors(quantized) as stored, open_tensors(whole) as original:
         routers = [name for name in original.names if name.endswith("mlp.gate.weight")]
         assert len(routers) == 2
         assert all(torch.equal(stored.read(name), original.read(name)) for name in routers)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
-from furlong.models.hf_model import TensorSource
+from furlong.models.stored_tensors import TensorSource
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter
 from furlong.training.megatron import weight_names as names

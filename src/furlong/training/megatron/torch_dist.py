@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.models.hf_model import TensorSource, open_tensors
+from furlong.models.stored_tensors import TensorSource, open_tensors
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import FRESH, MOMENTS, DistOptimizer

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models.carried_tensors import is_carried
-from furlong.models.hf_model import TensorSource
 from furlong.models.model_facts import head_width
+from furlong.models.stored_tensors import TensorSource
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index

@@ -1,0 +1,92 @@
+"""Read the tensors of a model folder one at a time: in one file or several, quantized or not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from furlong.core.file_tensors import read_tensor
+from furlong.core.quantization.weight_format import QuantizationError
+from furlong.core.verified_tensors import TensorFile, open_tensor_file
+from furlong.errors import CheckpointError
+from furlong.models.carried_tensors import text_name
+from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map, require_unchanged
+from furlong.models.quantized_folder import folder_scheme
+
+
+class TensorSource(Protocol):
+    """A source of named tensors that are read one at a time."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor onto the CPU. Raises CheckpointError if it cannot be read."""
+        ...
+
+
+class StoredTensors:
+    """The tensors of a folder opened by `open_tensors`; those of a language model have the names of a text model.
+
+    Quantized weights have their whole names and values.
+    """
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._opened: dict[str, TensorFile] = {}
+        self._opening = threading.Lock()
+        single, index = WEIGHT_FILES
+        if (folder / index).exists():
+            self._files = read_weight_map(folder / index)
+        else:
+            self._files = dict.fromkeys(self._open(single).tensors, single)
+        self._stored = {text_name(name): name for name in self._files}
+        self._scheme = folder_scheme(folder)
+        self._names = frozenset(self._stored) if self._scheme is None else self._scheme.whole_names(self._stored)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return self._names
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor onto the CPU in the stored dtype. Raises CheckpointError if it cannot be read."""
+        scheme = self._scheme
+        if scheme is not None and name in scheme.names:
+            try:
+                return scheme.dequantize(name, {part: self._read(part) for part in scheme.part_names(name)})
+            except QuantizationError as error:
+                raise CheckpointError(f"{self._folder}: {error}") from error
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(
+                f"{self._folder} has no tensor {name}; it is incomplete or of another model, use another folder"
+            )
+        file = self._open(self._files[stored])
+        if stored not in file.tensors:
+            raise CheckpointError(f"{file.path} has no tensor {stored}, which the index names there; download it again")
+        return read_tensor(file, stored)
+
+    def _open(self, file: str) -> TensorFile:
+        with self._opening:
+            if file not in self._opened:
+                self._opened[file] = self._stack.enter_context(open_tensor_file(self._folder / file))
+            return self._opened[file]
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path) -> Generator[StoredTensors]:
+    """Open a folder to read its tensors. Raises CheckpointError if it has none, ConfigError if it was changed."""
+    require_unchanged(folder)
+    with contextlib.ExitStack() as stack:
+        yield StoredTensors(folder, stack)
