@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
 from furlong.config.compat import FURLONG_NAMES
@@ -35,10 +36,11 @@ def written(spec: FlagSpec) -> str:
 
 
 def shown_default(spec: FlagSpec) -> str:
-    """Return the default as text; "" for switches, None and empty values."""
+    """Return the default as it would be typed; "" for switches, None and empty values."""
     if spec.kind in ("switch", "off_switch", "tristate") or spec.default in (None, (), {}, ""):
         return ""
-    return f"{spec.default:g}" if isinstance(spec.default, float) else str(spec.default)
+    values: tuple[Any, ...] = spec.default if isinstance(spec.default, tuple) else (spec.default,)
+    return " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def help_text(words: Sequence[str] = (), *, width: int = 80) -> str:

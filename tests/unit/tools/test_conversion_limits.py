@@ -28,7 +28,7 @@ from stored_models import write_stored_model
 
 pytestmark = pytest.mark.slow
 
-NUM_SHARDS, PER_SHARD, SHAPE = 100, 8, (128, 128)
+NUM_SHARDS, PER_SHARD, SHAPE = 20, 8, (128, 128)
 SHARD_BYTES = PER_SHARD * SHAPE[0] * SHAPE[1] * 2
 
 
@@ -58,7 +58,7 @@ class LiveTensors(TorchDispatchMode):
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A folder of 100 files with eight matrices each."""
+    """A folder of files with eight matrices each."""
     folder = tmp_path / "model"
     names = [
         [f"model.layers.{file}.mlp.experts.{n}.up_proj.weight" for n in range(PER_SHARD)] for file in range(NUM_SHARDS)

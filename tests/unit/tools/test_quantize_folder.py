@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -157,7 +157,7 @@ def test_a_folder_without_config_json_does_not_load(model: Path, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["convert_hf_to_fp8", "convert_hf_to_int4_direct", "fp8_cast_bf16"])
-def test_the_names_of_slimes_tools_run(model: Path, tmp_path: Path, tool: str) -> None:
+def test_the_names_of_slimes_tools_run(model: Path, tmp_path: Path, monkeypatch, tool: str) -> None:
     quantized, target = tmp_path / "fp8", tmp_path / "target"
     quantized.mkdir()
     quantize_folder(model, quantized, Fp8Blocks())
@@ -176,9 +176,11 @@ def test_the_names_of_slimes_tools_run(model: Path, tmp_path: Path, tool: str) -
         "convert_hf_to_int4_direct": ["--model-dir", model, "--save-dir", target, "--group-size", 8, "--is-symmetric"],
         "fp8_cast_bf16": ["--input-fp8-hf-path", quantized, "--output-bf16-hf-path", target],
     }[tool]
-    command = [sys.executable, REPOSITORY / "tools" / f"{tool}.py", *words]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    script = str(REPOSITORY / "tools" / f"{tool}.py")
+    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 0
     settings = json.loads((target / "config.json").read_text()).get("quantization_config", {})
     assert settings.get("quant_method") == {"convert_hf_to_fp8": "fp8", "fp8_cast_bf16": None}.get(
         tool, "compressed-tensors"
