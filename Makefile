@@ -21,7 +21,7 @@ $(RUN): pyproject.toml
 $(DEV): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
-	$(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+	$(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib src || true
 	touch $(RUN) $@
 
 # SGLang itself, for tests/real_sglang on machines without a GPU: beside the environment, whose versions are others.

@@ -6,6 +6,7 @@ from collections.abc import Generator
 import pytest
 
 import fault_recorder
+from forked_engines import ForkedEngines
 from furlong.cluster.ray_session import LOCAL_SETTINGS, SETTINGS
 from runs import FORKED, Child, write_model, write_prompts
 
@@ -22,6 +23,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> ForkedEngines:
+    """Start the engine servers of runs as processes that have everything imported."""
+    return ForkedEngines(monkeypatch)
 
 
 @pytest.fixture

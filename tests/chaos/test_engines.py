@@ -56,11 +56,6 @@ class Saboteur(threading.Thread):
             time.sleep(0.002)
 
 
-@pytest.fixture
-def engines(monkeypatch) -> ForkedEngines:
-    return ForkedEngines(monkeypatch)
-
-
 def children(words: str) -> list[int]:
     """Ids of child processes with this text in their command."""
     found: list[int] = []

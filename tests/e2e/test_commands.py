@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from furlong.cli import main
 from runs import finish, flags, rows, start, write_prompts
 
 
@@ -76,7 +77,7 @@ def test_processes_of_a_generate_function_end_with_the_run(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exit_of_compiled_code_in_a_generate_function_is_reported(model, tmp_path):
+def test_an_exit_of_compiled_code_in_a_generate_function_is_reported(model, tmp_path, capsys):
     data = write_prompts(tmp_path / "prompts.jsonl", 8)
     module = tmp_path / "module.py"
     module.write_text(
@@ -89,6 +90,5 @@ def test_an_exit_of_compiled_code_in_a_generate_function_is_reported(model, tmp_
     assert code == 0
     assert "compiled code called exit or _exit" in err
     assert "compiled code called exit or _exit" in (tmp_path / "work" / "run" / "run.log").read_text()
-    code, out, _ = finish(start(["doctor", "--run", "run"], tmp_path / "work"))
-    assert code == 1
-    assert "KILL01" in out
+    assert main(["doctor", "--run", str(tmp_path / "work" / "run")]) == 1
+    assert "KILL01" in capsys.readouterr().out

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fakes_engine import run as run_engine
-from forked_engines import ForkedEngines
 from furlong.config.command_line import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError
@@ -30,11 +29,6 @@ ROUTER = {"router.log"} if importlib.util.find_spec("sglang_router") else set()
 def events(folder: Path, name: str) -> list[dict]:
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [event for line in lines if (event := json.loads(line))["event"] == name]
-
-
-@pytest.fixture
-def engines(monkeypatch) -> ForkedEngines:
-    return ForkedEngines(monkeypatch)
 
 
 def children_of_this_process() -> list[str]:

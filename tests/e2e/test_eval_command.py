@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from furlong.cli import main
-from furlong.core.addresses import host_and_port
-from runs import finish, free_ports, start
+from runs import FORKED, command_in_child
+from served_engine import serve_process
 from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # loads models
@@ -44,29 +43,9 @@ def values(path: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def served(model, tmp_path_factory):
-    (port,) = free_ports(1)
-    folder = tmp_path_factory.mktemp("served")
-    process = start(["serve", "--model-path", str(model), "--port", str(port)], folder)
-    try:
-        asyncio.run(_is_up(port))
-        yield f"http://{host_and_port('127.0.0.1', port)}/v1"
-    finally:
-        process.terminate()
-        finish(process)
-
-
-async def _is_up(port: int) -> None:
-    import httpx
-
-    async with httpx.AsyncClient() as client, asyncio.timeout(120):
-        while True:
-            try:
-                if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.05)
+def served(model):
+    with serve_process(model) as (_, url):
+        yield f"{url}/v1"
 
 
 def test_a_folder_and_an_endpoint_of_it_are_evaluated_alike(model, served, tmp_path, monkeypatch, capsys):
@@ -180,12 +159,13 @@ def test_an_evaluation_that_is_killed_resumes_to_the_records_of_a_whole_one(mode
     words += ["--eval-max-response-len", "4", "--concurrency", "2", "--env-workers", "process", "2"]
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     assert main([*words, "-o", str(whole)]) == 0
-    process = start([*words, "-o", str(killed)], tmp_path)
-    while process.poll() is None and _num_lines(killed) < 6:
+    process = FORKED.Process(target=command_in_child, args=([*words, "-o", str(killed)], tmp_path / "log.txt"))
+    process.start()
+    while process.is_alive() and _num_lines(killed) < 6:
         time.sleep(0.005)
-    assert process.poll() is None, process.communicate()
+    assert process.is_alive(), (tmp_path / "log.txt").read_text()
     process.kill()
-    process.communicate()
+    process.join()
     deadline = time.monotonic() + 10
     while live_commands(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -106,7 +106,7 @@ async def generate(args, sample, sampling_params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_every_metric_of_a_run_is_on_the_page(name, tmp_path):
+def test_every_metric_of_a_run_is_on_the_page(name, engines, tmp_path):
     changes = dict(RUNS[name])
     model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
     if name == "RL":

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import furlong
 from furlong.errors import DataError
-from runs import flags, reproducible, rows, train, write_prompts, write_prompts_bad_beyond_the_preflight
+from runs import (
+    FORKED,
+    flags,
+    print_to,
+    reproducible,
+    rows,
+    train,
+    write_prompts,
+    write_prompts_bad_beyond_the_preflight,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python_api.py"
 
@@ -93,33 +103,36 @@ def test_an_error_is_raised_and_recorded(make, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-NOTEBOOK = """
-import asyncio, furlong, json, sys
-from pathlib import Path
-async def cell():
-    furlong.train(**json.loads(sys.argv[1]))
-try:
-    asyncio.run(cell())
-except BaseException as error:
-    print(type(error).__name__, furlong.Run(json.loads(sys.argv[1])["output_dir"]).exit_code)
-"""
+def notebook(keywords: dict[str, Any], log: Path) -> None:
+    """Body of a forked process: train under a running loop, and write how that ends into `log`."""
+    print_to(log)
+
+    async def cell() -> None:
+        furlong.train(**keywords)
+
+    try:
+        asyncio.run(cell())
+    except BaseException as error:  # noqa: BLE001  it is what the test is about
+        with log.open("a") as file:
+            file.write(f"{type(error).__name__} {furlong.Run(keywords['output_dir']).exit_code}\n")
 
 
 @pytest.mark.parametrize(
     ("number", "error", "code"), [(signal.SIGINT, "KeyboardInterrupt", 130), (signal.SIGTERM, "SystemExit", 143)]
 )
 def test_a_signal_ends_a_run_under_a_running_loop(make, tmp_path, number, error, code):
-    command = [sys.executable, "-c", NOTEBOOK, json.dumps(make(num_rollout=100_000))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        metrics = tmp_path / "run" / "metrics.jsonl"
+    log, metrics = tmp_path / "log.txt", tmp_path / "run" / "metrics.jsonl"
+    process = FORKED.Process(target=notebook, args=(make(num_rollout=100_000), log))
+    process.start()
+    try:
         while not (metrics.exists() and metrics.stat().st_size):
-            assert process.poll() is None, process.stderr
-        process.send_signal(number)
-        try:
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert out == f"{error} {code}\n", err
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        process.join(60)
+    finally:
+        process.kill()
+    assert log.read_text().splitlines()[-1] == f"{error} {code}"
 
 
 def test_the_example_trains(tmp_path):

@@ -77,7 +77,7 @@ def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
-def test_an_engine_server_gets_quantized_tensors_by_every_transport(folders, tmp_path, transport, caplog):
+def test_an_engine_server_gets_quantized_tensors_by_every_transport(folders, engines, tmp_path, transport, caplog):
     model, quantized, data = folders
     out = tmp_path / "run"
     with caplog.at_level("INFO"):

@@ -175,7 +175,7 @@ def test_fully_async_generates_ahead(go):
 
 
 @pytest.mark.slow
-def test_engine_servers_without_a_router_answer_too(go):
+def test_engine_servers_without_a_router_answer_too(go, engines):
     shown, batches, _ = go("generate_with_code", "reward_of_code", rollout_num_gpus=1)
     assert has_versions(batches)
     assert shown[0]["train/train_rollout_logprob_abs_diff"] < 1e-4

@@ -22,11 +22,6 @@ from furlong.inference.supervisor import supervisor
 from runs import rows
 
 
-@pytest.fixture
-def engines(monkeypatch) -> ForkedEngines:
-    return ForkedEngines(monkeypatch)
-
-
 @fault("ENG01")
 def test_an_illegal_memory_access_lists_the_remedies_in_order(engines, tmp_path, capsys):
     engines.fault = faulty_engines.exits_with_many_requests

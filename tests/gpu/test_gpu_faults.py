@@ -20,7 +20,6 @@ import torch
 import faulty_engines
 import faulty_hooks
 from diagnosed_runs import events, run
-from forked_engines import ForkedEngines
 from furlong.cli import main
 from furlong.config.command_line import examine
 from furlong.data.audit import audit
@@ -37,11 +36,6 @@ pytestmark = [
 
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120,
          "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936}  # fmt: skip
-
-
-@pytest.fixture
-def engines(monkeypatch) -> ForkedEngines:
-    return ForkedEngines(monkeypatch)
 
 
 def test_a_model_too_large_for_this_gpu_is_reported_before_the_run_with_a_fix(tmp_path):
