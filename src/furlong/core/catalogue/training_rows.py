@@ -222,7 +222,7 @@ ROWS = (
         checked="grad_norm against a running scale; with one step per rollout ppo_kl must be 0.",
         remedy="Check the template with `furlong template check`, the reward with `furlong reward test`, and "
         "--label-key; scale rewards to the range 0 to 1; later in a run lower --lr or --clip-grad. "
-        "(--moe-permute-fusion in the guides concerns a kernel that furlong does not use: it has no effect.)",
+        "slime's guides also name --moe-permute-fusion, which has no effect here.",
         guides=(MQ, MD, SQ, SD),
     ),
     Row(
