@@ -31,6 +31,15 @@ def test_what_modules_of_users_import_needs_no_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_workers_of_user_functions_import_no_large_library_and_no_configuration():
+    code = (
+        "import sys, furlong.rewards.sandbox_worker, furlong.environments.worker_process; "
+        "print([name for name in sys.modules if name in ('numpy', 'torch') or name.startswith('furlong.config')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("name", furlong.__all__)
 def test_every_public_name_can_be_imported(name):
     assert getattr(furlong, name) is getattr(importlib.import_module("furlong"), name)

@@ -1,4 +1,4 @@
-"""User functions named by flags: loading, and checks of their signatures before the run starts.
+"""User functions named by flags, and checks of their signatures before the run starts.
 
 Signatures are those of slime, so functions written for it work unchanged; further parameters with defaults and
 `**kwargs` are allowed. Rewards may also have TRL's form `reward_func(prompts, completions, **kwargs) -> list[float]`,
@@ -8,7 +8,6 @@ or be a verifier `fn(response, label, metadata) -> float`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -21,17 +20,12 @@ from furlong.config.sections import Config
 from furlong.config.sections.sessions import TOOL_PARSERS
 from furlong.core.process_guard import location_of, process_guard
 from furlong.core.sample import Sample
-from furlong.core.slime_modules import NotInFurlongError
-from furlong.core.text import did_you_mean
 from furlong.core.user_code import is_async, with_hook_errors
-from furlong.core.user_modules import assignment_of, import_module_of, split_path
+from furlong.core.user_functions import Function, accepted_keywords, load_function, reward_style
 from furlong.errors import ConfigError
 
-Function = Callable[..., Any]
 Calling = Literal["sync", "async", "either"]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-RewardStyle = Literal["single", "batch", "trl", "verifier"]
 
 # Types of user functions, for annotations. Parameters after those named here arrive as keywords.
 GenerateFunction = Callable[[Args, Sample, dict[str, Any]], Awaitable[Sample | list[Sample]]]
@@ -183,28 +177,6 @@ HOOKS: dict[str, Hook] = {
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function", "environment")
 
 
-@functools.cache
-def load_function(path: str) -> Function:
-    """Load `package.module.attr`, `package.module:attr` or `file.py:attr`.
-
-    Raises ConfigError if the module, file or attribute does not exist, the import fails, or it is not callable.
-    """
-    module_name, attributes = split_path(path)
-    target: Any = import_module_of(path)
-    for name in attributes:
-        try:
-            target = getattr(target, name)
-        except AttributeError:
-            _, hint = did_you_mean(name, [known for known in vars(target) if not known.startswith("_")])
-            raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}") from None
-        except NotInFurlongError as error:
-            raise ConfigError(f"{path}: {error}") from error
-    if not callable(target):
-        place = assignment_of(import_module_of(path), attributes[-1])
-        raise ConfigError(f"{path} is a {type(target).__name__}, not a function{place}; give a function")
-    return target
-
-
 def check_signature(hook: Hook, function: Function) -> str | None:
     """Return why `function` cannot be called as `hook`; None if it can."""
     name = getattr(function, "__qualname__", repr(function))
@@ -235,29 +207,6 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         if expected in places and places.index(expected) != place:
             return f"{hook.flag}: {name}{signature} has {expected} in another position; write {hook.signature}"
     return None
-
-
-def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of `names` that a function has as parameters; all of them if it has `**kwargs`."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return names
-    return tuple(name for name in names if name in parameters)
-
-
-def reward_style(function: Function) -> RewardStyle:
-    """Return the calling convention of a reward function, determined by its parameter names.
-
-    "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` -> list, of
-    a group; "trl": `fn(prompts, completions, **columns)` -> list, of a group; "verifier", furlong's own:
-    `fn(response, label, metadata)` -> float.
-    """
-    names = list(inspect.signature(function).parameters)
-    if "completions" in names:
-        return "trl"
-    if names[:2] == ["response", "label"]:
-        return "verifier"
-    return "batch" if names[1:2] == ["samples"] else "single"
 
 
 def _columns_of(signature: inspect.Signature) -> list[str]:

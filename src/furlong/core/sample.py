@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.outcome import Outcome
-from furlong.core.routing import extend_routes, json_from_routes, routes_from_json, routes_from_meta
 from furlong.errors import DataError
 
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
@@ -65,6 +64,16 @@ def _listed(values: Any) -> list[Any]:
 _NEVER_SET = frozenset(
     ("multimodal_inputs", "multimodal_train_inputs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 )
+
+
+def _extended_routes(known: Any, routes: Any, meta_info: Mapping[str, Any], num_tokens: int) -> Any:
+    """Return the routes of `num_tokens` tokens. Without any, numpy is not imported, which takes long in a worker."""
+    if known is None and routes is None and meta_info.get("routed_experts") is None:
+        return None
+    from furlong.core.routing import extend_routes, routes_from_meta
+
+    routes = extend_routes(known, routes)
+    return extend_routes(routes, routes_from_meta(meta_info, num_tokens, routes))
 
 
 @dataclass
@@ -161,9 +170,9 @@ class Sample:
         versions = [version] * len(ids) if isinstance(version, int) else list(version)
         self._check_append(ids, values, versions, trainable=trainable)
         status = status_from_meta(meta_info) if meta_info is not None and update_terminal_info else None
-        routes = extend_routes(self.rollout_routed_experts, routed_experts)
-        if meta_info is not None:
-            routes = extend_routes(routes, routes_from_meta(meta_info, len(self.tokens) + len(ids), routes))
+        routes = _extended_routes(
+            self.rollout_routed_experts, routed_experts, meta_info or {}, len(self.tokens) + len(ids)
+        )
         before = self.response_length
         if ids:
             self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
@@ -218,6 +227,8 @@ class Sample:
         data["status"] = self.status.value
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
         if self.rollout_routed_experts is not None:
+            from furlong.core.routing import json_from_routes
+
             data["rollout_routed_experts"] = json_from_routes(self.rollout_routed_experts)
         return data
 
@@ -233,6 +244,8 @@ class Sample:
         if values.get("outcome") is not None:
             values["outcome"] = Outcome(**values["outcome"])
         if values.get("rollout_routed_experts") is not None:
+            from furlong.core.routing import routes_from_json
+
             values["rollout_routed_experts"] = routes_from_json(values["rollout_routed_experts"])
         sample = cls(**values)
         vars(sample).update({name: value for name, value in attributes.items() if name not in known})

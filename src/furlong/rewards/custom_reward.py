@@ -1,6 +1,6 @@
 """Load and call custom reward functions.
 
-The parameters of a function determine its style (`config.hooks.reward_style`). Functions may be sync or async.
+The parameters of a function determine its style (`core.user_functions.reward_style`). Functions may be sync or async.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from furlong.config.hooks import RewardStyle, load_function, reward_style
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
+from furlong.core.user_functions import RewardStyle, load_function, reward_style
 from furlong.errors import ConfigError, RewardError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

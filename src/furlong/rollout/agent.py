@@ -26,12 +26,13 @@ from typing import Any
 
 from furlong.config.args_view import Args
 from furlong.config.checks.environment_specs import parse_environments
-from furlong.config.hooks import HOOKS, Function, check_signature, load_function
+from furlong.config.hooks import HOOKS, check_signature
 from furlong.core.import_trial import ImportTrial
 from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
 from furlong.core.user_code import is_raised_by_user, is_user_file, message_of, release_memory
+from furlong.core.user_functions import Function, load_function
 from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams

@@ -12,10 +12,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from furlong.config.hooks import accepted_keywords, load_function
 from furlong.core.sample import Sample
 from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.core.user_code import describe_exception, is_raised_by_user
+from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import InfraError, RolloutError
 from furlong.rollout.agent import policy

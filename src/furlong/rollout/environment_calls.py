@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers
-from furlong.config.hooks import load_function
 from furlong.core.daemon_calls import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import apply_changes
 from furlong.core.user_code import is_async
+from furlong.core.user_functions import load_function
 from furlong.environments.protocol import Message, Observation, Step, Task
 from furlong.environments.returned_values import checked_observation, checked_step
 from furlong.environments.step_batches import StepBatches, StepMany, step_many_of

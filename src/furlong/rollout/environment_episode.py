@@ -13,8 +13,8 @@ from typing import Any
 import xxhash
 
 from furlong.config.checks.environment_specs import EnvironmentSpec, parse_environments
-from furlong.config.hooks import load_function
 from furlong.core.sample import Sample
+from furlong.core.user_functions import load_function
 from furlong.environments.protocol import Task
 from furlong.environments.sample_keys import ENVIRONMENT, INFO, STEP_REWARDS
 from furlong.errors import RolloutError

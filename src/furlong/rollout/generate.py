@@ -16,13 +16,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from furlong.chat.template_boundary import ChatFormat
-from furlong.config.hooks import Function, Hooks, accepted_keywords
+from furlong.config.hooks import Hooks
 from furlong.core.event_loop import gather_or_cancel
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
+from furlong.core.user_functions import Function, accepted_keywords
 from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT
 from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams

@@ -10,9 +10,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from furlong.config.args_view import get_model_url as model_url
-from furlong.config.hooks import load_function
 from furlong.core.addresses import host_and_port
 from furlong.core.sample import Sample, Status
+from furlong.core.user_functions import load_function
 from furlong.errors import RolloutError
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.slime_api.http import get_rollout_num_engines, post

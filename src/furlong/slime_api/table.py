@@ -29,7 +29,7 @@ NAMES: dict[str, dict[str, str]] = {
         )
     },
     "slime.utils.misc": {
-        "load_function": "furlong.config.hooks:load_function",
+        "load_function": "furlong.core.user_functions:load_function",
         "SingletonMeta": f"{_HELPERS}:SingletonMeta",
         "group_by": f"{_HELPERS}:group_by",
     },

@@ -16,9 +16,9 @@ from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
-from furlong.config.hooks import load_function
 from furlong.config.sections import Config
 from furlong.core.sample import Group
+from furlong.core.user_functions import load_function
 from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger

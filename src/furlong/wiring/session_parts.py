@@ -15,10 +15,11 @@ from furlong.chat.parsers.parsed_reply import ToolParser
 from furlong.chat.parsers.registry import PARSERS
 from furlong.config.checks.environment_specs import parse_env_workers, parse_environments
 from furlong.config.evaluation import EvalSpec
-from furlong.config.hooks import Hooks, load_function
+from furlong.config.hooks import Hooks
 from furlong.config.sections import SessionFlags
 from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
+from furlong.core.user_functions import load_function
 from furlong.core.user_modules import import_module_of
 from furlong.rollout.agent_hooks import AgentHooks
 from furlong.sessions.samples import Leaves

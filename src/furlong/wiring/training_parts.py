@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
-from furlong.config.hooks import accepted_keywords
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
 from furlong.core.batch_file import save_batch
@@ -26,6 +25,7 @@ from furlong.core.model_config import read_json
 from furlong.core.quantization.fp8 import Fp8Blocks
 from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.transports import transport_spec
+from furlong.core.user_functions import accepted_keywords
 from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer

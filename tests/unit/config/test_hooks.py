@@ -17,8 +17,9 @@ from furlong.chat.parsers.registry import PARSERS
 from furlong.config import Config
 from furlong.config.command_line import config_from_values
 from furlong.config.flag_spec import flag_specs
-from furlong.config.hooks import HOOKS, Hooks, check_signature, load_function, load_hooks, reward_style
+from furlong.config.hooks import HOOKS, Hooks, check_signature, load_hooks
 from furlong.config.sections.sessions import TOOL_PARSERS
+from furlong.core.user_functions import load_function, reward_style
 from furlong.core.user_modules import import_module_of
 from furlong.errors import ConfigError
 

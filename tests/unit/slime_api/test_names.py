@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from furlong import Sample
-from furlong.config.hooks import load_function
 from furlong.core import slime_modules
 from furlong.core.slime_modules import NotInFurlongError
+from furlong.core.user_functions import load_function
 from furlong.errors import ConfigError
 from furlong.slime_api.table import NAMES
 

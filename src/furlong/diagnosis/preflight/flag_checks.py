@@ -13,8 +13,8 @@ from typing import Any
 
 from furlong.config.checks.notices import notices
 from furlong.config.evaluation import used_eval_specs
-from furlong.config.hooks import load_function
 from furlong.core.catalogue import Diagnosis, Problem, diagnosis
+from furlong.core.user_functions import load_function
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.template_trial import require_bounded_template

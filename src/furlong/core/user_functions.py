@@ -1,0 +1,64 @@
+"""Loading of user functions by path, and what their parameters say about how to call them.
+
+Worker processes of rewards and environments import this without the configuration, which takes as long as the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+from furlong.core.slime_modules import NotInFurlongError
+from furlong.core.text import did_you_mean
+from furlong.core.user_modules import assignment_of, import_module_of, split_path
+from furlong.errors import ConfigError
+
+Function = Callable[..., Any]
+RewardStyle = Literal["single", "batch", "trl", "verifier"]
+
+
+@functools.cache
+def load_function(path: str) -> Function:
+    """Load `package.module.attr`, `package.module:attr` or `file.py:attr`.
+
+    Raises ConfigError if the module, file or attribute does not exist, the import fails, or it is not callable.
+    """
+    module_name, attributes = split_path(path)
+    target: Any = import_module_of(path)
+    for name in attributes:
+        try:
+            target = getattr(target, name)
+        except AttributeError:
+            _, hint = did_you_mean(name, [known for known in vars(target) if not known.startswith("_")])
+            raise ConfigError(f"{path}: {module_name} has no {name}; {hint or 'check the name'}") from None
+        except NotInFurlongError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    if not callable(target):
+        place = assignment_of(import_module_of(path), attributes[-1])
+        raise ConfigError(f"{path} is a {type(target).__name__}, not a function{place}; give a function")
+    return target
+
+
+def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of `names` that a function has as parameters; all of them if it has `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return names
+    return tuple(name for name in names if name in parameters)
+
+
+def reward_style(function: Function) -> RewardStyle:
+    """Return the calling convention of a reward function, determined by its parameter names.
+
+    "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` -> list, of
+    a group; "trl": `fn(prompts, completions, **columns)` -> list, of a group; "verifier", furlong's own:
+    `fn(response, label, metadata)` -> float.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "completions" in names:
+        return "trl"
+    if names[:2] == ["response", "label"]:
+        return "verifier"
+    return "batch" if names[1:2] == ["samples"] else "single"
