@@ -11,6 +11,7 @@ import shutil
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -137,13 +138,11 @@ def test_a_model_with_nan_is_distinguished_from_one_that_training_broke(tmp_path
 
 @fault("SYNC01")
 def test_ranks_that_time_out_in_a_collective_of_nccl(tmp_path, capsys, monkeypatch):
-    def time_out(self, micro, loss_fn):
-        raise RuntimeError(
-            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLGATHER) ran for "
-            "600013 milliseconds before timing out."
-        )
-
-    monkeypatch.setattr(FsdpBackend, "forward_backward", time_out)
+    timeout = RuntimeError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLGATHER) ran for "
+        "600013 milliseconds before timing out."
+    )
+    monkeypatch.setattr(FsdpBackend, "forward_backward", Mock(side_effect=timeout))  # not an error of user code
     with pytest.raises(RuntimeError, match="Watchdog"):
         run(tmp_path / "run", num_rollout=1)
     code, result = examine(tmp_path / "run", capsys)
@@ -190,11 +189,7 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path, capsys):
 
 def _ended_by(error: BaseException, folder: Path, capsys, monkeypatch) -> dict[str, Any]:
     """The only diagnosis of a run whose training step raised an error of the system."""
-
-    def fail(self, micro, loss_fn):
-        raise error
-
-    monkeypatch.setattr(FsdpBackend, "forward_backward", fail)
+    monkeypatch.setattr(FsdpBackend, "forward_backward", Mock(side_effect=error))  # not an error of user code
     with pytest.raises(type(error)):
         run(folder, num_rollout=1)
     code, result = examine(folder, capsys)

@@ -142,6 +142,7 @@ def test_a_record_of_temporary_tensors_equals_that_of_live_ones():
     with mock.patch.object(record_module, "FLUSH_BYTES", 500):
         for _, tensor in sent.recording(WeightSource(lambda: made)).open():
             del tensor
+    sent.finish()
     assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
 
 
@@ -241,6 +242,8 @@ def test_trainer_work_after_a_weight_update_waits_until_live_weights_are_read(is
         sent.finish()
         assert calls == [*read, "trainer waits for beside", *got]
     else:
+        assert calls == [*read, "beside waits for trainer"]
+        sent.finish()
         assert calls == [*read, "beside waits for trainer", *got]
     assert {name: digest for name, [digest] in sent.fused[WHOLE].items()} == held(state)
     assert sent.checksums.keys() == sent.fused[WHOLE].keys()

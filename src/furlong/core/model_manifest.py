@@ -6,6 +6,7 @@ Folders without a manifest, such as downloads, are not compared. Imports no torc
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import xxhash
@@ -37,8 +38,10 @@ def changed_files(folder: Path) -> list[str]:
     Raises CheckpointError for a manifest of another version.
     """
     path = folder / MODEL_MANIFEST
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
+    if not path.is_file():
+        return [f"{path} is not a file"]
     try:
         records = read_records(path)
     except DamagedManifestError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -70,6 +71,13 @@ def test_a_missing_file_is_named_and_a_file_that_no_loader_reads_may_be_added(fo
 
 
 @pytest.mark.slow
+def test_a_manifest_that_is_no_file_is_named(folder):
+    (folder / MODEL_MANIFEST).unlink()
+    assert changed_files(folder) == []
+    os.mkfifo(folder / MODEL_MANIFEST)
+    assert changed_files(folder) == [f"{folder / MODEL_MANIFEST} is not a file"]
+
+
 def test_a_changed_file_is_refused_by_loaders_until_the_change_is_accepted(tmp_path, capsys):
     source, folder = model_folder(), tmp_path / "fp8"
     assert main(["convert", "hf-to-fp8", str(source), str(folder)]) == 0

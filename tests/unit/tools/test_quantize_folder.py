@@ -49,7 +49,7 @@ def test_a_changed_byte_of_a_converted_weight_is_refused_by_its_check_and_by_its
     content[packed.offset] ^= 1
     path.write_bytes(content)
     assert main(["check", str(target)]) != 0
-    assert f"{path} was changed after it was saved" in capsys.readouterr().err
+    assert f"[CKPT04] {path}" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=f"{path} was changed after it was saved"), open_tensors(target) as opened:
         [opened.read(name) for name in opened.names]
 
