@@ -26,7 +26,7 @@ from typing import Any
 
 from furlong.cli import main
 from furlong.config.command_line import load
-from furlong.core.model_manifest import SUFFIXES
+from furlong.core.model_manifest import MODEL_MANIFEST, SUFFIXES
 from furlong.errors import CheckpointError, FurlongError
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
 from furlong.tools.weight_values import check_weights
@@ -102,7 +102,8 @@ class SavedRun:
         errors = [each.text() for each in check_weights(self.exported) if each.severity == "error"]
         if errors:
             raise CheckpointError("\n".join(errors))
-        loaded = [path for path in sorted(self.exported.iterdir()) if path.suffix in SUFFIXES]
+        read = {path for path in self.exported.iterdir() if path.suffix in SUFFIXES}
+        loaded = sorted(read - {self.exported / MODEL_MANIFEST})
         return repr([path.read_bytes() if path.is_file() else "no file" for path in loaded])
 
     def resume(self) -> str:
