@@ -46,7 +46,7 @@ class AdapterServer(SessionServer):
 
     async def start(self) -> None:
         """Start what answers requests, which clients may send before the first session."""
-        await self._front.start()
+        self._front.start_soon()
 
     def admit(self, opened: OpenSession) -> None:
         """Raise RefusedError (429) for a session that had all its answers."""

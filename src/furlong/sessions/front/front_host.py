@@ -55,7 +55,9 @@ class FrontHost:
             self._channel.send(*message)
 
     async def start(self) -> None:
-        """Start the process, and return when it answers. Raises EngineError if it ends before."""
+        """Start the process and wait until it answers, unless it was started. Raises EngineError if it ends before."""
+        if self._is_started:
+            return
         self._is_started = True
         process = await self._start()
         self._watching = asyncio.create_task(self._watch(process))
