@@ -333,12 +333,16 @@ class SampleReport:
     args: Any = None
 
     def of_rollout(self, rollout_id: int, groups: Sequence[Group], extra: Metrics, seconds: float) -> Metrics:
-        """Return the metrics of a training rollout with `extra`, which overrides measured ones."""
+        """Return the metrics of a training rollout with `extra`, which overrides measured ones.
+
+        They are those of before the hook, whatever it does to the samples.
+        """
+        metrics = rollout_metrics(groups, self.track, reward_key=self.reward_key) | extra
         if (log := self.hooks.custom_rollout_log_function) is not None:
             samples = [sample for group in groups for sample in group.samples]
             if log(rollout_id, self.args, samples, values(extra), seconds):
                 return extra
-        return rollout_metrics(groups, self.track, reward_key=self.reward_key) | extra
+        return metrics
 
     def of_evaluation(
         self, rollout_id: int, data: dict[str, dict[str, Any]], measured: Metrics, extra: Metrics
