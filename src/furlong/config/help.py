@@ -36,8 +36,10 @@ def written(spec: FlagSpec) -> str:
 
 
 def shown_default(spec: FlagSpec) -> str:
-    """Return the default as it would be typed; "" for switches, None and empty values."""
+    """Return the default as it would be typed; "" for switches, None, empty values and what is required."""
     if spec.kind in ("switch", "off_switch", "tristate") or spec.default in (None, (), {}, ""):
+        return ""
+    if spec.help.endswith("Required."):
         return ""
     values: tuple[Any, ...] = spec.default if isinstance(spec.default, tuple) else (spec.default,)
     return " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)

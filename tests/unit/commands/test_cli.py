@@ -96,11 +96,13 @@ def test_all_problems_are_shown_at_once(argv, capsys):
     assert "  4. " not in err
 
 
+@pytest.mark.slow
 def test_run_that_ends_well_exits_with_0(argv, tmp_path):
     assert main_train(argv()) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
+@pytest.mark.slow
 def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
     assert main_async(argv(num_rollout=2)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -184,6 +186,7 @@ def test_doctor_explains_itself(capsys):
     assert "usage: furlong doctor" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_report_audits_a_run(argv, tmp_path, capsys):
     assert main_train(argv()) == 0
     capsys.readouterr()

@@ -43,6 +43,7 @@ def test_every_flag_in_a_row_is_accepted(id: str) -> None:
     assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
 
 
+@pytest.mark.slow
 def test_every_flag_in_a_message_of_the_doctor_is_accepted() -> None:
     for path in [
         path for package in ("core/catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")

@@ -78,6 +78,7 @@ def test_ranks_share_the_large_files(tmp_path):
     assert {line.split()[0] for share in shares for line in share} == set(map(str, paths))
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_a_manifest_is_refused(tmp_path):
     folder = write(tmp_path, 1)
     content = (folder / MANIFEST).read_bytes()
@@ -112,6 +113,7 @@ def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(tmp_path):
         check_manifest(folder)
 
 
+@pytest.mark.slow
 @given(data=st.data(), rows=st.integers(0, 5))
 def test_a_changed_byte_of_sealed_arrays_is_refused_or_changes_nothing(tmp_path_factory, data, rows):
     path = tmp_path_factory.mktemp("sealed") / "file"

@@ -42,6 +42,7 @@ def test_tensors_of_every_dtype_equal_those_that_were_written(save, tmp_path):
     assert dict(read_file(path, lambda name: name == "scalar"))["scalar"].item() == 2.5
 
 
+@pytest.mark.slow
 def test_a_changed_byte_of_a_file_with_its_own_checksums_is_refused_by_name_or_changes_no_tensor(tmp_path):
     path = tmp_path / "x.safetensors"
     written = write(path, verified)

@@ -84,6 +84,7 @@ with getattr(files, sys.argv[1])(Path(sys.argv[2])) as draft:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["atomic_file", "atomic_folder"])
 def test_the_next_writer_deletes_the_leftovers_of_a_killed_one(tmp_path, writer):
     path = tmp_path / "name [1]"

@@ -73,6 +73,7 @@ def test_collections_take_a_limited_part_of_the_time(monkeypatch):
     assert 2.0 * collected / now[0] == pytest.approx(garbage.COLLECTION_FRAC, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
 def test_gaps_in_the_heap_are_returned_to_the_system():
     libc = ctypes.CDLL(None)

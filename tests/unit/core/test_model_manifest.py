@@ -78,6 +78,7 @@ def test_a_manifest_that_is_no_file_is_named(folder):
     assert changed_files(folder) == [f"{folder / MODEL_MANIFEST} is not a file"]
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_refused_by_loaders_until_the_change_is_accepted(tmp_path, capsys):
     source, folder = model_folder(), tmp_path / "fp8"
     assert main(["convert", "hf-to-fp8", str(source), str(folder)]) == 0
@@ -108,6 +109,7 @@ def test_only_a_folder_with_a_manifest_has_changes_to_accept(capsys):
     assert f"has no {MODEL_MANIFEST}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_transformers_ignores_the_manifest(tmp_path):
     folder = shutil.copytree(model_folder(), tmp_path / "model")
     write_model_manifest(folder)

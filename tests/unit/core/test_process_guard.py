@@ -110,6 +110,7 @@ def remove_streams():
     sys.stderr = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "what"),
     [

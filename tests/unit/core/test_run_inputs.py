@@ -57,6 +57,7 @@ def settings_input(**values: Any) -> RunInput:
     return RunInput("config", "--hf-checkpoint m", settings=lambda: values)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=80), st.binary(max_size=80))
 def test_files_differ_exactly_if_their_bytes_do(tmp_path: Path, before: bytes, now: bytes) -> None:

@@ -75,6 +75,7 @@ def test_blocks_begin_at_tensors_and_cover_the_file(saved):
     assert [path.name for path in sorted(saved.iterdir())] == ["meta.json", NAME]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data())
 def test_any_rows_are_read_as_they_were_saved(saved, data):

@@ -34,6 +34,7 @@ def test_rows_of_all_batches_are_counted(kind: str, tmp_path: Path) -> None:
     assert count(tmp_path / "x.arrow") == 50
 
 
+@pytest.mark.slow
 def test_a_damaged_or_cut_file_is_a_value_error_or_a_count(tmp_path: Path) -> None:
     path, draw = tmp_path / "x.arrow", random.Random(0)
     content = write(path)

@@ -90,6 +90,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
             return content[:start] + new + content[end:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_any_damage_gives_rows_or_an_error_that_names_the_file(kind: str, streaming: bool, tmp_path: Path) -> None:

@@ -380,6 +380,7 @@ def test_remedies_of_a_dead_engine_are_flags_that_it_supports(error: str, named:
     assert "--use-fault-tolerance" not in own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "id", "words"),
     [

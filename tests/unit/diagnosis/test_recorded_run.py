@@ -69,6 +69,7 @@ def test_the_healthy_events_of_this_test_are_read(tmp_path: Path) -> None:
     assert "CHECK01" not in read_all(folder_of(tmp_path / "run", EVENTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(len(EVENTS)), ids=[str(e["event"]) for e in EVENTS])
 def test_an_event_with_a_missing_field_or_another_type_is_damage_or_harmless(tmp_path: Path, at: int) -> None:
     event = EVENTS[at]

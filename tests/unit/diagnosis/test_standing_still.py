@@ -123,6 +123,7 @@ def test_a_stopped_run_is_recognized_at_once(tmp_path: Path) -> None:
             assert examine(elsewhere.folder).status == "running"
 
 
+@pytest.mark.slow
 def test_an_engine_that_refuses_or_does_not_answer_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing_still, "HEALTH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -104,6 +104,7 @@ def report_of(folder: Path, *calls: tuple[Callable[..., Any], Any], running: int
     return events.hang
 
 
+@pytest.mark.slow
 def test_a_function_that_waits_for_the_engine_is_named_with_its_line(tmp_path: Path) -> None:
     event = report_of(tmp_path, (asks, NeverAnswers()), (asks, NeverAnswers()), running=2)
     assert "2 x asks (diagnosis/test_task_waits.py:" in event["doing"]
@@ -122,6 +123,7 @@ def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
     assert event["probable"] == "HANG01"
 
 
+@pytest.mark.slow
 def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -> None:
     for attempt in range(5):  # the report may come before the first request is finished
         (folder := tmp_path / str(attempt)).mkdir()

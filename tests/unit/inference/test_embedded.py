@@ -33,6 +33,7 @@ def qwen():
     return tiny_model("qwen2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_that_of_transformers_generate(family):
     config, model = tiny_model(family)
@@ -48,6 +49,7 @@ def test_greedy_output_is_that_of_transformers_generate(family):
         assert done.finish_reason == ("stop" if expected[-1] == 3 else "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_a_full_forward(family):
     config, model = tiny_model(family)
@@ -79,6 +81,7 @@ def test_waiting_requests_of_one_prompt_are_prefilled_once(qwen):
     assert sorted(c.cached_tokens for c in done) == [0, 0] + [len(PROMPTS[2])] * 9
 
 
+@pytest.mark.slow
 def test_retraction_in_a_small_cache_changes_no_token(qwen):
     config, model = qwen
     params = [SamplingParams(max_new_tokens=120, ignore_eos=True, sampling_seed=i) for i in range(6)]
@@ -112,6 +115,7 @@ def test_stop_strings_without_a_tokenizer_are_rejected(qwen):
         generate_all(tiny_engine(config, model.state_dict()), [[5]], SamplingParams(stop=("x",)))
 
 
+@pytest.mark.slow
 def test_end_of_sequence_stops_unless_ignored_or_too_early(qwen):
     config, model = qwen
     changed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -160,6 +164,7 @@ def test_a_cancelled_caller_frees_its_slot(qwen):
     assert len(run(engine, body).tokens) == 2
 
 
+@pytest.mark.slow
 def test_new_weights_recompute_the_cache_of_paused_requests(qwen, monkeypatch):
     config, model = qwen
     _, other = tiny_model("qwen2", seed=1)

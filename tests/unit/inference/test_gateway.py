@@ -35,6 +35,7 @@ def post(*bodies, api_key=None, **options):
     return replies, calls, info
 
 
+@pytest.mark.slow
 def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, "sampling_seed": 9}, "return_logprob": True}
     (reply,), calls, info = post(body)
@@ -48,18 +49,21 @@ def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
     assert info.json() == {"model_path": "m"}
 
 
+@pytest.mark.slow
 def test_text_lists_and_several_samples():
     replies, calls, _ = post({"text": "ab"}, {"text": ["a", "b"]}, {"input_ids": [1], "sampling_params": {"n": 3}})
     assert [ids for ids, _ in calls] == [[97, 98], [97], [98], [1], [1], [1]]
     assert [len(reply.json()) for reply in replies[1:]] == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_stream_ends_with_done():
     (reply,), _, _ = post({"text": "a", "stream": True})
     assert reply.text.startswith('data: {"text":"text 1"')
     assert reply.text.strip().endswith("data: [DONE]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -76,6 +80,7 @@ def test_an_invalid_request_is_refused_with_the_reason(body, problem):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_a_key_is_required_if_the_run_has_one():
     (refused,), _, _ = post({"text": "a"}, api_key="k")
     (accepted,), _, _ = post({"text": "a"}, api_key="k", headers={"Authorization": "Bearer k"})

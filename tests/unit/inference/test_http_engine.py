@@ -554,6 +554,7 @@ def test_prefix_caches_are_those_of_a_weight_version_once_an_update_held_request
     assert keys == [None] * 4 + ["weights-1"] * 4 + ["weights-2"] * 4
 
 
+@pytest.mark.slow
 def test_a_full_engine_is_healthy_while_it_generates():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())

@@ -248,6 +248,7 @@ async def started(program: str, folder: Path, **options) -> ServerProcess:
     return await start_server(Script(program), 0, [HostGpus(LocalHost())], log_dir=folder, **options)
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_is_ready(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
@@ -272,6 +273,7 @@ def test_readiness_checks_start_fast_and_slow_down():
     assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
 
 
+@pytest.mark.slow
 def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
     async def case() -> None:
         engine = await started("import sys; print('loading', flush=True); sys.exit('CUDA out of memory')", tmp_path)
@@ -283,6 +285,7 @@ def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
     asyncio.run(case())
 
 
+@pytest.mark.slow
 def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     async def case() -> None:
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)
@@ -294,6 +297,7 @@ def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     asyncio.run(case())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "why"),
     [
@@ -329,6 +333,7 @@ def test_a_starting_server_that_stands_still_is_an_error_long_before_the_startup
     asyncio.run(case())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu_s", "log_bytes", "stalls"),
     [(0.0, 0, True), (0.01, 0, False), (0.0, 10, False)],

@@ -57,6 +57,7 @@ def compared(engine_of: Callable[..., Any], turns: int = 12, count: int = 3, **o
     return results[0], stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", DENSE)
 def test_log_probs_are_bitwise_those_without_the_cache(family, dtype):
@@ -72,6 +73,7 @@ def test_log_probs_are_bitwise_those_without_the_cache(family, dtype):
             assert answer.cached_tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_continue_from_the_cache_up_to_rounding(family):
     config, model = tiny_model(family)

@@ -42,6 +42,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", [37, 500])
 def test_samples_follow_the_filtered_distribution(params, vocab):

@@ -120,11 +120,13 @@ def exchange(*packets: bytes, replies: int) -> list[bytes]:
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_requests_of_a_connection_are_answered_in_order_however_they_arrive():
     first, second, third, fourth = (post(n=n, wait=0.05) for n in range(4))
     bodies = exchange(first, second + third[:9], third[9:], fourth, replies=4)
     assert [orjson.loads(body) for body in bodies] == [{"n": n, "wait": 0.05, "left": False} for n in range(4)]
 
 
+@pytest.mark.slow
 def test_a_stream_is_sent_in_chunks_and_the_next_request_is_answered():
     assert exchange(post(stream=1), post(n=1), replies=2) == [b"abc", b'{"n":1,"left":false}']

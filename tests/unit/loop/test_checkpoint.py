@@ -144,6 +144,7 @@ class Crash(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("existing", [(), (1,), (1, 2), (2,), (2, 3)], ids=str)
 def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(existing, tmp_path, monkeypatch):
     calls = 0

@@ -22,6 +22,7 @@ def tokenizer_with(source):
     return SimpleNamespace(chat_template=source, special_tokens_map={"eos_token": "</s>"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -44,6 +45,7 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch):
         require_bounded_template(tokenizer_with(LOOP), "/models/m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -58,6 +60,7 @@ def test_other_templates_pass(source):
     require_bounded_template(tokenizer_with(source), "/models/m")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_transformers_is_tried():
     tokenizer = build_tokenizer()
     require_bounded_template(tokenizer, "it")

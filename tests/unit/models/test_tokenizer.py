@@ -75,6 +75,7 @@ def test_a_config_that_keeps_the_tokenizer_from_loading_is_named(change, model, 
         load_tokenizer(folder)
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_transformers():
     code = (
         "import sys, furlong.models.tokenizer, furlong.tools.template_test, furlong.tools.model_folder;"

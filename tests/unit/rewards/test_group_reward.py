@@ -91,6 +91,7 @@ def test_arrays_are_accepted_and_one_invalid_value_fails_alone():
     assert "not str 'ab'" in outcomes_from_list("ab", 2)[0].reason
 
 
+@pytest.mark.slow
 def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share():
     answers = [r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{\sqrt{0.25}}", r"\boxed{\sqrt{2}}", "no idea"]
     samples = [Sample(response=a, label=r"\frac12") for a in answers]
@@ -126,6 +127,7 @@ def test_a_missing_label_fails_with_the_flag_to_check():
     assert "--label-key" in outcome.reason
 
 
+@pytest.mark.slow
 def test_metadata_and_sample_paths_override_the_verifier(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def reward(args, sample, **kw):\n    return 7\n")
@@ -144,6 +146,7 @@ def test_metadata_and_sample_paths_override_the_verifier(tmp_path):
     assert "aborted" in outcomes[5].reason
 
 
+@pytest.mark.slow
 def test_group_rm_leaves_samples_with_their_own_function_out_of_the_group_call(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("async def own(args, samples, **kw):\n    return [-1.0] * len(samples)\n")
@@ -199,6 +202,7 @@ def test_trl_columns_carry_the_label_under_its_own_name():
     assert "difficulty" in missing.reason
 
 
+@pytest.mark.slow
 def test_callables_that_raise_or_hang_are_outcomes():
     release = threading.Event()
 
@@ -230,6 +234,7 @@ async def reward(args, sample):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_process", [True, False])
 def test_a_cancellation_raised_by_an_async_function_is_a_failure(in_process, tmp_path):
     file = tmp_path / "cancelled.py"
@@ -246,6 +251,7 @@ def test_a_path_runs_in_process_on_request(tmp_path):
     assert score([Sample()], custom_rm=f"{file}:reward", num_workers=1)[0].reward != os.getpid()
 
 
+@pytest.mark.slow
 def test_configuration_problems_are_errors_before_anything_runs():
     with pytest.raises(ConfigError, match="--rm-url"):
         GroupReward(rm_type="remote_rm")
@@ -316,6 +322,7 @@ def test_remote_rewards_and_their_failures_are_outcomes():
 LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

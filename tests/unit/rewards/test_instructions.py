@@ -33,6 +33,7 @@ def row(*names: str, kwargs: Any = None, prompt: str = "Write a line.") -> dict[
     return {"instruction_id_list": list(names), "kwargs": kwargs, "prompt_text": prompt}
 
 
+@pytest.mark.slow
 def test_the_score_is_the_strict_one_of_the_package() -> None:
     from if_verifiable.common import evaluate_instructions
 

@@ -57,6 +57,7 @@ def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):
         assert score(matrix([list(row) for row in zip(*rows, strict=True)]), label) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "label", "expected"),
     [
@@ -80,6 +81,7 @@ def test_dapo_keeps_the_row_separator():
     assert dapo_score(answer, r"\begin{pmatrix}12\end{pmatrix}", {})["score"] == -1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "label", "expected"),
     [
@@ -120,6 +122,7 @@ def test_a_decimal_equals_a_fraction_only_if_it_is_exact(value, digits):
     assert quick_math(f"\\boxed{{{fraction}}}", decimal, {}) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(a=st.integers(1, 200), b=st.integers(1, 200), base=st.sampled_from([2, 3, 10]))
 def test_small_numbers_are_compared_relative_to_their_size(a, b, base):
@@ -128,6 +131,7 @@ def test_small_numbers_are_compared_relative_to_their_size(a, b, base):
     assert score(f"\\frac{{1}}{{{base}^{{{a}}}}}", f"{base}^{{-{b}}}") == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "label", "expected"),
     [
@@ -182,6 +186,7 @@ def test_every_box_is_read(box):
     assert quick_math(f"First 42. {box.replace('42', '41')}", "42", {}) == 0.0
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=r"0123456789.,-+eE^{}\ ()[]&frcodtpiglbexm%$_", max_size=60))
 def test_any_text_can_be_tidied_and_taken_apart(text):

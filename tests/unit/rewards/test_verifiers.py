@@ -87,6 +87,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("label", "answer"), EQUAL)
 def test_math_accepts_equal_answers(label, answer):
     assert algebra.math_score(f"So the answer is \\boxed{{{answer}}}.", label, {}) == 1.0
@@ -149,6 +150,7 @@ def test_hostile_numbers_are_not_evaluated_in_the_driver(text):
     assert number_from(text) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [quick_math, f1_score, dapo_score, gpqa_score, quick_deepscaler])
 @pytest.mark.parametrize(
     "unit", [r"\boxed{", "answer ", "answer" + " " * 9_000, "{", "}", "</think>", r"\frac ", "A ", "answer is (((("]

@@ -235,6 +235,7 @@ def test_a_sample_of_a_mixture_names_its_environment():
     assert "Counting, Asynchronous" in sample.outcome.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Batched", "AsyncBatched"])
 def test_step_many_gets_the_steps_of_all_episodes_that_are_ready(name: str):
     Batched.batches.clear()
@@ -255,6 +256,7 @@ class Sleeping(Counting):
         return super().step(message)
 
 
+@pytest.mark.slow
 def test_blocking_steps_of_32_episodes_overlap_and_do_not_hold_the_event_loop():
     blocking, started = BlockingTimer(), time.monotonic()
     settings = of("Sleeping?rounds=4", env_workers=("thread", "32"))

@@ -75,6 +75,7 @@ class _Ledger:
         return lambda *args, **kwargs: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "limits", "name", "length"),
     [

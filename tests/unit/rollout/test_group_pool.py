@@ -184,6 +184,7 @@ def test_no_more_groups_are_issued_than_the_buffer_allows():
     assert max(issued) == 3 * 4
 
 
+@pytest.mark.slow
 def test_long_episodes_do_not_stop_the_others_and_their_lengths_are_not_biased():
     turns = [40 if i % 20 == 3 else 2 for i in range(400)]
     parts, episodes = build(batch_size=5, staleness=20, turns=turns.__getitem__, permits=10)
@@ -273,6 +274,7 @@ def recorded(seed, order=None, num_rollout=8):
     return batches, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_replay_follows_the_batches_and_the_weights_of_each_request(seed):
     first, rows = recorded(seed)

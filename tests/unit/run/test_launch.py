@@ -102,6 +102,7 @@ def resolve(model, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
@@ -118,6 +119,7 @@ def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     assert folder_problems(resolve(load=save, save=save)) == []
 
 
+@pytest.mark.slow
 def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
     run(resolve(num_rollout=1, save=tmp_path / "a", output_dir=tmp_path / "run_a"))
     run(resolve(num_rollout=1, save=tmp_path / "b", output_dir=tmp_path / "run_b"))
@@ -142,6 +144,7 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     assert "config.json is corrupt" in problem
 
 
+@pytest.mark.slow
 def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tmp_path, capsys):
     run(resolve(num_rollout=1))
     words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
@@ -154,6 +157,7 @@ def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tm
     assert main(["doctor", *flags(model, tmp_path / "prompts.jsonl", tmp_path / "other")]) == 0
 
 
+@pytest.mark.slow
 def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):
     resolved = resolve()
     write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
@@ -202,6 +206,7 @@ def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_
     assert all(part in problem for part in parts)
 
 
+@pytest.mark.slow
 def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "run" / "run.log")]
@@ -215,6 +220,7 @@ def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1)) == 1
 
 
+@pytest.mark.slow
 def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     save = tmp_path / "save"
     save.mkdir()
@@ -230,6 +236,7 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_refused_late_leaves_configuration_and_ledger_unchanged(resolve, tmp_path, monkeypatch):
     save, written = tmp_path / "save", tmp_path / "run" / "config.json"
     run(resolve(num_rollout=1, save=save))

@@ -29,6 +29,7 @@ def events(reply: httpx.Response) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_chat_completions_over_a_session():
     script = qwen(CALL, "3", "four")
 
@@ -63,6 +64,7 @@ def test_chat_completions_over_a_session():
     run(script, body)
 
 
+@pytest.mark.slow
 def test_anthropic_messages_over_a_session():
     script = qwen("<think>\nhm\n</think>\n\n" + CALL, "3")
     tool = {"name": "add", "description": "Add two numbers.", "input_schema": TOOLS[0]["function"]["parameters"]}
@@ -94,6 +96,7 @@ def test_anthropic_messages_over_a_session():
     run(script, body)
 
 
+@pytest.mark.slow
 def test_responses_over_a_session():
     script = qwen(CALL, "3", "four")
     tool = {"type": "function", "name": "add", "parameters": TOOLS[0]["function"]["parameters"]}
@@ -162,6 +165,7 @@ def test_a_retry_gets_the_same_answer_from_one_engine_call():
     run(slow, body)
 
 
+@pytest.mark.slow
 def test_n_answers_are_siblings():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         reply = await client.post(f"{opened.url}/v1/chat/completions", json={"messages": [USER], "n": 2})
@@ -171,6 +175,7 @@ def test_n_answers_are_siblings():
     run(qwen("one", "two"), body)
 
 
+@pytest.mark.slow
 def test_an_ended_session_aborts_its_requests_and_is_gone():
     class Endless(Script):
         async def __call__(self, *args: Any) -> Any:
@@ -192,6 +197,7 @@ def test_an_ended_session_aborts_its_requests_and_is_gone():
     run(endless, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "status", "named"),
     [
@@ -229,6 +235,7 @@ def test_what_is_not_supported_is_refused_by_name(path, fields, status, named):
     run(qwen(), body)
 
 
+@pytest.mark.slow
 def test_constraints_that_the_policy_does_not_have_are_counted():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         tool = {"name": "f", "input_schema": {}, "strict": True, "cache_control": {"type": "ephemeral"}}
@@ -252,6 +259,7 @@ def test_a_key_and_an_id_are_required():
     run(qwen(), body)
 
 
+@pytest.mark.slow
 def test_clients_set_the_temperature_only_if_they_may():
     class Recording(Script):
         async def __call__(self, ids: Any, params: SamplingParams, part: Any = None) -> Any:
@@ -270,6 +278,7 @@ def test_clients_set_the_temperature_only_if_they_may():
     assert [(params.max_new_tokens, params.stop) for params in used] == [(7, ("x",))] * 2
 
 
+@pytest.mark.slow
 def test_roles_have_urls_and_keys_and_conversations_apart():
     script = qwen("one", "two", "three")
 

@@ -127,6 +127,7 @@ def test_padding_is_filled_again():
     assert torch.equal(repeated["w13"], right["w13"])
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_order_of_shards_is_repeated_exactly(data):
     order = data.draw(st.permutations(range(EXPERTS * 2)))

@@ -168,6 +168,7 @@ def test_a_server_that_rearranges_experts_has_the_other_tensors_compared_and_one
     assert not server.shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
 def test_server_keeping_an_old_router_is_reported_once_in_every_comparison_mode(answer, caplog):
     server = Sglang(STATE, **answer)
@@ -221,6 +222,7 @@ def test_experts_that_cannot_be_hashed_are_compared_by_rows_with_a_warning(state
     assert re.search(why, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [lambda: STATE, odd_state, several_precisions])
 def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state):
     state, server = state(), Sglang(STATE, dtype="auto")

@@ -54,6 +54,7 @@ def reward(folder, capsys):
     return test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("--rm-type", "math"), ("--rm-type", "boxed_f1"), ("--rm-type", "f1"), ("--custom-rm-path", "own:exact")]
 )
@@ -89,6 +90,7 @@ def test_broken_reward_is_found_with_its_reason(function, words, reward):
     assert words in finding["finding"]
 
 
+@pytest.mark.slow
 def test_reward_process_has_a_memory_limit(reward):
     code, found = reward("--custom-rm-path", "own:eats", "--rows", "1", "--reward-memory-limit", "2")
     assert code == 1
@@ -98,6 +100,7 @@ def test_reward_process_has_a_memory_limit(reward):
     assert "--reward-memory-limit" in finding["remedy"]
 
 
+@pytest.mark.slow
 def test_entry_that_is_trained_on_is_named(reward):
     assert reward("--custom-rm-path", "own:entries", "--reward-key", "score")[0] == 0
     code, found = reward("--custom-rm-path", "own:entries", "--reward-key", "form")

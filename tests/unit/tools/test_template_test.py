@@ -202,6 +202,7 @@ def test_command_finds_all_three_and_prints_json(folder, capsys):
     assert {t["conversation"] for t in found["trials"]} == {c.name for c in CONVERSATIONS}
 
 
+@pytest.mark.slow
 def test_command_reports_templates_that_render_nothing(folder, capsys):
     texts = {
         "{% for": "line 1",

@@ -43,6 +43,7 @@ def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_b
     assert schedule.lr(100) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     style=st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),

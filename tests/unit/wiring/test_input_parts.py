@@ -6,6 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from furlong.config import parse
 from furlong.core.run_inputs import RunInputs
 from furlong.wiring.input_parts import prompt_files
@@ -17,6 +19,7 @@ def write_rows(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_the_middle_of_an_environments_own_prompt_file_is_compared(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for path in paths:

@@ -141,7 +141,7 @@ class DataFlags:
         "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.",
         needs="rollout_global_dataset",
     )
-    rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[0, 1000000]")
+    rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[1, 1000000]")
     n_samples_per_prompt: int = flag(1, "Number of responses per prompt.", within="[1, inf)")
     num_rollout: int | None = flag(
         None, "Total number of rollouts, counted from the first start of the run; 0 only evaluates.", within="[0, inf)"
