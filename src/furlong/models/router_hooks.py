@@ -1,6 +1,7 @@
 """Record and replay the expert choices of a transformers model's routers.
 
-A router's forward calls top-k over all experts and computes its gating weights from the selected scores. `RouterHooks`
+A router calls top-k over all experts and computes its gating weights from the selected scores: in its forward, or, for
+some families before transformers 5.13, in the method `route_tokens_to_experts` of the layer around it. `RouterHooks`
 overrides that call: in a replay it returns the recorded experts and their scores, so the gating weights, and their
 gradient to the router, are computed by the family's own code (softmax before or after top-k, sigmoid with a bias). A
 router that does not use top-k is an error.
@@ -10,10 +11,12 @@ Legend: T rows that the routers see, E experts, K experts per token, l layers wi
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from furlong.errors import ConfigError, TrainerError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_OF_LAYER = "route_tokens_to_experts"
 
 
 @dataclass
@@ -54,9 +58,11 @@ class RouterHooks:
         self.current: RouterRecord | None = None
         self.layers: list[int] = []
         self.top_k = self.num_experts = 0
+        inside = "-"  # name of the last router: a layer that chooses has another module with "Router" in its name
         for name, module in model.named_modules():
-            if not _is_router(module):
+            if not _is_router(module) or name.startswith(f"{inside}."):
                 continue
+            inside = name
             match = _LAYER.search(f".{name}")
             if match is None:
                 raise ConfigError(
@@ -66,7 +72,7 @@ class RouterHooks:
             router.__class__ = _hooked(type(router))
             router.__dict__["hooks"], router.__dict__["hook_number"] = self, len(self.layers)
             self.layers.append(int(match[1]))
-            self.top_k, self.num_experts = router.top_k, router.num_experts
+            self.top_k, self.num_experts = router.top_k, _num_experts(router) or 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied model gets its own hooks."""
@@ -78,15 +84,19 @@ class RouterHooks:
         """Select the routes of these routers' layers: [l, T, K]."""
         return routed_experts_TLK[:, self.layers].transpose(0, 1).contiguous()
 
-    def route(self, router: Any, run: Callable[[], Any]) -> Any:
-        """Run a router's forward, recording and replaying its choice."""
+    def route(self, router: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the router's method that chooses, recording and replaying its choice."""
         record, number = self.current, router.hook_number
         if record is None:
-            return run()
+            return run(router, *args, **kwargs)
         replay_TK = None if record.replay_lTK is None else record.replay_lTK[number]
-        with _TopKOverride(router.top_k, router.num_experts, replay_TK) as choice:
-            result = run()
-        chosen = result[-1] if isinstance(result, tuple) else None
+        with _TopKOverride(router.top_k, self.num_experts, replay_TK) as choice:
+            result = run(router, *args, **kwargs)
+        parts: tuple[Any, ...] = result if isinstance(result, tuple) else (None,)
+        if _method_of(type(router)) == _OF_LAYER:  # router logits -> experts, weights
+            logits, chosen = args[0] if args else kwargs["router_logits"], parts[0]
+        else:  # hidden states -> router logits, weights, experts
+            logits, chosen = parts[0], parts[-1]
         if choice.own is None or chosen is not choice.chosen:
             raise TrainerError(
                 f"{type(router).__name__} does not choose experts by top-k over all experts, so its routing cannot be "
@@ -95,7 +105,7 @@ class RouterHooks:
             )
         record.own[number] = choice.own.detach()
         if record.keeps_logits:
-            record.logits[number] = result[0]
+            record.logits[number] = logits
         return result
 
 
@@ -131,22 +141,38 @@ class _TopKOverride(TorchFunctionMode):
 
 
 def _is_router(module: nn.Module) -> bool:
-    sizes = (getattr(module, "top_k", None), getattr(module, "num_experts", None))
-    return "Router" in type(module).__name__ and all(isinstance(size, int) for size in sizes)
+    return _method_of(type(module)) is not None and all(
+        isinstance(size, int) for size in (getattr(module, "top_k", None), _num_experts(module))
+    )
+
+
+def _num_experts(module: Any) -> int | None:
+    return getattr(module, "num_experts", getattr(module, "n_routed_experts", None))
+
+
+@cache
+def _method_of(kind: type[nn.Module]) -> str | None:
+    """Return the name of the method in which modules of this class choose experts; None if they do not."""
+    choose = getattr(kind, _OF_LAYER, None)
+    if choose is not None and list(inspect.signature(choose).parameters) == ["self", "router_logits"]:
+        return _OF_LAYER
+    return "forward" if "Router" in kind.__name__ else None
 
 
 @cache
 def _hooked(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a router whose forward goes through its hooks."""
+    """Return a subclass of a router whose choice goes through its hooks."""
     if hasattr(kind, "hook_number"):
         return kind
-    plain = kind.forward
+    method = _method_of(kind)
+    assert method is not None
+    plain = getattr(kind, method)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = partial(plain, self, *args, **kwargs)
-        return run() if self.hooks is None else self.hooks.route(self, run)
+    @functools.wraps(plain)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs) if self.hooks is None else self.hooks.route(self, plain, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "hooks": None, "hook_number": 0})
+    return type(kind.__name__, (kind,), {method: choose, "hooks": None, "hook_number": 0})
 
 
 def rerouted_fraction(engine_lTK: Tensor, own_lTK: Tensor) -> Tensor:

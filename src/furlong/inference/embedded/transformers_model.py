@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,13 @@ class _CacheAdapter:
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
 
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
+    def has_previous_state(self, layer_idx: int | None = None, **_: Any) -> bool:
+        """Return whether a recurrent layer continues; masks, which ask without a layer, are the caller's."""
+        return layer_idx is not None and self.get_recurrent_state(layer_idx) is not None
+
+    @property
+    def layers(self) -> _LayerStates:
+        return _LayerStates(self)
 
     def is_recording_past(self, *_: Any, **__: Any) -> bool:
         return False
@@ -124,9 +130,12 @@ class _CacheAdapter:
         call: _ModelCall = _current.call
         return None if call.positions_N is None else call.cache.states[name][: len(call.positions_N)]
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Tensor:
-        """Store the last inputs of the convolution; called for prompts only."""
-        last = functional.pad(conv_states, (conv_kernel_size - conv_states.shape[-1], 0))
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Store the last inputs of the convolution, which old versions of transformers pad; called for prompts only."""
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        last = functional.pad(conv_states, (width - conv_states.shape[-1], 0))
         self._store(f"conv {layer_idx}", last)
         return conv_states
 
@@ -141,6 +150,18 @@ class _CacheAdapter:
             state[call.slot : call.slot + 1] = rows
         else:
             state[: len(rows)] = rows
+
+
+@dataclass
+class _LayerStates:
+    """The states of a decode step by layer, where transformers before 5.13 reads them."""
+
+    adapter: _CacheAdapter
+
+    def __getitem__(self, layer_idx: int) -> SimpleNamespace:
+        adapter = self.adapter
+        conv, recurrent = adapter.get_conv_state(layer_idx), adapter.get_recurrent_state(layer_idx)
+        return SimpleNamespace(conv_states=conv, recurrent_states=recurrent)
 
 
 def _slot_attention(
