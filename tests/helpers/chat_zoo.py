@@ -182,6 +182,7 @@ class Script:
         self.parts: list[int | None] = []
         self.end = tokenizer.eos_token if end is None else end
         self.version, self.token_s = 0, 0.0
+        self.before_last: asyncio.Event | None = None  # the last token waits for it
 
     async def __call__(
         self, ids: list[int], params: SamplingParams, part: int | None = None, stream: TokenStream | None = None
@@ -198,6 +199,8 @@ class Script:
         log_probs = [-0.5 - 0.001 * i for i in range(n)]
         for i in range(n if stream is not None else 0):
             assert stream is not None
+            if self.before_last is not None and i == n - 1:
+                await self.before_last.wait()
             if stream.is_stopped:
                 return Completion(answer[:i], log_probs[:i], [self.version] * i, "abort")
             stream.put(i, answer[i : i + 1], log_probs[i : i + 1])

@@ -57,17 +57,21 @@ REQUESTS = {
 
 @pytest.mark.parametrize("path", REQUESTS)
 def test_the_first_event_comes_before_the_last_token_is_sampled(path):
+    script = Paced(ANSWER)
+
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        script.before_last = asyncio.Event()
         seen = 0
         async for _ in events(client, f"{opened.url}/{path}", REQUESTS[path]):
             seen += 1
-            if seen == 4:
+            if seen == 4:  # pieces are joined on a busy machine
                 assert not opened.session.tree.nodes
+                script.before_last.set()
         (node,) = opened.session.tree.nodes
-        assert seen > 4  # pieces are joined on a busy machine
+        assert seen > 4
         assert (node.is_delivered, node.is_cut) == (True, False)
 
-    run(Paced(ANSWER), body)
+    run(script, body)
 
 
 def test_streamed_tokens_log_probs_and_text_are_those_of_the_answer():
