@@ -20,6 +20,7 @@ KeyFunction = Callable[[Message], str]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # of DeepSeek, SGLang and vLLM, and of newer vLLM
+_OTHER_TEXTS = ("name", "tool_call_id", "refusal")
 _UNSUPPORTED_FIELDS = ("function_call", "audio")  # before tool_calls, and of models that speak
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _END_OF_THOUGHT = "</think>"
@@ -54,28 +55,46 @@ def _checked(value: Any, name: str) -> Message:
     if role not in ROLES:
         raise MessageError(f"{name}.role is {_shown(role)}, must be one of {', '.join(ROLES)}")
     message["content"] = text_of(message.get("content"), f"{name}.content")
+    check_extras(message, name)
     for field in REASONING_FIELDS:
         if (thought := message.pop(field, None)) is not None:
-            if not isinstance(thought, str):
-                raise MessageError(f"{name}.{field} is {_shown(thought)}, must be text")
             message["reasoning_content"] = thought
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    return message
+
+
+def check_extras(message: Message, name: str) -> None:
+    """Raise MessageError for a wrong value beside role and content. Unknown fields are left alone: clients add some."""
+    for field in (*REASONING_FIELDS, *_OTHER_TEXTS):
+        if message.get(field) is not None and not isinstance(message[field], str):
+            raise MessageError(f"{name}.{field} is {_shown(message[field])}, must be text")
     for field in _UNSUPPORTED_FIELDS:
         if message.get(field):
             raise MessageError(
                 f"{name}.{field} is {_shown(message[field])}, which is not supported; use tool_calls and text"
             )
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = _checked_calls(calls, f"{name}.tool_calls")
-    return message
+    if (calls := message.get("tool_calls")) is not None:
+        _check_calls(calls, f"{name}.tool_calls")
 
 
-def _checked_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    calls: list[Any] = value if isinstance(value, list) else [None]
-    for i, call in enumerate(calls):
-        function: Any = cast("dict[str, Any]", call).get("function") if isinstance(call, dict) else None
+def _check_calls(value: Any, name: str) -> None:
+    if not isinstance(value, list):
+        raise MessageError(f"{name} is {_shown(value)}, must be a list of calls")
+    for i, call in enumerate(cast("list[Any]", value)):
+        given = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+        function: Any = given.get("function")
         if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
             raise MessageError(f"{name}[{i}] is {_shown(call)}, must be an object with function.name and arguments")
-    return calls
+        if given.get("type") not in (None, "function"):
+            raise MessageError(f"{name}[{i}].type is {_shown(given['type'])}, must be 'function'")
+        if given.get("id") is not None and not isinstance(given["id"], str):
+            raise MessageError(f"{name}[{i}].id is {_shown(given['id'])}, must be text")
+        arguments: Any = cast("dict[str, Any]", function).get("arguments")
+        if arguments is not None and not isinstance(arguments, str | dict):
+            raise MessageError(
+                f"{name}[{i}].function.arguments is {_shown(arguments)}, must be JSON as text, or an object"
+            )
 
 
 def text_of(content: Any, name: str = "content") -> str:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import orjson
 
+from furlong.chat.messages import MessageError, check_extras
 from furlong.chat.prompt_size import longest_token, num_chars
 from furlong.core.chat_template import apply_template, template_messages
 from furlong.core.daemon_calls import call_in_thread
@@ -189,6 +190,10 @@ def _message(i: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RequestError(f"messages[{i}] must be an object with role and content")
     message = cast("dict[str, Any]", value)
+    try:
+        check_extras(message, f"messages[{i}]")
+    except MessageError as error:
+        raise RequestError(str(error)) from None
     content: Any = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message

@@ -21,6 +21,7 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished
 from furlong.inference.request_error import RequestError
+from furlong.inference.server import field_rules as rules
 from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
 from furlong.inference.server.chat_prompts import PromptEncoder
 from furlong.inference.server.events import DONE, event_stream, sse
@@ -61,9 +62,23 @@ SAMPLING_DEFAULTS = {
     if f.name not in ("return_routed_experts", "prefix_key")
 }
 IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
-
-
-MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 128, 1024, 1024  # stop strings, characters of one, stop token ids
+# Fields that do not change the result.
+WITHOUT_EFFECT: rules.Fields = {
+    **dict.fromkeys(("session_id", "routing_key", "extra_key", "conversation_id"), rules.text),
+    **dict.fromkeys(("log_metrics", "no_logs", "background", "return_text_in_logprobs"), rules.flag),
+    "priority": rules.whole(-rules.MAX_INT32, rules.MAX_INT32),
+    "custom_labels": rules.an_object,
+}
+GENERATE_FIELDS: rules.Fields = {
+    **dict.fromkeys(("input_ids", "text", "rid", "return_logprob", "logprob_start_len"), rules.anything),  # see below
+    "sampling_params": rules.either(
+        "an object, or a list of objects", rules.an_object, rules.list_of(rules.an_object, least=1)
+    ),
+    **dict.fromkeys(("stream", "incremental_streaming_output", "return_routed_experts"), rules.flag),
+    "routed_experts_start_len": rules.whole(0, rules.MAX_INT32),
+    **dict.fromkeys(UNSUPPORTED_FIELDS, rules.anything),
+    **WITHOUT_EFFECT,
+}
 
 
 @dataclass(frozen=True)
@@ -97,9 +112,13 @@ class ServerContext:
 
 def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
     """Raise RequestError naming every unsupported field that is set."""
-    names = [name for name, off in unsupported.items() if fields.get(name) not in (None, off, [], "")]
+    names = [name for name, off in unsupported.items() if not _is_off(fields.get(name), off)]
     if names:
         raise RequestError(f"not supported by the embedded engine: {', '.join(names)}; remove them, or use SGLang")
+
+
+def _is_off(value: Any, off: Any) -> bool:
+    return value in (None, [], {}, "") or (value == off and isinstance(value, bool) == isinstance(off, bool))
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
@@ -115,11 +134,13 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     for name, value in values.items():
         default = SAMPLING_DEFAULTS[name]
         if name == "stop":
-            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str, MAX_STOPS)
+            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str, rules.MAX_STOPS)
             longest = max(map(len, values[name]), default=0)
-            _expect(name, value, longest <= MAX_STOP_CHARS, f"strings of at most {MAX_STOP_CHARS} characters")
+            _expect(
+                name, value, longest <= rules.MAX_STOP_CHARS, f"strings of at most {rules.MAX_STOP_CHARS} characters"
+            )
         elif name == "stop_token_ids":
-            values[name] = _tuple_of(name, value, int, MAX_STOP_IDS)
+            values[name] = _tuple_of(name, value, int, rules.MAX_STOP_IDS)
         elif isinstance(default, bool):
             _expect(name, value, isinstance(value, bool), "true or false")
         elif isinstance(default, float):
@@ -149,6 +170,7 @@ async def requests_from(
     The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
     reject_unsupported(body, UNSUPPORTED_FIELDS)
+    rules.check_fields(body, GENERATE_FIELDS, allows_off=True)
     prompts, is_list = prompts_of(body)
     build = await off_loop(guard.body_bytes, parameters_of, body, len(prompts), model.limits)
     rows: list[list[int]]

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from furlong.inference.request_error import RequestError
+from furlong.inference.server.field_rules import MAX_SAMPLES
 from furlong.inference.server.fields import integer
-
-MAX_SAMPLES = 1024  # of one prompt in one request
 
 
 def num_samples(name: str, value: Any) -> int:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -17,9 +17,10 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.request import Finished
 from furlong.inference.request_error import RequestError
+from furlong.inference.server import field_rules as rules
 from furlong.inference.server.bodies import SMALL_BYTES, json_reply, off_loop
 from furlong.inference.server.events import DONE, event_stream, sse
-from furlong.inference.server.fields import boolean, quote
+from furlong.inference.server.fields import quote
 from furlong.inference.server.generate_api import (
     ServerContext,
     check_samples,
@@ -53,11 +54,35 @@ UNSUPPORTED: dict[str, Any] = {
     "modalities": ["text"],
 }
 SHARED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
-HONORED = {*SHARED, "model", "seed", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "logprobs"}
-OF_CHAT = {"messages", "tools", "chat_template", "chat_template_kwargs"}
-WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("separate_reasoning", "stream_reasoning"),  # sglang-router sends them; there is no reasoning parser
+_FIELDS: rules.Fields = {
+    **rules.SAMPLING,
+    "stop": rules.one_or_more_stops,
+    "stop_token_ids": rules.stop_ids,
+    "seed": rules.seed,
+    "max_tokens": rules.whole(0, rules.MAX_INT32),
+    "max_completion_tokens": rules.whole(0, rules.MAX_INT32),
+    "n": rules.num_samples,
+    "model": rules.text,
+    "stream_options": rules.object_of({"include_usage": rules.flag, "include_obfuscation": rules.flag}),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "stream"), rules.flag),
+    **dict.fromkeys(UNSUPPORTED, rules.anything),
+    # Without an effect; sglang-router sends the last two, and there is no reasoning parser.
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), rules.text),
+    "metadata": rules.metadata,
+    **dict.fromkeys(("store", "separate_reasoning", "stream_reasoning"), rules.flag),
+}
+CHAT_FIELDS: rules.Fields = {
+    **_FIELDS,
+    "logprobs": rules.flag,
+    **dict.fromkeys(
+        ("messages", "chat_template", "chat_template_kwargs"), rules.anything
+    ),  # checked with their content
+    "tools": rules.list_of(rules.an_object),
+}
+COMPLETION_FIELDS: rules.Fields = {
+    **_FIELDS,
+    "prompt": rules.anything,
+    "logprobs": rules.either("true, false, 0 or 1; only the sampled token's is known", rules.flag, rules.whole(0, 1)),
 }
 
 
@@ -87,19 +112,12 @@ async def completions(http: HttpRequest, model: ServerContext, body: Mapping[str
 
 def _check_fields(body: Mapping[str, Any], model: ServerContext, *, num_prompts: int, is_chat: bool) -> None:
     """Raise RequestError for invalid and unknown fields, before prompts are tokenized."""
-    known = HONORED | WITHOUT_EFFECT | UNSUPPORTED.keys() | (OF_CHAT if is_chat else {"prompt"})
-    if unknown := sorted(name for name in body.keys() - known if body[name] not in (None, False, "", [], {})):
-        raise RequestError(f"the request has unknown fields {quote(unknown)}; remove them")
+    rules.check_fields(body, CHAT_FIELDS if is_chat else COMPLETION_FIELDS, allows_off=True)
     is_default = body.get("tool_choice") == "none" and not body.get("tools")
     reject_unsupported({**body, "tool_choice": None} if is_default else body, UNSUPPORTED)
     _check_model(body.get("model"), model.name)
     check_samples(num_prompts, num_samples("n", body.get("n")), model.limits)
     _params(body, is_chat=is_chat)
-    _usage_wanted(body)
-    boolean(body, "stream")
-    log_probs = body.get("logprobs")
-    if log_probs is not None and type(log_probs) not in (bool, int):
-        raise RequestError(f"logprobs is {quote(log_probs)}, must be a boolean or an integer")
 
 
 def _check_model(asked: Any, served: str) -> None:
@@ -109,10 +127,7 @@ def _check_model(asked: Any, served: str) -> None:
 
 
 def _usage_wanted(body: Mapping[str, Any]) -> bool:
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError(f"stream_options is {quote(options)}, must be an object")
-    return boolean(cast("dict[str, Any]", options), "include_usage")
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def _params(body: Mapping[str, Any], *, is_chat: bool) -> SamplingParams:
@@ -138,7 +153,7 @@ async def _answer(
     await off_loop(sum(map(len, rows)) * 8, model.check, requests)
     kind = "chat.completion" if is_chat else "text_completion"
     head = {"id": name, "object": kind, "created": int(time.time()), "model": model.name}
-    if boolean(body, "stream"):
+    if body.get("stream"):
         if is_chat:
             head["object"] = "chat.completion.chunk"
         chunks = _Chunks(head, is_chat=is_chat, with_usage=_usage_wanted(body))

@@ -10,12 +10,11 @@ import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.request_error import RequestError
+from furlong.inference.server import field_rules as rules
 from furlong.inference.server.fields import boolean, quote
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
-    check_fields,
-    check_keys,
     checked_tools,
     objects,
     strict_tools,
@@ -24,45 +23,76 @@ from furlong.sessions.endpoints.client_call import (
 from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
 from furlong.sessions.reply import Reply
 
-HONORED = {
-    *("model", "messages", "system", "max_tokens", "tools", "tool_choice", "temperature", "top_p", "top_k"),
-    *("stop_sequences", "stream", "thinking"),
+_TOOL = rules.object_of(
+    {
+        "type": rules.text,
+        "name": rules.filled_text,
+        "description": rules.text,
+        "input_schema": rules.an_object,
+        "cache_control": rules.an_object,
+        "eager_input_streaming": rules.flag,
+        "strict": rules.flag,
+    },
+    required=("name",),
+)
+_ROLE = rules.one_of("user", "assistant", "system")
+_MESSAGE = rules.object_of({"role": _ROLE}, required=("role",), others=rules.anything)
+FIELDS: rules.Fields = {
+    "model": rules.text,
+    "messages": rules.list_of(_MESSAGE),
+    "system": rules.text_or_parts,
+    "max_tokens": rules.num_tokens,
+    "tools": rules.list_of(rules.an_object),
+    "tool_choice": rules.object_of({"type": rules.text, "name": rules.text, "disable_parallel_tool_use": rules.flag}),
+    "temperature": rules.temperature,
+    "top_p": rules.top_p,
+    "top_k": rules.top_k,
+    "stop_sequences": rules.stops,
+    "stream": rules.flag,
+    "thinking": rules.object_of(
+        {"type": rules.one_of("enabled", "disabled", "adaptive"), "budget_tokens": rules.num_tokens},
+        required=("type",),
+    ),
+    # Without an effect on the result:
+    "metadata": rules.metadata,
+    "betas": rules.list_of(rules.text),
+    **dict.fromkeys(("service_tier", "anthropic_version", "inference_geo"), rules.text),
+    **dict.fromkeys(("user_profile_id", "workspace_id"), rules.text),
+    **dict.fromkeys(("cache_control", "diagnostics"), rules.an_object),
+    # Not implemented:
+    "mcp_servers": rules.only([]),
+    **dict.fromkeys(("container", "context_management", "output_config"), rules.only()),
+    "speed": rules.only("standard"),
 }
-NEUTRAL = {
-    *("metadata", "service_tier", "betas", "anthropic_version", "cache_control", "diagnostics", "inference_geo"),
-    *("user_profile_id", "workspace_id"),
+_BLOCKS: Mapping[str, rules.Rule] = {
+    "text": rules.object_of({"text": rules.text}, required=("text",), others=rules.anything),
+    "thinking": rules.object_of(
+        {"thinking": rules.text, "signature": rules.text}, required=("thinking",), others=rules.anything
+    ),
+    "tool_use": rules.object_of(
+        {"id": rules.text, "name": rules.filled_text, "input": rules.an_object},
+        required=("name",),
+        others=rules.anything,
+    ),
+    "tool_result": rules.object_of({"tool_use_id": rules.text, "is_error": rules.flag}, others=rules.anything),
 }
-OFF: Mapping[str, Sequence[Any]] = {
-    "container": (),
-    "mcp_servers": (),
-    "context_management": (),
-    "output_config": (),
-    "speed": ("standard",),
-}
-TOOL_FIELDS = ("type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict")
 
 
 def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    rules.check_fields(body, FIELDS)
     if body.get("max_tokens") is None and not counts_only:
         raise RequestError("max_tokens is missing; it must be an integer of at least 1")
-    choice: Any = body.get("tool_choice") or {"type": "auto"}
-    if not isinstance(choice, dict):
-        raise RequestError(f"tool_choice is {quote(choice)}, must be an object with a type")
+    choice: dict[str, Any] = body.get("tool_choice") or {"type": "auto"}
     given = objects(body, "tools")
     tools = [_tool(i, tool) for i, tool in enumerate(given)]
     overridden = strict_tools(given)
-    kind: Any = cast("dict[str, Any]", choice).get("type")
-    thinking: Any = body.get("thinking") or {}
+    kind = choice.get("type")
+    thinking: dict[str, Any] | None = body.get("thinking")
     kwargs = {}
-    if thinking:
-        mode = cast("dict[str, Any]", thinking).get("type") if isinstance(thinking, dict) else None
-        if mode not in ("enabled", "disabled", "adaptive"):
-            raise RequestError(f"thinking is {quote(thinking)}, must be an object with type enabled or disabled")
-        check_keys(cast("dict[str, Any]", thinking), ("type", "budget_tokens"), "thinking")
+    if thinking is not None:
         overridden += ["budget_tokens"] if "budget_tokens" in thinking else []
-        kwargs = {"enable_thinking": mode != "disabled"}
+        kwargs = {"enable_thinking": thinking["type"] != "disabled"}
     return ClientCall(
         messages=checked_messages(_messages(body)),
         tools=checked_tools(tools),
@@ -74,7 +104,7 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
         max_tokens=token_limit(body, "max_tokens"),
         is_stream=boolean(body, "stream"),
         reads_calls=read_tool_choice(kind if kind in ("auto", "none") else choice, has_tools=bool(tools)),
-        max_calls=1 if boolean(cast("dict[str, Any]", choice), "disable_parallel_tool_use") else None,
+        max_calls=1 if choice.get("disable_parallel_tool_use") else None,
         overridden=overridden,
         body=body,
     )
@@ -83,7 +113,7 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
 def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise RequestError(f"tools[{i}].type is {quote(tool['type'])}; only tools with an input_schema are supported")
-    check_keys(tool, TOOL_FIELDS, f"tools[{i}]")
+    _TOOL(f"tools[{i}]", tool)
     function = {key: tool[key] for key in ("name", "description") if key in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
 
@@ -152,15 +182,12 @@ def _user(blocks: list[Any], name: str, role: Any) -> list[Message]:
     return results
 
 
-_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "name"}  # text that a block must have
-
-
 def _kind(block: Any, name: str) -> str:
     kind: Any = cast("dict[str, Any]", block).get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise MessageError(f"{name} is {quote(block)}, must be an object with a type")
-    if kind in _FIELDS and not isinstance(block.get(_FIELDS[kind]), str):
-        raise MessageError(f"{name}.{_FIELDS[kind]} is {quote(block.get(_FIELDS[kind]))}, must be text")
+    if kind in _BLOCKS:
+        _BLOCKS[kind](name, block)
     return kind
 
 

@@ -4,85 +4,72 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from furlong.chat.messages import checked_messages
 from furlong.inference.request_error import RequestError
+from furlong.inference.server import field_rules as rules
 from furlong.inference.server.events import DONE, sse
 from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_fields import num_samples
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
-    check_fields,
-    check_keys,
     checked_tools,
     objects,
     strict_tools,
+    template_kwargs,
     token_limit,
 )
 from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
 from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import ReplyPiece
 
-HONORED = {
-    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "logprobs"),
-    *(
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "stop",
-        "stop_token_ids",
-        "seed",
-    ),
-    *("return_token_ids", "chat_template_kwargs", "reasoning_effort", "min_tokens"),
-}
-NEUTRAL = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prompt_cache_options", "request_id", "rid", "stream_reasoning"),
-}
-OFF: Mapping[str, Sequence[Any]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": (),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "functions": (),
-    "function_call": ("none",),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "moderation": (),
-    "separate_reasoning": (True,),
-    "include_reasoning": (True,),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True, False),
+FIELDS: rules.Fields = {
+    **rules.SAMPLING,
+    "model": rules.text,
+    "messages": rules.anything,  # checked with their content
+    "tools": rules.list_of(rules.an_object),
+    "tool_choice": rules.anything,
+    "stream_options": rules.object_of({"include_usage": rules.flag, "include_obfuscation": rules.flag}),
+    "n": rules.num_samples,
+    "max_tokens": rules.num_tokens,
+    "max_completion_tokens": rules.num_tokens,
+    "min_tokens": rules.whole(0, rules.MAX_INT32),
+    "stop": rules.one_or_more_stops,
+    "stop_token_ids": rules.stop_ids,
+    "seed": rules.seed,
+    "chat_template_kwargs": template_kwargs,
+    "reasoning_effort": rules.text,
+    **dict.fromkeys(("parallel_tool_calls", "stream", "logprobs", "return_token_ids"), rules.flag),
+    # Without an effect on the result:
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), rules.text),
+    **dict.fromkeys(("prompt_cache_retention", "request_id", "rid"), rules.text),
+    **dict.fromkeys(("store", "stream_reasoning"), rules.flag),
+    "metadata": rules.metadata,
+    "prompt_cache_options": rules.an_object,
+    # Not implemented:
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), rules.only(0)),
+    "repetition_penalty": rules.only(1),
+    "logit_bias": rules.only({}),
+    "response_format": rules.only({"type": "text"}),
+    "functions": rules.only([]),
+    "function_call": rules.only("none"),
+    "modalities": rules.only(["text"]),
+    "verbosity": rules.only("medium"),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), rules.only()),
+    **dict.fromkeys(("separate_reasoning", "include_reasoning", "add_generation_prompt"), rules.only(True)),
+    **dict.fromkeys(("echo", "continue_final_message", "ignore_eos"), rules.only(False)),
+    "skip_special_tokens": rules.flag,  # the text of an answer has none
 }
 
 
 def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    rules.check_fields(body, FIELDS)
     tools = checked_tools(objects(body, "tools"))
     reads_calls = read_tool_choice(body.get("tool_choice"), has_tools=tools is not None)
-    kwargs: Any = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
-        raise RequestError(f"chat_template_kwargs is {quote(kwargs)}, must be an object")
+    kwargs: dict[str, Any] = body.get("chat_template_kwargs") or {}
     if body.get("reasoning_effort") is not None:
         kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
-    options: Any = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError(f"stream_options is {quote(options)}, must be an object with include_usage")
-    check_keys(cast("dict[str, Any]", options), ("include_usage", "include_obfuscation"), "stream_options")
-    stop = body.get("stop")
     return ClientCall(
         messages=checked_messages(body.get("messages")),
         tools=tools,
@@ -92,13 +79,13 @@ def read(body: Mapping[str, Any]) -> ClientCall:
             "top_p": body.get("top_p"),
             "top_k": body.get("top_k"),
             "min_p": body.get("min_p"),
-            "stop": stop,
+            "stop": body.get("stop"),
             "stop_token_ids": body.get("stop_token_ids"),
             "min_new_tokens": body.get("min_tokens"),
             "sampling_seed": body.get("seed"),
         },
         max_tokens=token_limit(body, "max_completion_tokens", "max_tokens"),
-        n=num_samples("n", body.get("n")),
+        n=body.get("n") or 1,
         is_stream=boolean(body, "stream"),
         reads_calls=reads_calls,
         max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,

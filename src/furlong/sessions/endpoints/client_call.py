@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, cast
 
 from furlong.chat.messages import Message
 from furlong.inference.request_error import RequestError
+from furlong.inference.server.field_rules import (
+    MAX_INT32,
+    Rule,
+    an_object,
+    anything,
+    filled_text,
+    flag,
+    list_of,
+    object_of,
+    text,
+)
 from furlong.inference.server.fields import integer, quote
 
-MAX_TOKENS = (1 << 31) - 1
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "conversation")
+FUNCTION: Rule = object_of(
+    {"name": filled_text, "description": text, "parameters": an_object, "strict": flag},
+    required=("name",),
+    others=anything,  # templates show the whole tool
+)
 
 
 @dataclass(frozen=True)
@@ -44,22 +60,6 @@ class ClientCall:
         return self.ids is not None or self.wants_texts or self.wants_prompt_ids
 
 
-def check_fields(
-    body: Mapping[str, Any], *, honored: set[str], neutral: set[str], off: Mapping[str, Sequence[Any]]
-) -> None:
-    """Raise RequestError naming a field that would change the result and is not implemented.
-
-    neutral: fields without an effect on the result. off: fields that must be absent or have one of these values.
-    """
-    for name, value in body.items():
-        if name in honored or name in neutral or value is None:
-            continue
-        if name not in off:
-            raise RequestError(f"{name} is not a field of this endpoint; remove it")
-        if value not in (*off[name], [], {}, ""):
-            raise RequestError(f"{name} is {quote(value)}, which is not supported here; remove it")
-
-
 def check_model(asked: Any, served: str) -> None:
     """Raise RequestError for a model that is not served; the last part of its path will do."""
     if asked not in (None, "", "default", "actor", served) and asked != PurePath(served).name:
@@ -69,7 +69,7 @@ def check_model(asked: Any, served: str) -> None:
 def token_limit(body: Mapping[str, Any], *names: str) -> int | None:
     """Return the first limit of new tokens that the body has."""
     name = next((name for name in names if body.get(name) is not None), None)
-    return None if name is None else integer(body, name, low=1, high=MAX_TOKENS)
+    return None if name is None else integer(body, name, low=1, high=MAX_INT32)
 
 
 def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -77,18 +77,15 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     value: Any = body.get(name)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in cast("list[Any]", value)):
-        raise RequestError(f"{name} is {quote(value)}, must be a list of objects")
+    list_of(an_object)(name, value)
     return cast("list[dict[str, Any]]", value)
 
 
-def check_keys(given: Mapping[str, Any], allowed: Collection[str], name: str) -> None:
-    """Raise RequestError for a nested field that would be ignored."""
-    unknown = next(
-        (key for key, value in given.items() if key not in allowed and value not in (None, False, [], {})), None
-    )
-    if unknown is not None:
-        raise RequestError(f"{name}.{unknown} is {quote(given[unknown])}, which is not supported here; remove it")
+def template_kwargs(name: str, value: Any) -> None:
+    """Accept an object of values for the chat template."""
+    an_object(name, value)
+    if wrong := next((key for key in value if not key.isidentifier() or key in RESERVED), None):
+        raise RequestError(f"{name}.{wrong} is not a value that a request may set; remove it")
 
 
 def strict_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -103,6 +100,5 @@ def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         function: Any = tool.get("function")
         if tool.get("type", "function") != "function":
             raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
-        if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
-            raise RequestError(f"tools[{i}].function is {quote(function)}, must be an object with a name")
+        FUNCTION(f"tools[{i}].function", function)
     return tools or None

@@ -10,12 +10,11 @@ import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.request_error import RequestError
+from furlong.inference.server import field_rules as rules
 from furlong.inference.server.fields import boolean, quote
 from furlong.sessions.endpoints.chat_completions import read_tool_choice
 from furlong.sessions.endpoints.client_call import (
     ClientCall,
-    check_fields,
-    check_keys,
     checked_tools,
     objects,
     strict_tools,
@@ -24,30 +23,68 @@ from furlong.sessions.endpoints.client_call import (
 from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
 from furlong.sessions.reply import Reply
 
-HONORED = {
-    *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "stream"),
-    *("previous_response_id", "parallel_tool_calls", "reasoning"),
-}
-NEUTRAL = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("stream_options", "client_metadata", "prompt_cache_options"),
-}
-OFF: Mapping[str, Sequence[Any]] = {
-    "text": (
+_TOOL = rules.object_of(
+    {
+        "type": rules.text,
+        "name": rules.filled_text,
+        "description": rules.text,
+        "parameters": rules.an_object,
+        "strict": rules.flag,
+    },
+    required=("name",),
+)
+FIELDS: rules.Fields = {
+    "model": rules.text,
+    "input": rules.text_or_parts,
+    "instructions": rules.text_or_parts,
+    "tools": rules.list_of(rules.an_object),
+    "tool_choice": rules.anything,
+    "max_output_tokens": rules.num_tokens,
+    "temperature": rules.temperature,
+    "top_p": rules.top_p,
+    "previous_response_id": rules.text,
+    # The reasoning itself is returned, so there is no summary of it.
+    "reasoning": rules.object_of(dict.fromkeys(("effort", "summary", "generate_summary"), rules.text)),
+    **dict.fromkeys(("stream", "parallel_tool_calls"), rules.flag),
+    # Without an effect on the result:
+    **dict.fromkeys(("user", "service_tier", "safety_identifier"), rules.text),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), rules.text),
+    "store": rules.flag,
+    "metadata": rules.metadata,
+    "stream_options": rules.object_of({"include_obfuscation": rules.flag}),
+    **dict.fromkeys(("client_metadata", "prompt_cache_options"), rules.an_object),
+    # Not implemented:
+    "text": rules.only(
         {"format": {"type": "text"}},
         {"verbosity": "medium"},
         {"format": {"type": "text"}, "verbosity": "medium"},
+        {},
     ),
-    "truncation": ("disabled",),
-    "include": (["reasoning.encrypted_content"],),
-    "background": (False,),
-    "top_logprobs": (0,),
-    "max_tool_calls": (),
-    "conversation": (),
-    "prompt": (),
-    "moderation": (),
-    "context_management": (),
-    "background_options": (),
+    "truncation": rules.only("disabled"),
+    "include": rules.only(["reasoning.encrypted_content"], []),
+    "background": rules.only(False),
+    "top_logprobs": rules.only(0),
+    **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), rules.only()),
+    **dict.fromkeys(("context_management", "background_options"), rules.only()),
+}
+_THOUGHT = rules.object_of(
+    {"type": rules.one_of("reasoning_text"), "text": rules.text}, required=("text",), others=rules.anything
+)
+_ITEMS: Mapping[Any, rules.Rule] = {
+    "message": rules.object_of({"role": rules.text}, others=rules.anything),
+    "reasoning": rules.object_of(
+        {
+            "summary": rules.list_of(rules.an_object),
+            "content": rules.list_of(_THOUGHT),
+        },
+        others=rules.anything,
+    ),
+    "function_call": rules.object_of(
+        {"name": rules.filled_text, "arguments": rules.text, "call_id": rules.text},
+        required=("name",),
+        others=rules.anything,
+    ),
+    "function_call_output": rules.object_of({"call_id": rules.text}, others=rules.anything),
 }
 
 
@@ -56,15 +93,10 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
 
     Raises RequestError and MessageError naming the field.
     """
-    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    rules.check_fields(body, FIELDS)
     given = objects(body, "tools")
     tools = checked_tools([_tool(i, tool) for i, tool in enumerate(given)])
-    reasoning: Any = body.get("reasoning") or {}
-    if not isinstance(reasoning, dict):
-        raise RequestError(f"reasoning is {quote(reasoning)}, must be an object with effort")
-    # The reasoning itself is returned, so there is no summary of it.
-    check_keys(cast("dict[str, Any]", reasoning), ("effort", "summary", "generate_summary"), "reasoning")
-    effort: Any = cast("dict[str, Any]", reasoning).get("effort")
+    effort: str | None = (body.get("reasoning") or {}).get("effort")
     instructions: list[Message] = []
     if body.get("instructions"):
         instructions.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -86,7 +118,7 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
 def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
-    check_keys(tool, ("type", "name", "description", "parameters", "strict"), f"tools[{i}]")
+    _TOOL(f"tools[{i}]", tool)
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
@@ -107,7 +139,10 @@ def _input(value: Any) -> list[Message]:
 def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> None:
     """Add an item: parts of one answer (reasoning, message, calls) are joined to one message."""
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    match item.get("type", "message"):
+    kind: Any = "message" if item.get("type") is None else item["type"]
+    if isinstance(kind, str) and kind in _ITEMS:
+        _ITEMS[kind](name, item)
+    match kind:
         case "message" if item.get("role") == "assistant":
             text = text_of(item.get("content"), f"{name}.content")
             if answer is None or answer["content"] or answer.get("tool_calls"):
@@ -118,7 +153,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
             messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{name}.content")})
         case "reasoning":
             parts: list[Any] = item.get("content") or []
-            thought = "".join(str(part.get("text", "")) for part in parts)
+            thought = "".join(part["text"] for part in parts)
             messages.append({"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {}))
         case "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -130,7 +165,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
         case "function_call_output":
             text = text_of(item.get("output"), f"{name}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        case kind:
+        case _:
             raise MessageError(f"{name}.type is {quote(kind)}, which is not supported")
 
 

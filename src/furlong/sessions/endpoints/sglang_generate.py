@@ -3,56 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_fields import check_rows, num_samples, prompts_of, token_log_probs
-from furlong.sessions.endpoints.client_call import ClientCall, check_fields, token_limit
+from furlong.inference.server import field_rules as rules
+from furlong.inference.server.generate_fields import prompts_of, token_log_probs
+from furlong.sessions.endpoints.client_call import ClientCall, token_limit
 from furlong.sessions.reply import Reply
 
-HONORED = {"input_ids", "text", "sampling_params", "return_logprob", "stream"}
-NEUTRAL = {"rid", "log_metrics", "return_text_in_logprobs", "session_id", "routing_key", "extra_key", "priority"}
-OFF: Mapping[str, Sequence[Any]] = {
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-}
-SAMPLING_HONORED = {
-    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"),
-    *("sampling_seed", "n"),
-}
-SAMPLING_NEUTRAL = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
-SAMPLING_OFF: Mapping[str, Sequence[Any]] = {
-    "ignore_eos": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+_STOPS = ("stop", "stop_token_ids")
+_SAMPLING = rules.object_of(
+    {
+        **rules.SAMPLING,
+        "max_new_tokens": rules.num_tokens,
+        "min_new_tokens": rules.whole(0, rules.MAX_INT32),
+        "stop": rules.one_or_more_stops,
+        "stop_token_ids": rules.stop_ids,
+        "sampling_seed": rules.seed,
+        "n": rules.num_samples,
+        # Without an effect on the result:
+        **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"), rules.flag),
+        # Not implemented:
+        "ignore_eos": rules.only(False),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), rules.only(0)),
+        "repetition_penalty": rules.only(1),
+    }
+)
+FIELDS: rules.Fields = {
+    "input_ids": rules.either("token ids, or a list of lists of them", rules.token_ids, rules.list_of(rules.token_ids)),
+    "text": rules.either("text, or a list of texts", rules.text, rules.list_of(rules.text)),
+    "sampling_params": _SAMPLING,
+    "return_logprob": rules.flag,
+    "stream": rules.flag,
+    # Without an effect on the result:
+    **dict.fromkeys(("rid", "session_id", "routing_key", "extra_key"), rules.text),
+    **dict.fromkeys(("log_metrics", "return_text_in_logprobs"), rules.flag),
+    "priority": rules.whole(-rules.MAX_INT32, rules.MAX_INT32),
+    # Not implemented:
+    "logprob_start_len": rules.only(-1),
+    "top_logprobs_num": rules.only(0),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts"), rules.only(False)),
 }
 
 
 def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request for one prompt. Raises RequestError naming the field."""
-    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
+    rules.check_fields(body, FIELDS)
     prompts, is_list = prompts_of(body)
     if is_list and len(prompts) != 1:
         raise RequestError(f"there are {len(prompts)} prompts; a session answers one at a time: send one request each")
-    if boolean(body, "stream"):
+    if body.get("stream"):
         raise RequestError("stream is True, but this endpoint does not stream; remove it")
     (prompt,) = prompts
-    if not isinstance(prompt, str):
-        check_rows("input_ids", [prompt])
-    params: Any = body.get("sampling_params") or {}
-    if not isinstance(params, dict):
-        raise RequestError(f"sampling_params is {quote(params)}, must be an object")
-    fields = cast("dict[str, Any]", params)
-    check_fields(fields, honored=SAMPLING_HONORED, neutral=SAMPLING_NEUTRAL, off=SAMPLING_OFF)
+    fields: dict[str, Any] = body.get("sampling_params") or {}
     return ClientCall(
-        ids=prompt if isinstance(prompt, str) else cast("list[int]", prompt),
-        sampling={name: fields.get(name) for name in sorted(SAMPLING_HONORED - {"max_new_tokens", "n"})},
+        ids=prompt,
+        sampling={name: fields.get(name) for name in (*rules.SAMPLING, *_STOPS, "min_new_tokens", "sampling_seed")},
         max_tokens=token_limit(fields, "max_new_tokens"),
-        n=num_samples("sampling_params.n", fields.get("n")),
+        n=fields.get("n") or 1,
         body=body,
     )
 
@@ -82,7 +90,7 @@ def _row(call: ClientCall, reply: Reply) -> dict[str, Any]:
         "weight_version": str(reply.versions[-1]) if reply.versions else None,
         "token_versions": reply.versions,
     }
-    if boolean(call.body, "return_logprob"):
+    if call.body.get("return_logprob"):
         meta["output_token_logprobs"] = token_log_probs(reply.tokens, reply.log_probs)
         meta["output_token_logprobs_length"] = reply.num_tokens
     return {"text": reply.message["content"] or "", "output_ids": reply.tokens, "meta_info": meta}

@@ -3,66 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.fields import boolean, quote
-from furlong.inference.server.generate_fields import num_samples
-from furlong.sessions.endpoints.client_call import ClientCall, check_fields, token_limit
+from furlong.inference.server import field_rules as rules
+from furlong.inference.server.fields import quote
+from furlong.sessions.endpoints.client_call import ClientCall, token_limit
 from furlong.sessions.reply import Reply
 
-HONORED = {"token_ids", "sampling_params", "model", "request_id", "stream"}
-NEUTRAL = {"priority", "cache_salt"}
-OFF: Mapping[str, Sequence[Any]] = {"features": (), "kv_transfer_params": (), "stream_options": ()}
-SAMPLING_HONORED = {
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "n"),
-    "logprobs",
-}
-SAMPLING_NEUTRAL = {"detokenize", "output_kind", "spaces_between_special_tokens", "skip_special_tokens"}
-SAMPLING_OFF: Mapping[str, Sequence[Any]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "prompt_logprobs": (),
-    "include_stop_str_in_output": (True, False),
-    "skip_reading_prefix_cache": (False,),
-    "logit_bias": (),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "extra_args": (),
-    "flat_logprobs": (False,),
+_SAMPLING = rules.object_of(
+    {
+        **rules.SAMPLING,
+        "top_k": rules.whole(-1, rules.MAX_INT32),  # 0 is off
+        "max_tokens": rules.num_tokens,
+        "min_tokens": rules.whole(0, rules.MAX_INT32),
+        "stop": rules.one_or_more_stops,
+        "stop_token_ids": rules.stop_ids,
+        "seed": rules.seed,
+        "n": rules.num_samples,
+        "logprobs": rules.whole(0, 1),  # only the sampled token's are known
+        # Without an effect on the result:
+        **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "skip_special_tokens"), rules.flag),
+        "output_kind": rules.whole(0, 2),
+        "include_stop_str_in_output": rules.flag,
+        # Not implemented:
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), rules.only(0)),
+        "repetition_penalty": rules.only(1),
+        **dict.fromkeys(("ignore_eos", "skip_reading_prefix_cache", "flat_logprobs"), rules.only(False)),
+        **dict.fromkeys(("logit_bias", "extra_args"), rules.only({})),
+        **dict.fromkeys(("allowed_token_ids", "bad_words"), rules.only([])),
+        **dict.fromkeys(("prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), rules.only()),
+    }
+)
+FIELDS: rules.Fields = {
+    "token_ids": rules.token_ids,
+    "sampling_params": _SAMPLING,
+    "model": rules.text,
+    "request_id": rules.text,
+    "stream": rules.flag,
+    "priority": rules.whole(-rules.MAX_INT32, rules.MAX_INT32),  # without an effect on the result
+    "cache_salt": rules.text,
+    **dict.fromkeys(("features", "kv_transfer_params", "stream_options"), rules.only({})),
 }
 
 
 def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request. Raises RequestError naming the field."""
-    check_fields(body, honored=HONORED, neutral=NEUTRAL, off=OFF)
-    ids: Any = body.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(id) is int for id in cast("list[Any]", ids)):
-        raise RequestError(f"token_ids is {quote(ids)}, must be a list of at least one integer")
-    if boolean(body, "stream"):
+    rules.check_fields(body, FIELDS)
+    ids: list[int] | None = body.get("token_ids")
+    if not ids:
+        raise RequestError(f"token_ids is {quote(ids)}, must be a list of at least one token id")
+    if body.get("stream"):
         raise RequestError("stream is True, but this endpoint does not stream; remove it")
-    params: Any = body.get("sampling_params") or {}
-    if not isinstance(params, dict):
-        raise RequestError(f"sampling_params is {quote(params)}, must be an object")
-    fields = cast("dict[str, Any]", params)
-    check_fields(fields, honored=SAMPLING_HONORED, neutral=SAMPLING_NEUTRAL, off=SAMPLING_OFF)
-    if fields.get("logprobs") not in (None, 0, 1):
-        raise RequestError(
-            f"sampling_params.logprobs is {quote(fields['logprobs'])}; only the sampled token's are known"
-        )
+    fields: dict[str, Any] = body.get("sampling_params") or {}
     return ClientCall(
-        ids=cast("list[int]", ids),
+        ids=ids,
         sampling={
-            **{name: fields.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")},
+            **{name: fields.get(name) for name in ("temperature", "top_p", "min_p", "stop", "stop_token_ids")},
+            "top_k": -1 if fields.get("top_k") == 0 else fields.get("top_k"),
             "min_new_tokens": fields.get("min_tokens"),
             "sampling_seed": fields.get("seed"),
         },
         max_tokens=token_limit(fields, "max_tokens"),
-        n=num_samples("sampling_params.n", fields.get("n")),
+        n=fields.get("n") or 1,
         body=body,
     )
 
