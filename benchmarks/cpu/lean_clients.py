@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--tool-ms", type=float, default=0.0)
     options = parser.parse_args()
+    gc.disable()  # a collection would hold all agents of this process, as if the server did
     asyncio.run(_serve(options.turns, options.tool_ms / 1000))
 
 

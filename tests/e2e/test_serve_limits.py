@@ -122,13 +122,13 @@ def test_samples_are_limited_by_request_and_in_all():
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 def test_replies_that_are_not_read_are_limited_in_bytes(path):
-    body = {"sampling_params": {**GREEDY, "max_new_tokens": 50}, "max_tokens": 50, "return_logprob": True}
-    body |= {"logprobs": True, "ignore_eos": True}
-    body["messages" if "chat" in path else "prompt" if "v1" in path else "text"] = (
-        [{"role": "user", "content": "a"}] if "chat" in path else "a"
-    )
-    if "v1" in path:
-        del body["sampling_params"], body["return_logprob"]
+    bodies = {
+        "/generate": {"text": "a", "sampling_params": {**GREEDY, "max_new_tokens": 50}, "return_logprob": True},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    }
+    of_openai = {"max_tokens": 50, "logprobs": True, "ignore_eos": True}
+    body = bodies[path] | (of_openai if "v1" in path else {})
     with served_tiny(limits=ServerLimits(max_total_reply_bytes=800)) as (url, _, _):
         large = post(url, path, **body)
         assert large.status_code == 413

@@ -151,7 +151,8 @@ class Policy:
                 "this run has no session server; it is started with --custom-generate-function-path or an agent flag"
             )
         if not self.opened:
-            self.opened.append(self.server.open(self.session_tree, lambda: self.engine.abort([self.session])))
+            engine, name = self.engine, self.session  # not `self`, which would be a reference cycle
+            self.opened.append(self.server.open(self.session_tree, lambda: engine.abort([name])))
         return self.opened[0]
 
     async def end_session(self) -> None:

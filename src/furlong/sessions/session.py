@@ -191,6 +191,7 @@ class Session:
     def end(self, reason: str = "its episode is over") -> None:
         """Refuse further requests. The first reason counts."""
         self.end_reason = self.end_reason or reason
+        self._complete = _refuse  # what completed refers to the session: neither then needs a garbage collection
 
     def _check_open(self) -> None:
         if self.end_reason:
@@ -382,6 +383,10 @@ class Session:
                 for i, call in enumerate(calls)
             ]
         return message
+
+
+async def _refuse(*_: Any) -> Completion:
+    raise EndedError("the session ended before the engine was asked")
 
 
 async def _turn() -> None:
