@@ -195,3 +195,22 @@ def test_the_process_and_its_port_end_with_the_run_that_is_killed():
         time.sleep(0.02)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.slow
+def test_large_messages_that_are_refused_leave_no_memory_behind():
+    mib = 1 << 20
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> list[int]:
+        (front,) = fronts()
+        used: list[int] = []
+        for text in ("short", *["a " * (4 * mib)] * 4):
+            request = {"messages": [{"role": "user", "content": text}]}
+            used.append(front.memory_info().rss)
+            await client.post(f"{opened.url}/v1/chat/completions", json=request)
+        async with asyncio.timeout(10):
+            while front.memory_info().rss > used[1] + 4 * mib:  # one of them has 8 MiB
+                await asyncio.sleep(0.1)
+        return used
+
+    run(Script(bpe_tokenizer("qwen"), "one"), body, is_shared=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -383,3 +385,29 @@ def test_many_requests_and_answers_at_once_do_not_hold_the_event_loop():
     asyncio.run(main())
     assert len(prompts) == len(answers) == 200
     assert max(max(each.count(i) for i in set(each)) for each in (prompts, answers)) <= 10
+
+
+def test_an_ended_session_is_freed_without_a_garbage_collection():
+    def opened() -> tuple[Session, weakref.ref[Any]]:
+        class Owner:
+            async def complete(self, *_: Any) -> Completion:
+                return Completion([7], [-0.5], [0], "length", "x")
+
+        owner: Any = Owner()  # as a policy: it has the session, and the session completes with it
+        owner.session = Session(ChatFormat(bpe_tokenizer("plain")), owner.complete, name="s", params=SamplingParams())
+        return owner.session, weakref.ref(owner)
+
+    async def main() -> weakref.ref[Any]:
+        session, owner = opened()
+        await session.chat([{"role": "user", "content": "hi"}])
+        session.end()
+        with pytest.raises(EndedError):
+            await session.chat([{"role": "user", "content": "hi"}])
+        assert len(session.tree.nodes) == 1
+        return owner
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()

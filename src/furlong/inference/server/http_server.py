@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from furlong.core.addresses import bound_socket, host_and_port, is_loopback
-from furlong.core.garbage import return_free_memory
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
 from furlong.inference.server.connections import build_server
-from furlong.inference.server.limits import Counts, ServerLimits, add_limit_flags, limits_from
+from furlong.inference.server.limits import ServerLimits, add_limit_flags, limits_from
+from furlong.inference.server.listener import trim_when_idle
 from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_S = 3.5  # from a signal to the end of the process, at the latest
 ABORT_S = 1.0  # for running requests to be aborted
-IDLE_S = 1.0  # between two checks whether the server is idle
 
 
 @contextlib.asynccontextmanager
@@ -64,7 +63,7 @@ async def running_server(
     listener = bound_socket(host, port)
     uvicorn_server = build_server(server.app, server.counts)
     task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
-    trimming = asyncio.create_task(_trim_when_idle(server.counts))
+    trimming = asyncio.create_task(trim_when_idle(server.counts))
     try:
         while not uvicorn_server.started:
             if task.done():
@@ -78,16 +77,6 @@ async def running_server(
         server.weights.close()
         await task
         listener.close()
-
-
-async def _trim_when_idle(counts: Counts) -> None:
-    """Return the memory of requests to the system whenever they are answered."""
-    num_before = 0
-    while True:
-        await asyncio.sleep(IDLE_S)
-        if counts.is_idle and counts.num_bodies != num_before:
-            num_before = counts.num_bodies
-            await asyncio.to_thread(return_free_memory)
 
 
 async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, agents: AgentEndpoints | None) -> None:

@@ -36,7 +36,12 @@ class Turns:
             self._take(action, follow_up_s)
 
     async def wait(self, follow_up_s: float) -> None:
-        """Return in this caller's turn, which will take `follow_up_s`."""
+        """Return in this caller's turn, which will take `follow_up_s`: at once if this iteration has time left."""
+        if not self._is_scheduled:
+            self._schedule()
+        if not self._waiting and time.perf_counter() < self._until_s:
+            self._until_s -= max(FOLLOW_UP_S, follow_up_s)
+            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.add(lambda: None if turn.done() else turn.set_result(None), max(FOLLOW_UP_S, follow_up_s))
         await turn

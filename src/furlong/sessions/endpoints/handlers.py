@@ -107,24 +107,14 @@ class SessionEndpoints(ABC):
                 if guard.body_bytes > SMALL_BYTES and handler in self.posts.values():  # converted on the event loop
                     await session.check_size(body)
                 return await handler(http, session, body)
-        except TimeoutError:
-            return error_reply(http, f"not answered within {guard.limits.request_timeout} s", 504)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
-        except EndedError as error:
-            return error_reply(http, str(error), 410, "session_ended")
-        except FullContextError as error:
-            return error_reply(http, str(error), 400, "context_length_exceeded")
-        except RefusedError as error:
-            code = "rate_limit_exceeded" if error.status == 429 else None
-            return error_reply(http, str(error), error.status, code)
-        except (RequestError, MessageError) as error:
-            return error_reply(http, str(error), 400)
-        except (EngineError, RolloutError) as error:
-            return error_reply(http, str(error), 500)
-        except Exception as error:
-            logger.exception("%s %s", http.method, http.url.path[:200])
-            return error_reply(http, f"{type(error).__name__}: {error}; the log has the traceback", 500)
+        except Exception as error:  # noqa: BLE001  answered
+            reply = _reply_of_error(http, error)
+            error.with_traceback(None)  # its frames have the body; if one has the future of this error, it is a cycle
+            return reply
+        finally:
+            http.scope.pop(RAW, None)  # a connection has its last request until the next one
 
     def _call(self, http: HttpRequest, session: ServedSession, call: ClientCall) -> RunningCall:
         """Start a call, or return the one that a client's retry repeats."""
@@ -210,6 +200,26 @@ class SessionEndpoints(ABC):
         length = session.context_len
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "furlong", "max_model_len": length}
         return json_response({"object": "list", "data": [model]})
+
+
+def _reply_of_error(http: HttpRequest, error: Exception) -> Response:
+    match error:
+        case TimeoutError():
+            return error_reply(http, f"not answered within {http.state.guard.limits.request_timeout} s", 504)
+        case EndedError():
+            return error_reply(http, str(error), 410, "session_ended")
+        case FullContextError():
+            return error_reply(http, str(error), 400, "context_length_exceeded")
+        case RefusedError():
+            code = "rate_limit_exceeded" if error.status == 429 else None
+            return error_reply(http, str(error), error.status, code)
+        case RequestError() | MessageError():
+            return error_reply(http, str(error), 400)
+        case EngineError() | RolloutError():
+            return error_reply(http, str(error), 500)
+        case _:
+            logger.error("%s %s", http.method, http.url.path[:200], exc_info=error)
+            return error_reply(http, f"{type(error).__name__}: {error}; the log has the traceback", 500)
 
 
 async def _with_errors(

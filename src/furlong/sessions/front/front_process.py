@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from furlong.core.garbage import raise_gc_threshold
+from furlong.core.garbage import map_large_blocks, raise_gc_threshold
 from furlong.core.process_tree import die_with_parent
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import CLIENT_GONE, has_left, json_response, read_object
@@ -158,6 +158,7 @@ def main(words: list[str]) -> None:
     die_with_parent(int(words[0]))
     control, listener = (socket.socket(fileno=int(word)) for word in words[1:])
     settings = json.loads(sys.stdin.readline())
+    map_large_blocks()
     gc.freeze()
     raise_gc_threshold(0)
     asyncio.run(serve(control, listener, settings))
