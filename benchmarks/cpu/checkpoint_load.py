@@ -1,37 +1,46 @@
-"""Measure what comparing checksums adds to the time that loading a checkpoint takes.
+"""Measure what comparing checksums adds to the time that loading a checkpoint, and a whole resume, takes.
 
     python benchmarks/cpu/checkpoint_load.py
 
-A trainer checkpoint (float32 weights and Adam's two moments) is loaded into the trainer, alternately with its manifest
-and with one of the older format, which has sizes only. Each load is the first one of its process, as in a resumed run.
-The files are in the page cache, so the disk hides nothing; with --cold they are dropped from it before each load.
+A run of one step saves a checkpoint (float32 weights and Adam's two moments). It is loaded into a trainer that is
+built, and a run is resumed from it: everything from the flags to a trainer, an engine and data that are in place, as in
+`furlong train --load`. Both are measured in turn with checksums and without: the manifest then is one of the older
+format, which has sizes only, and a resumed run does not compare its data, base weights and tokenizer either. Each load
+is the first one of its process, as in a resumed run. The files are in the page cache, so the disk hides nothing; with
+--cold they are dropped from it before each load.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
 import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from furlong.config.command_line import Resolved, load
-from furlong.core.checkpoint_folder import MANIFEST, read_manifest, write_manifest
+from furlong.core.checkpoint_folder import MANIFEST, read_manifest
 from furlong.core.file_manifest import manifest_text
-from furlong.interfaces import Trainer
+from furlong.core.run_inputs import RunInputs
 from furlong.models.presets import write_preset
-from furlong.wiring.build import build
+from furlong.run.launch import run
+from furlong.wiring.build import Built, build
 
+NAME = "iter_0000001"
 FORK = multiprocessing.get_context("fork")
 
 
@@ -55,30 +64,20 @@ def drop_from_cache(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def flags_of(folder: Path) -> Resolved:
+def flags_of(folder: Path, *more: object) -> Resolved:
     """Return the command of a run with the model of `folder`."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "1+1=", "label": "2"}\n' * 4)
     words = ["--hf-checkpoint", folder / "model", "--prompt-data", prompts, "--label-key", "label", "--rm-type", "math"]
-    words += ["--num-rollout", 1, "--rollout-batch-size", 1, "--n-samples-per-prompt", 2, "--num-threads", 1]
+    words += ["--rollout-batch-size", 1, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 8]
+    words += ["--num-threads", 1, "--output-dir", folder / "run", *more]
     return load([str(word) for word in words])
 
 
-async def with_trainer(folder: Path, use: Callable[[Trainer], Awaitable[float]]) -> float:
-    """Build a run, call `use` with its trainer, and return what that returns."""
-    (folder / "run").mkdir(exist_ok=True)
-    built = build(flags_of(folder), folder / "run")
-    try:
-        return await use(built.parts.trainer)
-    finally:
-        await built.close()
-        built.close_files()
-
-
-def in_new_process(folder: Path, use: Callable[[Trainer], Awaitable[float]]) -> float:
-    """Do that in a process of its own, whose memory has not been used before, as that of a resumed run."""
+def in_new_process(work: Callable[[], float]) -> float:
+    """Call that in a process of its own, whose memory has not been used before, as that of a resumed run."""
     answers = FORK.SimpleQueue()
-    process = FORK.Process(target=lambda: answers.put(asyncio.run(with_trainer(folder, use))))
+    process = FORK.Process(target=lambda: answers.put(work()))
     process.start()
     process.join()
     if process.exitcode:
@@ -86,40 +85,63 @@ def in_new_process(folder: Path, use: Callable[[Trainer], Awaitable[float]]) -> 
     return answers.get()
 
 
-async def save(trainer: Trainer, folder: Path) -> float:
-    """Write the checkpoint."""
-    folder.mkdir(parents=True)
-    await trainer.save(folder)
+def save(folder: Path) -> float:
+    """Run one step and save."""
+    run(flags_of(folder, "--num-rollout", 1, "--save", folder / "save"))
+    shutil.rmtree(folder / "run")
     return 0.0
 
 
-async def timed_load(trainer: Trainer, folder: Path) -> float:
-    """Return the seconds of a load."""
-    started = time.perf_counter()
-    await trainer.load(folder)
-    return time.perf_counter() - started
+def without_inputs(built: Built) -> Built:
+    """Leave out the comparison of data, base weights and tokenizer with what the checkpoint records of them."""
+    return dataclasses.replace(built, checkpoints=dataclasses.replace(built.checkpoints, inputs=None))
 
 
-def measure(folder: Path, rounds: int, *, is_cold: bool) -> tuple[list[float], list[float], int]:
-    """Return seconds of each load with and without checksums, and the bytes of the checkpoint."""
-    checkpoint = folder / "save" / "iter_0000001"
-    trainer = checkpoint / "trainer"
-    in_new_process(folder, partial(save, folder=trainer))
-    write_manifest(checkpoint, 1)
+def timed(folder: Path, *, is_resume: bool, is_checked: bool) -> float:
+    """Return the seconds of a load into a built trainer, or of a whole resume."""
+
+    async def measure() -> float:
+        resolved = flags_of(folder, "--num-rollout", 2, "--load", folder / "save")
+        (folder / "run").mkdir(exist_ok=True)
+        started = time.perf_counter()
+        with contextlib.nullcontext() if is_checked else mock.patch.object(RunInputs, "start"):
+            built = build(resolved, folder / "run")
+        built = built if is_checked else without_inputs(built)
+        try:
+            if is_resume:
+                await built.start()
+                await built.checkpoints.restore(built.parts)
+            else:
+                started = time.perf_counter()
+                await built.parts.trainer.load(folder / "save" / NAME / "trainer")
+            return time.perf_counter() - started
+        finally:
+            await built.close()
+            built.close_files()
+
+    return asyncio.run(measure())
+
+
+def measure(folder: Path, rounds: int, *, is_cold: bool) -> tuple[dict[str, dict[bool, list[float]]], int]:
+    """Return seconds by what is done and whether checksums are compared, and the bytes of the checkpoint."""
+    in_new_process(partial(save, folder))
+    checkpoint = folder / "save" / NAME
     records = read_manifest(checkpoint)
     sizes = {name: record.num_bytes for name, record in records.items()}
     manifests = {
-        "with": manifest_text(1, records),
-        "without": json.dumps({"format": 1, "step": 1, "files": sizes}),
+        True: manifest_text(1, records),
+        False: json.dumps({"format": 1, "step": 1, "files": sizes}),
     }
-    times: dict[str, list[float]] = {kind: [] for kind in manifests}
+    times: dict[str, dict[bool, list[float]]] = {what: {True: [], False: []} for what in ("load", "resume")}
     for number in range(rounds):
-        for kind in ("with", "without")[:: 1 if number % 2 else -1]:
-            (checkpoint / MANIFEST).write_text(manifests[kind])
-            if is_cold:
-                drop_from_cache(checkpoint)
-            times[kind].append(in_new_process(folder, partial(timed_load, folder=trainer)))
-    return times["with"], times["without"], sum(sizes.values())
+        for what, by_kind in times.items():
+            for is_checked in (True, False)[:: 1 if number % 2 else -1]:
+                (checkpoint / MANIFEST).write_text(manifests[is_checked])
+                if is_cold:
+                    drop_from_cache(folder)
+                work = partial(timed, folder, is_resume=what == "resume", is_checked=is_checked)
+                by_kind[is_checked].append(in_new_process(work))
+    return times, sum(sizes.values())
 
 
 def main() -> None:
@@ -131,18 +153,21 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="read the files from the disk, not from the page cache")
     args = parser.parse_args()
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING if not os.environ.get("DBG") else 0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parameters = write_model(folder / "model", args.hidden, args.layers)
-        checked, plain, size = measure(folder, args.rounds, is_cold=args.cold)
-    print(f"{parameters / 1e6:.0f}M parameters, {size / 1e6:.0f} MB, {args.rounds} loads of each kind")
-    pairs = statistics.median(one / other for one, other in zip(checked, plain, strict=True))
-    for name, of in (("medians", statistics.median), ("shortest", min)):
-        one, other = of(checked), of(plain)
-        print(f"{name}: with checksums {one * 1e3:.1f} ms, without {other * 1e3:.1f} ms, ratio {one / other:.3f}")
-    print(f"median ratio of consecutive loads: {pairs:.3f}")
+        times, size = measure(folder, args.rounds, is_cold=args.cold)
+    print(f"{parameters / 1e6:.0f}M parameters, {size / 1e6:.0f} MB, {args.rounds} loads and resumes of each kind")
+    for what, by_kind in times.items():
+        pairs = statistics.median(one / other for one, other in zip(by_kind[True], by_kind[False], strict=True))
+        for name, of in (("median", statistics.median), ("shortest", min)):
+            one, other = of(by_kind[True]), of(by_kind[False])
+            print(
+                f"{what}, {name}: {one * 1e3:.1f} ms, without checksums {other * 1e3:.1f} ms, ratio {one / other:.3f}"
+            )
+        print(f"{what}, median ratio of consecutive pairs: {pairs:.3f}")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class CheckpointError(FurlongError):
 
 
 class TerminatedError(BaseException):
-    """A run is ended from outside; the message is "SIGTERM" or "Ctrl-C".
+    """A run is ended from outside; the message is "SIGTERM", "SIGHUP" or "Ctrl-C".
 
     It may be raised in user code that blocks the event loop; `except Exception` does not catch it.
     """

@@ -68,7 +68,8 @@ def _exit_late() -> None:
 
 def _restore_in_child() -> None:
     """Undo handlers of furlong in a forked process: pools of processes rely on SIGTERM to end their workers."""
-    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    for number, default in own.items():
         if (getattr(signal.getsignal(number), "__module__", None) or "").startswith("furlong."):
             signal.signal(number, default)
 

@@ -52,6 +52,7 @@ WAITING = (
 
 Depths = Callable[[], Mapping[str, int]]
 OnHang = Literal["warn", "stop-user-code", "stop"]
+NOTED_S, NOTED_PAUSES = 30.0, 2.0  # without progress, in seconds and in units of the longest pause so far, for a note
 WARNED_AT = (1 / 6, 1 / 2)  # parts of the time after which user code that does not return is named
 
 
@@ -61,7 +62,7 @@ class HangWatchdog:
     One report is written to `folder` each time that progress stops. If the hang `stops` the run (`stop-user-code`: if
     user code does not return), the task passed to `attach` is cancelled, which ends the run in good order if its parts
     still respond; otherwise, and without such a task, the process exits with code 1 after `grace_s`. Before, warnings
-    name the line of user code.
+    name the line of user code, and the event `no_progress` has what the run is doing, for `furlong doctor --run`.
 
     seconds: time without progress; 0 disables the watchdog. depths: returns queue lengths. stacks: returns stack traces
     of processes that are not children of this one.
@@ -89,6 +90,8 @@ class HangWatchdog:
         self._reported_places: set[str] = set()
         self._last = 0.0  # the last progress that was seen, and the requests that were finished then
         self._requests = 0
+        self._longest_pause_s = 0.0  # between two times that progress was seen
+        self._noted = 0.0  # the last progress before the standstill that was noted
 
     def __enter__(self) -> HangWatchdog:
         if self._seconds:
@@ -129,11 +132,15 @@ class HangWatchdog:
                 self._report_blocking(probe.blocked_at())
             last = heartbeat.last()
             if last != self._last:
+                self._longest_pause_s = max(self._longest_pause_s, last - (self._last or last))
                 self._last, self._requests, num_warnings = last, heartbeat.notes().get("request", 0), 0
             seconds = time.monotonic() - last
             if seconds < self._seconds and num_warnings < sum(seconds > self._seconds * part for part in WARNED_AT):
                 num_warnings += 1
                 self._warn(seconds)
+            if last != self._noted and max(NOTED_S, NOTED_PAUSES * self._longest_pause_s) < seconds < self._seconds:
+                self._noted = last
+                self._note(seconds)
             if seconds < self._seconds or last == reported:
                 continue
             is_ending = self._report(seconds)
@@ -153,6 +160,12 @@ class HangWatchdog:
                 "(--hang-timeout, or --on-hang warn to wait)",
                 seconds, place, self._seconds,
             )  # fmt: skip
+
+    def _note(self, seconds: float) -> None:
+        """Record what the run is doing, once for each standstill."""
+        requests = heartbeat.notes().get("request", 0) - self._requests
+        doing, probable = self._activity(describe_ranks(self._other_stacks()), requests)
+        self._observer.notify("no_progress", seconds=round(seconds, 1), doing=doing, probable=probable)
 
     def _user_code(self) -> str | None:
         """Return where user code stands that the run waits for; None if it waits for something else.

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run, also while user code blocks the event loop."""
+"""SIGTERM, SIGHUP and Ctrl-C end a run, also while user code blocks the event loop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from furlong.errors import TerminatedError
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["Ctrl-C", "SIGTERM"]
-REASONS: dict[int, Reason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-EXIT_CODES: dict[Reason, int] = {"SIGTERM": EXIT_CODE, "Ctrl-C": 128 + signal.SIGINT}
+Reason = Literal["Ctrl-C", "SIGTERM", "SIGHUP"]
+REASONS: dict[int, Reason] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
+EXIT_CODES: dict[Reason, int] = {
+    "SIGTERM": EXIT_CODE,
+    "Ctrl-C": 128 + signal.SIGINT,
+    "SIGHUP": 128 + signal.SIGHUP,
+}
 ANSWER_S = 3.0  # for the event loop to run; then TerminatedError is raised in the user code that blocks it
 INTERRUPT_S = 15.0  # to raise it; then the process exits
 PAUSE_S = 0.02  # between two attempts
@@ -49,19 +53,21 @@ class EndSignals:
 
     def __enter__(self) -> EndSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 before = signal.getsignal(number)
                 if number == signal.SIGINT and before is not signal.default_int_handler:
                     continue  # the program that calls furlong handles Ctrl-C
+                if number == signal.SIGHUP and before is not signal.SIG_DFL:
+                    continue  # nohup, or that program, lets the run survive its terminal
                 self._before[number] = before
                 signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers. After SIGTERM further ones do nothing: they would replace the exit code."""
+        """Restore the handlers. The signal that ended the run does nothing from now on: it would replace its code."""
         self._done.set()
         for number, before in self._before.items():
-            is_ending = self._reason == "SIGTERM" and number == signal.SIGTERM
+            is_ending = self._reason == REASONS[number] and number != signal.SIGINT
             signal.signal(number, ignore_signal if is_ending else before)
         if self._watcher is not None:
             self._watcher.join()

@@ -228,7 +228,8 @@ def _run_built(
             return step
     except TerminatedError as error:
         logger.warning("ended by %s; %s", error, _resume_hint(resolved.config))
-        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(EXIT_CODES["SIGTERM"])) from None
+        code = next(code for reason, code in EXIT_CODES.items() if reason == str(error))
+        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(code)) from None
     except KeyboardInterrupt:
         logger.warning("ended by Ctrl-C; %s", _resume_hint(resolved.config))
         raise

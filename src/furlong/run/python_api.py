@@ -24,7 +24,7 @@ from furlong.run.run_folder import run_folder
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
 T = TypeVar("T")
-_EXIT_CODES = {"by Ctrl-C": 130, "by SIGTERM": EXIT_CODES["SIGTERM"]}
+_EXIT_CODES = {f"by {reason}": code for reason, code in EXIT_CODES.items()}
 
 
 class Run:
@@ -56,7 +56,7 @@ class Run:
     def exit_code(self) -> int | None:
         """Exit code of the last start: 0 finished, 1 failed or stopped by a diagnosis, 130 Ctrl-C, 143 SIGTERM.
 
-        None while the run is in progress, and if its process was killed.
+        129 is SIGHUP. None while the run is in progress, and if its process was killed.
         """
         for event in reversed(read_intact_rows(self.folder / EVENTS, "event")[0]):
             match event["event"]:

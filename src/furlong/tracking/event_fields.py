@@ -111,6 +111,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "waits?": _is_texts,
         "requests?": _is_count,
     },
+    "no_progress": {"seconds?": is_number, "doing?": _is_text, "probable?": _is_text},
     "blocked": {"seconds?": is_number, "where?": _is_text},
     "worker_died": {"worker?": _is_text, "error?": _is_text, "message?": _is_text},
 }

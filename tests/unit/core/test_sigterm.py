@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -54,3 +56,21 @@ def test_a_pool_that_user_code_forks_can_be_ended():
         process.terminate()
         process.join(10)
     assert process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("handler", "expected"), [(signal.SIG_DFL, ["SIGHUP"]), (signal.SIG_IGN, [])])
+def test_a_closed_terminal_ends_a_run_in_good_order_but_not_under_nohup(handler, expected):
+    before = signal.signal(signal.SIGHUP, handler)
+    ends = []
+
+    async def run(signals):
+        signals.attach(ends.append)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+
+    try:
+        with EndSignals() as signals:
+            asyncio.run(run(signals))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ends == expected

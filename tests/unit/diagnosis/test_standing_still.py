@@ -133,3 +133,52 @@ def test_an_engine_that_refuses_or_does_not_answer_is_told_apart(monkeypatch: py
     [found] = unanswering_engine(address)
     assert (found.id, "secret" in found.text()) == ("ENG03", False)
     assert unanswering_engine("http://[broken")[0].id == "ENG03"
+
+
+def add_events(run: RecordedRun, *events: dict[str, Any]) -> RecordedRun:
+    with (run.folder / "events.jsonl").open("ab") as file:
+        file.writelines(orjson.dumps(event) + b"\n" for event in events)
+    return RecordedRun.read(run.folder)
+
+
+def test_what_the_run_noted_about_its_standstill_names_the_cause_and_its_remedy(tmp_path: Path) -> None:
+    note = {
+        "time": 50,
+        "event": "no_progress",
+        "seconds": 31,
+        "doing": "4 x score (rewards/x.py:1)",
+        "probable": "REW03",
+    }
+    run = add_events(run_at(tmp_path / "run", 0, 5, 10), note)
+    found = without_progress(run, 90.0, "step", IDLE)
+    assert "4 x score (rewards/x.py:1)" in found[0].finding
+    assert "--reward-timeout" in found[0].remedy
+    (run.folder / "ledger.jsonl").touch()  # a group was finished since
+    found = without_progress(run, 90.0, "step", IDLE)
+    assert "rewards/x.py" not in found[0].finding
+    assert "--reward-timeout" not in found[0].remedy
+
+
+def test_a_line_that_blocks_the_event_loop_is_one_diagnosis_and_not_two(tmp_path: Path) -> None:
+    now = time.time()
+    run = run_at(tmp_path / "run", now - 510, now - 505, now - 500)
+    add_events(run, {"time": now - 490, "event": "blocked", "seconds": 5, "where": "score (own.py:7)"})
+    with (run.folder / "run.log").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        result = examine(run.folder)
+    assert [each.id for each in result.diagnoses] == ["HANG01"]
+    assert "score (own.py:7) blocks it" in result.diagnoses[0].finding
+
+
+def test_a_stopped_engine_replaces_what_a_monitor_saw_of_it(tmp_path: Path) -> None:
+    engine = RunProcess(2, "python -m furlong serve --model-path x --port 3000", True)
+    found = stopped_processes([engine])
+    assert "engine server 2 (port 3000) is stopped" in found[0].finding
+    assert found[0].evidence["explains"] == ["ENG06"]
+
+
+def test_the_process_that_uses_the_most_cpu_time_is_named(tmp_path: Path) -> None:
+    spins = RunProcess(9, "python -c from furlong.rewards.sandbox_worker import main", False)
+    liveness = Liveness([*BUSY.processes, spins], 1.0, spins)
+    found = without_progress(run_at(tmp_path / "run", 0, 5, 10), 400.0, "step", liveness)
+    assert "most of it reward worker 9" in found[0].finding

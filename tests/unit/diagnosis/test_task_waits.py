@@ -13,6 +13,7 @@ import torch
 
 from furlong.core.sample import Sample
 from furlong.core.tracing import Heartbeat
+from furlong.diagnosis import hang_watchdog
 from furlong.diagnosis.hang_watchdog import HangWatchdog, task_wait
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import call_generate_function, policy
@@ -76,8 +77,11 @@ class Events:
     def __init__(self) -> None:
         self.hang: dict[str, Any] = {}
         self.blocked: list[dict[str, Any]] = []
+        self.notes: list[dict[str, Any]] = []
 
     def notify(self, event: str, **fields: Any) -> None:
+        if event == "no_progress":
+            self.notes.append(fields)
         if event == "blocked":
             self.blocked.append(fields)
         if event == "hang":
@@ -178,3 +182,28 @@ def test_notes_are_counted_and_are_no_progress() -> None:
     assert (beats.notes(), beats.last(), beats.counts()) == ({"request": 2}, 0, {})
     beats.reset()
     assert beats.notes() == {}
+
+
+def test_a_standstill_is_noted_once_long_before_it_counts_as_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watchdog, "NOTED_S", 0.1)
+    events = Events()
+
+    async def run(hang: HangWatchdog) -> None:
+        task = asyncio.create_task(call(waits_for_a_tool, NeverAnswers()))
+        hang.attach(task)
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if events.notes:
+                break
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with HangWatchdog(tmp_path, seconds=2, observer=events) as hang:
+        monkeypatch.setattr(hang._done, "wait", lambda _: time.sleep(0.02) or hang._done.is_set())
+        asyncio.run(run(hang))
+    assert len(events.notes) == 1
+    assert "waits_for_a_tool (diagnosis/test_task_waits.py:" in events.notes[0]["doing"]
+    assert events.hang == {}

@@ -333,13 +333,7 @@ def blocked_loop(event: Event, before: Sequence[Event], facts: RunFacts) -> Aler
 def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
     """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues, waits, requests}."""
     del before
-    remedies = {
-        "SYNC01": f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}",
-        "STOP02": _no_answer_remedy(facts),
-        "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "
-        "or the server that it calls",
-    }
-    remedy = remedies.get(str(event.get("probable", "HANG01")), "fix the function named above")
+    remedy = hang_remedy(str(event.get("probable", "HANG01")), facts)
     last = ", ".join(f"{name} {age} s ago" for name, age in dict(event.get("last", {})).items())
     return alert(
         "HANG01",
@@ -349,6 +343,17 @@ def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None
         + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
         evidence=_fields(event),
     )
+
+
+def hang_remedy(probable: str, facts: RunFacts) -> str:
+    """Return what to do about a run that hangs, by the id of the probable cause."""
+    remedies = {
+        "SYNC01": f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}",
+        "STOP02": _no_answer_remedy(facts),
+        "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "
+        "or the server that it calls",
+    }
+    return remedies.get(probable, "fix the function named above")
 
 
 def _no_answer_remedy(facts: RunFacts) -> str:

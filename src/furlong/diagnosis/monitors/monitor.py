@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HISTORY = 128  # earlier rows that monitors can read
 EVENTS = 16  # earlier events of one name that monitors can read
 CONNECTED = "engines_connected"  # the event with the settings of engines that the run did not start
-NO_PROGRESS = ("engine_silent", "blocked")  # events that do not count as progress
+NO_PROGRESS = ("engine_silent", "blocked", "no_progress")  # events that do not count as progress
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 
 

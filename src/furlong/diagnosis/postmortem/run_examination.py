@@ -21,7 +21,7 @@ from furlong.diagnosis.postmortem.signatures import (
     parse_diagnosis,
     user_error_exclusions,
 )
-from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone
+from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, is_progress, standstill_note
 from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.inference.supervisor.host import end_of_log, last_text, tail
 from furlong.tracking.run_files import (
@@ -89,8 +89,11 @@ def examine(folder: Path) -> Examination:
     diagnoses = [*run.diagnose(), *run.damage(is_running=status == "running")]
     error, words = _first_line(failure) if failure else "", list[str]()
     if status == "running":
+        standing = diagnose_standstill(run)
+        explained = {id for each in standing for id in each.evidence.get("explains", ())}
+        diagnoses = [each for each in diagnoses if each.id not in explained]
         known = {each.id for each in diagnoses if each.severity != "info"}
-        diagnoses += [each for each in diagnose_standstill(run) if each.id not in known]
+        diagnoses += [each for each in standing if each.id not in known]
     if status in ("failed", "killed"):
         diagnoses += _failure_diagnoses(run, failure, status=status, known=[d.id for d in diagnoses])
         words = last_words(_relevant_log(folder, diagnoses, failure or {}))
@@ -241,7 +244,8 @@ def _since_start(log: str) -> str:
 
 
 def _killed(run: RecordedRun) -> Diagnosis:
-    last, step = run.events[-1], run.last_step
+    last = next((event for event in reversed(run.since_start) if is_progress(event)), run.events[-1])
+    step, stood = run.last_step, standstill_note(run)
     saved = run.config.checkpoint.save if any(event["event"] == "save" for event in run.events) else None
     doing = {
         "weight_update_started": "during a weight update",
@@ -252,9 +256,11 @@ def _killed(run: RecordedRun) -> Diagnosis:
         "KILL01",
         f"{run.folder}: the run started but did not end; it was killed after step {step}"
         + (f", {doing}" if doing else "")
-        + f" (last event: {last['event']})",
+        + f" (last event: {last['event']})"
+        + (f"; it stood still before, {stood.text}" if stood.text else ""),
         remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits, and, if the "
         "exit code was 0, for compiled code of your functions that calls exit or _exit; "
+        + (f"it would stand still again: {stood.remedy}; " if stood.remedy else "")
         + (f"resume with --load {saved}" if saved else "nothing was saved: use --save in the next run"),
         evidence={"step": step, "last_event": dict(last)},
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
 
@@ -14,6 +15,8 @@ import psutil
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
+from furlong.diagnosis.monitors.machine_monitors import hang_remedy
+from furlong.diagnosis.monitors.monitor import RunFacts
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.inference.sglang.http_client import BrokenConnectionError, ForbiddenAnswerError, get_once
 
@@ -23,7 +26,16 @@ IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so f
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
 HEALTH_S, HEALTH_BYTES, MAX_REQUESTS = 10.0, 1 << 20, 16  # of an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
-NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
+NO_PROGRESS = frozenset({"diagnosis", "hang", "no_progress", "blocked", "engine_silent", "placement_waiting"})
+PARTS = (  # text in the command line of a process, and what the process is
+    ("furlong serve", "engine server"),
+    ("sglang", "engine server"),
+    ("rewards.sandbox_worker", "reward worker"),
+    ("environments.worker_process", "environment worker"),
+    ("ray::", "trainer or Ray process"),
+    ("run/witness.py", "watcher of the run's end"),
+    ("user_process_reaper.py", "watcher of user processes"),
+)
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -41,16 +53,28 @@ class RunProcess:
         """Whether it is an engine server."""
         return not self.is_main and ("sglang" in self.command or "furlong serve" in self.command)
 
+    @property
+    def part(self) -> str:
+        """What it is in the run, such as `reward worker`."""
+        if self.is_main:
+            return "the run's own process"
+        return next((part for sign, part in PARTS if sign in self.command), "process")
+
     def __str__(self) -> str:
-        return f"process {self.pid} ({self.command[:80]})"
+        port = re.search(r"--port[ =](\d+)", self.command) if self.is_engine else None
+        return f"{self.part} {self.pid} ({f'port {port[1]}' if port else self.command[:60]})"
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """What is known about a run's processes. cpu: CPU seconds that they use per second; None if not measured."""
+    """What is known about a run's processes.
+
+    cpu: CPU seconds that they use per second; None if not measured. busiest: the one that uses most of it, if any does.
+    """
 
     processes: Sequence[RunProcess]
     cpu: float | None = None
+    busiest: RunProcess | None = None
 
 
 def is_gone(run: RecordedRun) -> bool:
@@ -70,7 +94,7 @@ def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list
     age_s, last = last_progress(run, time.time() if now_s is None else now_s)
     processes = _processes(run)
     is_measured = bool(processes) and age_s > IDLE_S
-    liveness = Liveness(processes, _cpu_rate(processes) if is_measured else None)
+    liveness = _measured(processes) if is_measured else Liveness(processes)
     diagnoses = stopped_processes(liveness.processes)
     if addresses := run.config.cluster.rollout_external_engine_addrs:
         with ThreadPoolExecutor(MAX_REQUESTS) as pool:
@@ -80,7 +104,7 @@ def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list
 
 def last_progress(run: RecordedRun, now_s: float) -> tuple[float, str]:
     """Return the seconds since the last progress, and what it was. Groups of samples count: the ledger's last write."""
-    times = [(float(e["time"]), str(e["event"])) for e in run.since_start if "time" in e and _is_progress(e)]
+    times = [(float(e["time"]), str(e["event"])) for e in run.since_start if "time" in e and is_progress(e)]
     for name in PROGRESS_FILES:
         path = run.folder / name
         if path.exists():
@@ -89,7 +113,8 @@ def last_progress(run: RecordedRun, now_s: float) -> tuple[float, str]:
     return max(now_s - when, 0.0), what
 
 
-def _is_progress(event: Mapping[str, Any]) -> bool:
+def is_progress(event: Mapping[str, Any]) -> bool:
+    """Whether an event says that the run came further."""
     return event["event"] not in NO_PROGRESS
 
 
@@ -108,7 +133,7 @@ def stopped_processes(processes: Sequence[RunProcess]) -> list[Diagnosis]:
                     f"{abbreviate(stopped, 3, separator='; ')} {'are' if len(stopped) > 1 else 'is'} stopped (state T)",
                     cause="A signal stopped it (SIGSTOP, or Ctrl-Z in its terminal), or a debugger did.",
                     remedy=f"`kill -CONT {pids}` resumes it",
-                    evidence={"stopped": [process.pid for process in stopped]},
+                    evidence={"stopped": [process.pid for process in stopped], "explains": [id]},  # what a monitor saw
                 )
             )
     return diagnoses
@@ -156,22 +181,60 @@ def without_progress(run: RecordedRun, age_s: float, last: str, liveness: Livene
     if age_s <= limit_s:
         return []
     usual = "no step is complete" if longest_s is None else f"the longest step took {longest_s:.3g} s"
-    cpu = "" if liveness.cpu is None else f"; its processes use {liveness.cpu:.0%} of a CPU"
     main = next((process.pid for process in liveness.processes if process.is_main), None)
-    dump = "`py-spy dump --pid PID`" if main is None else f"`py-spy dump --pid {main}`"
+    note = standstill_note(run)
+    doing, remedy = (f": {note.text}", f"{note.remedy}; ") if note.text else ("", "")
+    timeout_s = run.config.fault.hang_timeout
     return [
         diagnosis(
             "HANG01",
-            f"no progress for {age_s:.0f} s (last: {last}; {usual}{cpu})",
+            f"no progress for {age_s:.0f} s (last: {last}; {usual}{_cpu_text(liveness)}){doing}",
             cause="A custom function, an engine or another process does not return."
             if is_idle
             else "One part takes much longer than before, or does not end.",
-            remedy=f"{dump} shows where it is; a lower --hang-timeout (now {run.config.fault.hang_timeout:g} s) "
-            "reports all stacks and the function that is awaited",
+            remedy=f"{remedy}`py-spy dump --pid {main or 'PID'}` shows where it is; a lower --hang-timeout (now "
+            f"{timeout_s:g} s) reports all stacks and the function that is awaited",
             severity="warning",
-            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s, "cpu": liveness.cpu},
+            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s, "cpu": liveness.cpu}
+            | note.evidence,
         )
     ]
+
+
+def _cpu_text(liveness: Liveness) -> str:
+    if liveness.cpu is None:
+        return ""
+    busiest = "" if liveness.busiest is None else f", most of it {liveness.busiest}"
+    return f"; its processes use {liveness.cpu:.0%} of a CPU{busiest}"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a run recorded about its standstill, "" if nothing: what it does, and the remedy."""
+
+    text: str = ""
+    remedy: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def standstill_note(run: RecordedRun) -> Note:
+    """Return what the run itself recorded since its last progress.
+
+    A line of user code that blocks its event loop says more than what the run was doing as a whole.
+    """
+    written = max((path.stat().st_mtime for name in PROGRESS_FILES if (path := run.folder / name).exists()), default=0)
+    noted: dict[str, Mapping[str, Any]] = {}
+    for event in reversed(run.since_start):
+        if is_progress(event) or float(event.get("time", 0)) < written:
+            break
+        noted.setdefault(str(event["event"]), event)
+    if (blocked := noted.get("blocked")) is not None:
+        where = blocked.get("where")
+        return Note(f"{where} blocks it", "fix that function", {"where": where, "explains": ["HOOK02"]})
+    if (note := noted.get("no_progress")) is not None:
+        probable = str(note.get("probable"))
+        return Note(str(note.get("doing")), hang_remedy(probable, RunFacts.of(run.config)), {"probable": probable})
+    return Note()
 
 
 def _longest_step(run: RecordedRun) -> float | None:
@@ -218,11 +281,14 @@ def _processes(run: RecordedRun) -> list[RunProcess]:
     return found
 
 
-def _cpu_rate(processes: Sequence[RunProcess]) -> float:
+def _measured(processes: Sequence[RunProcess]) -> Liveness:
     """Measure the CPU seconds per second that the processes use."""
-    before = {process.pid: _cpu_seconds(process.pid) for process in processes}
+    before = [(process, _cpu_seconds(process.pid)) for process in processes]
     time.sleep(SAMPLE_S)
-    return sum(max(_cpu_seconds(pid) - used, 0.0) for pid, used in before.items()) / SAMPLE_S
+    rates = [(max(_cpu_seconds(process.pid) - used, 0.0) / SAMPLE_S, process) for process, used in before]
+    total = sum(rate for rate, _ in rates)
+    rate, busiest = max(rates, key=lambda each: each[0])
+    return Liveness(processes, total, busiest if total >= IDLE_CPU and rate > total / 2 else None)
 
 
 def _cpu_seconds(pid: int) -> float:
