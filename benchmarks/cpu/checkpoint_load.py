@@ -6,8 +6,9 @@ A run of one step saves a checkpoint (float32 weights and Adam's two moments). I
 built, and a run is resumed from it: everything from the flags to a trainer, an engine and data that are in place, as in
 `furlong train --load`. Both are measured in turn with checksums and without: the manifest then is one of the older
 format, which has sizes only, and a resumed run does not compare its data, base weights and tokenizer either. Each load
-is the first one of its process, as in a resumed run. The files are in the page cache, so the disk hides nothing; with
---cold they are dropped from it before each load.
+is the first one of its process, as in a resumed run. Loads of two processes differ by more than
+checksums cost, so the time that comparing takes is measured inside each load, too. The files are in the page cache, so
+the disk hides nothing; with --cold they are dropped from it before each load.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -36,10 +38,13 @@ from furlong.config.command_line import Resolved, load
 from furlong.core.checkpoint_folder import MANIFEST, read_manifest
 from furlong.core.file_manifest import manifest_text
 from furlong.core.run_inputs import RunInputs
+from furlong.core.verified_tensors import TensorFile
 from furlong.models.presets import write_preset
 from furlong.run.launch import run
 from furlong.wiring.build import Built, build
 
+T = TypeVar("T")
+Times = dict[str, dict[bool, list[tuple[float, float]]]]  # seconds, and those of comparing blocks
 NAME = "iter_0000001"
 FORK = multiprocessing.get_context("fork")
 
@@ -74,7 +79,7 @@ def flags_of(folder: Path, *more: object) -> Resolved:
     return load([str(word) for word in words])
 
 
-def in_new_process(work: Callable[[], float]) -> float:
+def in_new_process(work: Callable[[], T]) -> T:
     """Call that in a process of its own, whose memory has not been used before, as that of a resumed run."""
     answers = FORK.SimpleQueue()
     process = FORK.Process(target=lambda: answers.put(work()))
@@ -85,11 +90,10 @@ def in_new_process(work: Callable[[], float]) -> float:
     return answers.get()
 
 
-def save(folder: Path) -> float:
+def save(folder: Path) -> None:
     """Run one step and save."""
     run(flags_of(folder, "--num-rollout", 1, "--save", folder / "save"))
     shutil.rmtree(folder / "run")
-    return 0.0
 
 
 def without_inputs(built: Built) -> Built:
@@ -97,16 +101,33 @@ def without_inputs(built: Built) -> Built:
     return dataclasses.replace(built, checkpoints=dataclasses.replace(built.checkpoints, inputs=None))
 
 
-def timed(folder: Path, *, is_resume: bool, is_checked: bool) -> float:
-    """Return the seconds of a load into a built trainer, or of a whole resume."""
+@contextlib.contextmanager
+def clock_of_comparing() -> Generator[list[float]]:
+    """Yield a list that gets the seconds of each comparison of a block with its checksum."""
+    compare, seconds = getattr(TensorFile, "_compare"), list[float]()  # noqa: B009  it is private
 
-    async def measure() -> float:
+    def timed_compare(*args: object) -> None:
+        started = time.perf_counter()
+        compare(*args)
+        seconds.append(time.perf_counter() - started)
+
+    with mock.patch.object(TensorFile, "_compare", timed_compare):
+        yield seconds
+
+
+def timed(folder: Path, *, is_resume: bool, has_inputs: bool) -> tuple[float, float]:
+    """Return the seconds of a load into a built trainer, or of a whole resume, and those of comparing blocks.
+
+    has_inputs: whether the resumed run compares its data, base weights and tokenizer with the checkpoint's record.
+    """
+
+    async def measure(comparing: list[float]) -> tuple[float, float]:
         resolved = flags_of(folder, "--num-rollout", 2, "--load", folder / "save")
         (folder / "run").mkdir(exist_ok=True)
         started = time.perf_counter()
-        with contextlib.nullcontext() if is_checked else mock.patch.object(RunInputs, "start"):
+        with contextlib.nullcontext() if has_inputs else mock.patch.object(RunInputs, "start"):
             built = build(resolved, folder / "run")
-        built = built if is_checked else without_inputs(built)
+        built = built if has_inputs else without_inputs(built)
         try:
             if is_resume:
                 await built.start()
@@ -114,15 +135,16 @@ def timed(folder: Path, *, is_resume: bool, is_checked: bool) -> float:
             else:
                 started = time.perf_counter()
                 await built.parts.trainer.load(folder / "save" / NAME / "trainer")
-            return time.perf_counter() - started
+            return time.perf_counter() - started, sum(comparing)
         finally:
             await built.close()
             built.close_files()
 
-    return asyncio.run(measure())
+    with clock_of_comparing() as comparing:
+        return asyncio.run(measure(comparing))
 
 
-def measure(folder: Path, rounds: int, *, is_cold: bool) -> tuple[dict[str, dict[bool, list[float]]], int]:
+def measure(folder: Path, rounds: int, *, is_cold: bool) -> tuple[Times, int]:
     """Return seconds by what is done and whether checksums are compared, and the bytes of the checkpoint."""
     in_new_process(partial(save, folder))
     checkpoint = folder / "save" / NAME
@@ -132,14 +154,15 @@ def measure(folder: Path, rounds: int, *, is_cold: bool) -> tuple[dict[str, dict
         True: manifest_text(1, records),
         False: json.dumps({"format": 1, "step": 1, "files": sizes}),
     }
-    times: dict[str, dict[bool, list[float]]] = {what: {True: [], False: []} for what in ("load", "resume")}
+    times: Times = {what: {True: [], False: []} for what in ("load", "resume")}
     for number in range(rounds):
         for what, by_kind in times.items():
             for is_checked in (True, False)[:: 1 if number % 2 else -1]:
                 (checkpoint / MANIFEST).write_text(manifests[is_checked])
                 if is_cold:
                     drop_from_cache(folder)
-                work = partial(timed, folder, is_resume=what == "resume", is_checked=is_checked)
+                is_resume = what == "resume"
+                work = partial(timed, folder, is_resume=is_resume, has_inputs=is_resume and is_checked)
                 by_kind[is_checked].append(in_new_process(work))
     return times, sum(sizes.values())
 
@@ -161,13 +184,16 @@ def main() -> None:
         times, size = measure(folder, args.rounds, is_cold=args.cold)
     print(f"{parameters / 1e6:.0f}M parameters, {size / 1e6:.0f} MB, {args.rounds} loads and resumes of each kind")
     for what, by_kind in times.items():
-        pairs = statistics.median(one / other for one, other in zip(by_kind[True], by_kind[False], strict=True))
+        checked, plain = ([seconds for seconds, _ in by_kind[kind]] for kind in (True, False))
         for name, of in (("median", statistics.median), ("shortest", min)):
-            one, other = of(by_kind[True]), of(by_kind[False])
-            print(
-                f"{what}, {name}: {one * 1e3:.1f} ms, without checksums {other * 1e3:.1f} ms, ratio {one / other:.3f}"
-            )
-        print(f"{what}, median ratio of consecutive pairs: {pairs:.3f}")
+            seconds = f"{of(checked):.3f} s, without checksums {of(plain):.3f} s"
+            print(f"{what}, {name}: {seconds}, ratio {of(checked) / of(plain):.3f}")
+        pairs = [one / other for one, other in zip(checked, plain, strict=True)]
+        print(f"{what}, median ratio of consecutive pairs: {statistics.median(pairs):.3f}")
+        compared = statistics.median(part for _, part in by_kind[True])
+        shares = sorted(part / (whole - part) for whole, part in by_kind[True])
+        share = f"{statistics.median(shares):.1%} of the rest (from {shares[0]:.1%} to {shares[-1]:.1%})"
+        print(f"{what}, comparing blocks: {compared * 1e3:.1f} ms, {share}")
 
 
 if __name__ == "__main__":

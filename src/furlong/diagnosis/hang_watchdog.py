@@ -32,6 +32,7 @@ from furlong.core.process_guard import process_guard
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import exit_process, is_library_file, is_user_file
 from furlong.core.user_processes import kill_user_processes
+from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
 CALLERS = ("furlong-trainer", "MainThread", "asyncio_")  # threads that call user code
+AWAITED = {"(rewards/": "REW03", "(sglang/http_": "ENG06"}  # part of a function's place, and the row of such a wait
 ENGINE_CALLS = ("Policy.generate", "generate_turn")
 WAITING = (
     "threading.py",
@@ -288,10 +290,11 @@ class HangWatchdog:
             return f"the thread furlong-engine is in {engine}", "HANG01"
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
         lines = self._waits()
-        probable = "REW03" if any("(rewards/" in line for line in lines) else "STOP02" if running else "HANG01"
+        waited = next((row for part, row in AWAITED.items() if any(part in line for line in lines)), "HANG01")
+        probable = "STOP02" if running and waited == "HANG01" else waited
         called = process_guard.last_called()
         last = [f"user code called last: {called}"] if called else []
-        return "; ".join(["all threads are idle", *lines[:2], *last]), probable
+        return "; ".join([ALL_IDLE, *lines[:2], *last]), probable
 
     def _user_activity(self, waits: Counter[TaskWait], requests: int, engine: str | None) -> tuple[str, str]:
         """Describe which functions of the user wait, and for what: the engine, or something of their own."""

@@ -26,6 +26,7 @@ SLOW_ROLLOUTS = 8  # a rank must be slow in all of these but one
 SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; share of the time lost; seconds in total
 # Vectors change by less than bfloat16 can represent for many steps: half a unit in the last place of 1.0 is 0.004.
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
+ALL_IDLE = "all threads are idle"  # what a hanging run does in which no function is named
 OOM_KILLER = "if a signal ended it, check for the out-of-memory killer (`dmesg | grep -i oom`)"
 
 ENGINE_HANGS_CAUSE = (
@@ -352,6 +353,7 @@ def hang_remedy(probable: str, facts: RunFacts) -> str:
         "STOP02": _no_answer_remedy(facts),
         "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "
         "or the server that it calls",
+        "ENG06": "an engine server does not answer (ENG06): see the end of its log, and whether its process is stopped",
     }
     return remedies.get(probable, "fix the function named above")
 

@@ -63,6 +63,11 @@ class RecordedRun:
         return self.events[starts[-1] if starts else 0 :]
 
     @property
+    def started(self) -> Mapping[str, Any]:
+        """The last start, {} without one."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    @property
     def steps_since_start(self) -> set[int]:
         """The steps since the last start, from its events; a resumed run repeats some earlier ones."""
         return {event["step"] for event in self.since_start if event["event"] == "step"}

@@ -21,7 +21,8 @@ from furlong.diagnosis.postmortem.signatures import (
     parse_diagnosis,
     user_error_exclusions,
 )
-from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, is_progress, standstill_note
+from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, standstill_note
+from furlong.diagnosis.postmortem.sudden_end import killed, may_go_on
 from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.inference.supervisor.host import end_of_log, last_text, tail
 from furlong.tracking.run_files import (
@@ -94,9 +95,13 @@ def examine(folder: Path) -> Examination:
         diagnoses = [each for each in diagnoses if each.id not in explained]
         known = {each.id for each in diagnoses if each.severity != "info"}
         diagnoses += [each for each in standing if each.id not in known]
+    if status == "killed":
+        diagnoses = [each for each in diagnoses if each.id not in standstill_note(run).explains]
     if status in ("failed", "killed"):
         diagnoses += _failure_diagnoses(run, failure, status=status, known=[d.id for d in diagnoses])
         words = last_words(_relevant_log(folder, diagnoses, failure or {}))
+    if status == "killed" and may_go_on(run):
+        status = "unknown"
     num_steps = run.config.data.num_rollout
     return Examination(str(folder), status, run.last_step, num_steps, error, most_severe_first(diagnoses), words)
 
@@ -200,7 +205,7 @@ def _failure_diagnoses(
     texts = [*_run_texts(run, failure), *_log_texts(run.folder, flags, facts)]
     diagnoses += _match_all(texts, failure, known=[*known, *(d.id for d in diagnoses)], is_explained=bool(diagnoses))
     if status == "killed":
-        diagnoses.append(_killed(run))
+        diagnoses.append(killed(run))
     return diagnoses
 
 
@@ -241,29 +246,6 @@ def _match_all(
 def _since_start(log: str) -> str:
     """Return the part of a log since the last start; all of it if it has no start."""
     return log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :]
-
-
-def _killed(run: RecordedRun) -> Diagnosis:
-    last = next((event for event in reversed(run.since_start) if is_progress(event)), run.events[-1])
-    step, stood = run.last_step, standstill_note(run)
-    saved = run.config.checkpoint.save if any(event["event"] == "save" for event in run.events) else None
-    doing = {
-        "weight_update_started": "during a weight update",
-        "publishing": "during a weight update",  # the name in runs of older versions
-        "save": "after a save",
-    }.get(last["event"], "")
-    return diagnosis(
-        "KILL01",
-        f"{run.folder}: the run started but did not end; it was killed after step {step}"
-        + (f", {doing}" if doing else "")
-        + f" (last event: {last['event']})"
-        + (f"; it stood still before, {stood.text}" if stood.text else ""),
-        remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits, and, if the "
-        "exit code was 0, for compiled code of your functions that calls exit or _exit; "
-        + (f"it would stand still again: {stood.remedy}; " if stood.remedy else "")
-        + (f"resume with --load {saved}" if saved else "nothing was saved: use --save in the next run"),
-        evidence={"step": step, "last_event": dict(last)},
-    )
 
 
 HOOK_ERRORS = (HookError.__name__, ProcessChangedError.__name__)  # which name the function themselves

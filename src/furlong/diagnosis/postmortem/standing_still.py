@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 
 from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
-from furlong.diagnosis.monitors.machine_monitors import hang_remedy
+from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE, hang_remedy
 from furlong.diagnosis.monitors.monitor import RunFacts
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.inference.sglang.http_client import BrokenConnectionError, ForbiddenAnswerError, get_once
@@ -26,6 +26,13 @@ IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so f
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
 HEALTH_S, HEALTH_BYTES, MAX_REQUESTS = 10.0, 1 << 20, 16  # of an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
+NOTED_CAUSES = {
+    "HOOK02": "A custom function does not return.",
+    "HANG01": "A custom function, or what it calls, does not return.",
+    "REW03": "A reward function, or a server that it asks, does not return.",
+    "ENG06": "An engine server does not answer.",
+    "SYNC01": "The weights do not arrive in an engine.",
+}
 NO_PROGRESS = frozenset({"diagnosis", "hang", "no_progress", "blocked", "engine_silent", "placement_waiting"})
 PARTS = (  # text in the command line of a process, and what the process is
     ("furlong serve", "engine server"),
@@ -36,6 +43,7 @@ PARTS = (  # text in the command line of a process, and what the process is
     ("run/witness.py", "watcher of the run's end"),
     ("user_process_reaper.py", "watcher of user processes"),
 )
+NO_ANSWER = "A custom function, an engine or another process does not return."
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -79,7 +87,7 @@ class Liveness:
 
 def is_gone(run: RecordedRun) -> bool:
     """Whether the run's process was on this machine and is gone, although another one has its log open."""
-    start = _start(run)
+    start = run.started
     if start.get("process") is None or start.get("machine") != socket.gethostname():
         return False
     return _main_process(start) is None
@@ -181,22 +189,28 @@ def without_progress(run: RecordedRun, age_s: float, last: str, liveness: Livene
     if age_s <= limit_s:
         return []
     usual = "no step is complete" if longest_s is None else f"the longest step took {longest_s:.3g} s"
-    main = next((process.pid for process in liveness.processes if process.is_main), None)
     note = standstill_note(run)
+    looked_at = [each.pid for each in liveness.processes if each.part == "reward worker"]
+    if note.probable != "REW03" or not looked_at:
+        looked_at = [each.pid for each in liveness.processes if each.is_main]
     doing, remedy = (f": {note.text}", f"{note.remedy}; ") if note.text else ("", "")
     timeout_s = run.config.fault.hang_timeout
     return [
         diagnosis(
             "HANG01",
             f"no progress for {age_s:.0f} s (last: {last}; {usual}{_cpu_text(liveness)}){doing}",
-            cause="A custom function, an engine or another process does not return."
-            if is_idle
-            else "One part takes much longer than before, or does not end.",
-            remedy=f"{remedy}`py-spy dump --pid {main or 'PID'}` shows where it is; a lower --hang-timeout (now "
-            f"{timeout_s:g} s) reports all stacks and the function that is awaited",
+            cause=note.cause or (NO_ANSWER if is_idle else "One part takes much longer than before, or does not end."),
+            remedy=f"{remedy}`py-spy dump --pid {looked_at[0] if looked_at else 'PID'}` shows where it is; a lower "
+            f"--hang-timeout (now {timeout_s:g} s) reports all stacks and the function that is awaited",
             severity="warning",
-            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s, "cpu": liveness.cpu}
-            | note.evidence,
+            evidence={
+                "seconds": round(age_s, 1),
+                "last": last,
+                "longest_step_s": longest_s,
+                "cpu": liveness.cpu,
+                "probable": note.probable,
+                "explains": note.explains,
+            },
         )
     ]
 
@@ -210,11 +224,21 @@ def _cpu_text(liveness: Liveness) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """What a run recorded about its standstill, "" if nothing: what it does, and the remedy."""
+    """What a run recorded about its standstill, "" if nothing: what it does, the remedy, and the row of its cause."""
 
     text: str = ""
     remedy: str = ""
-    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    probable: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The cause in one sentence, "" if it is not known."""
+        return NOTED_CAUSES.get(self.probable, "")
+
+    @property
+    def explains(self) -> Sequence[str]:
+        """Rows that monitors report for the same cause."""
+        return ("HOOK02",) if self.probable == "HOOK02" else ()
 
 
 def standstill_note(run: RecordedRun) -> Note:
@@ -230,11 +254,20 @@ def standstill_note(run: RecordedRun) -> Note:
         noted.setdefault(str(event["event"]), event)
     if (blocked := noted.get("blocked")) is not None:
         where = blocked.get("where")
-        return Note(f"{where} blocks it", "fix that function", {"where": where, "explains": ["HOOK02"]})
+        return Note(f"{where} blocks the run", "fix that function", "HOOK02")
     if (note := noted.get("no_progress")) is not None:
-        probable = str(note.get("probable"))
-        return Note(str(note.get("doing")), hang_remedy(probable, RunFacts.of(run.config)), {"probable": probable})
+        return _described(run, str(note.get("doing")), str(note.get("probable")))
     return Note()
+
+
+def _described(run: RecordedRun, doing: str, probable: str) -> Note:
+    """Return what a run noted; of reward calls the flags of the reward, since their code runs in other processes."""
+    if probable == "REW03":
+        reward = next((run.flags[name] for name in ("custom_rm_path", "rm_url", "rm_type") if run.flags[name]), None)
+        doing = f"reward calls ({reward}) do not return"
+    if probable == "HANG01" and doing.startswith(ALL_IDLE):
+        return Note(doing)
+    return Note(doing, hang_remedy(probable, RunFacts.of(run.config)), probable)
 
 
 def _longest_step(run: RecordedRun) -> float | None:
@@ -249,10 +282,6 @@ def _has_remote_parts(run: RecordedRun) -> bool:
     return bool(config.cluster.rollout_external_engine_addrs) or config.cluster.ray_address is not None
 
 
-def _start(run: RecordedRun) -> Mapping[str, Any]:
-    return next((event for event in reversed(run.events) if event["event"] == "start"), {})
-
-
 def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
     """Return the process of the last start; None if it is gone (another process may have its number)."""
     try:
@@ -265,7 +294,7 @@ def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
 
 def _processes(run: RecordedRun) -> list[RunProcess]:
     """List the run's process and those that it started, [] if they are not on this machine."""
-    start = _start(run)
+    start = run.started
     if start.get("process") is None or start.get("machine", "") != socket.gethostname():
         return []
     main = _main_process(start)
