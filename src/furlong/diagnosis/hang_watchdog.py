@@ -288,6 +288,9 @@ class HangWatchdog:
             return self._user_activity(waits, requests, engine)
         if engine is not None:
             return f"the thread furlong-engine is in {engine}", "HANG01"
+        if threads := user_code_in_threads():
+            shown = "; ".join(f"{count} x {place}" for place, count in threads.most_common(3))
+            return f"user code runs in threads of its own: {shown}", "HANG01"
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
         lines = self._waits()
         waited = next((row for part, row in AWAITED.items() if any(part in line for line in lines)), "HANG01")
@@ -362,6 +365,18 @@ def running_user_code() -> str | None:
         if (found := _busy_frames(name)) is not None and is_user_file(found[0].f_code.co_filename):
             return _place(found[0])
     return None
+
+
+def user_code_in_threads() -> Counter[str]:
+    """Count the innermost places of user code in all threads, such as those of environments."""
+    places: Counter[str] = Counter()
+    for innermost in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
+        frame: FrameType | None = innermost
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None and not innermost.f_code.co_filename.endswith(WAITING):
+            places[_place(frame)] += 1
+    return places
 
 
 def busy_in(thread_name: str) -> str | None:

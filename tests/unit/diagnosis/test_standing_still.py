@@ -221,3 +221,28 @@ def test_a_copy_of_a_run_in_progress_names_the_original(tmp_path: Path) -> None:
         assert result.status == "unknown"
         assert f"`furlong doctor --run {original.folder}`" in found["KILL01"].remedy
     assert examine(copy.folder).status == "killed"
+
+
+@pytest.mark.parametrize("num_complete", [0, 1])
+def test_a_killed_run_names_a_complete_checkpoint_if_there_is_one(tmp_path: Path, num_complete: int) -> None:
+    run, save = run_at(tmp_path / "run", 0, 5), tmp_path / "save"
+    (run.folder / "config.json").write_text(parse(["--hf-checkpoint", "none", "--save", str(save)]).to_json())
+    (save / "iter_0000001").mkdir(parents=True)  # killed while it was written
+    if num_complete:
+        (save / "iter_0000001" / "manifest.json").touch()
+    found = {each.id: each for each in examine(run.folder).diagnoses}
+    expected = f"resume with --load {save}" if num_complete else f"{save} has no complete checkpoint"
+    assert expected in found["KILL01"].remedy
+
+
+def test_steps_that_a_run_in_progress_cannot_record_are_reported(tmp_path: Path) -> None:
+    now = time.time()
+    run = run_at(tmp_path / "run", *(now - 20 + step for step in range(12)))
+    with (run.folder / "run.log").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        [found] = examine(run.folder).diagnoses
+        assert found.id == "CHECK01"
+        assert "metrics.jsonl lacks 11 of 11 steps" in found.finding
+        rows = [{"step": step} for step in range(1, 10)]
+        (run.folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        assert examine(run.folder).diagnoses == []

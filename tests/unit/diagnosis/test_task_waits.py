@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.core.daemon_calls import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.tracing import Heartbeat
 from furlong.diagnosis import hang_watchdog
@@ -207,3 +208,23 @@ def test_a_standstill_is_noted_once_long_before_it_counts_as_a_hang(
     assert len(events.notes) == 1
     assert "waits_for_a_tool (diagnosis/test_task_waits.py:" in events.notes[0]["doing"]
     assert events.hang == {}
+
+
+def test_user_code_in_other_threads_is_named(tmp_path: Path) -> None:
+    def sleeps() -> None:
+        time.sleep(1.5)
+
+    async def waits() -> None:
+        await asyncio.to_thread(lambda: None)
+        await call_in_thread(sleeps, name="step")
+
+    events = Events()
+
+    async def run(hang: HangWatchdog) -> None:
+        task = asyncio.create_task(waits())
+        hang.attach(task)
+        await task
+
+    with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
+        asyncio.run(run(hang))
+    assert "sleeps (diagnosis/test_task_waits.py:" in events.hang["doing"]

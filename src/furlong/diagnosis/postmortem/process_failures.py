@@ -23,6 +23,7 @@ RANK_CLASS, ACTOR = "class_name: TrainerRank", 200  # of Ray, and the characters
 RANK_CAUSE = "Its process ended: a signal (the out-of-memory killer, a scheduler, a person), or a crash in a library."
 # The innermost frame that faulthandler prints, in a package.
 CRASHED = re.compile(r"most recent call first\):\n[^\n]*(?:site|dist)-packages/(?P<name>\w+)")
+LIVES_SILENT = re.compile(r"\(process \d+\): it does not answer")  # a server of the run whose process has not ended
 SGLANG_ENDS_ITSELF = "kill_process_tree called"
 FREE_PORT = (
     "end the process that listens there, or use another port; fewer engines per machine (a larger "
@@ -62,7 +63,7 @@ def _died(text: LogText, match: re.Match[str]) -> Diagnosis:
     actor = text.content[match.start() : match.start() + ACTOR]
     if text.code == WORKER_DIED or RANK.search(evidence_of(text, match)["text"]) or RANK_CLASS in actor:
         return fixed("ENG03", "a trainer rank died", _rank_remedy(text), RANK_CAUSE)(text, match)
-    if text.code == ENGINE_HANGS:
+    if text.code == ENGINE_HANGS or LIVES_SILENT.search(text.content, match.start()) is not None:
         return fixed("ENG03", "an engine hangs", HANGS_REMEDY, ENGINE_HANGS_CAUSE)(text, match)
     ended_itself = SGLANG_ENDS_ITSELF in text.content[match.end() :]
     is_killed = (

@@ -19,6 +19,7 @@ from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import CONNECTED, MonitorSuite, RunFacts
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, read_intact_rows, read_sections, read_steps, torn_lines
 
+IN_FLIGHT = 4  # steps of a run in progress that may be in its events and not yet in its metrics
 SHOWN = 8  # damaged lines or flags that are listed
 UNUSABLE = (ArithmeticError, LookupError, TypeError, ValueError)  # what a monitor raises for values it cannot use
 
@@ -102,7 +103,8 @@ class RecordedRun:
         """CHECK01: files that are damaged or incomplete, so that not everything could be checked."""
         missing, done = list(self.problems), self.steps_since_start
         have = {step for step, _ in self.steps}
-        if (lacking := done - have) and not is_running:
+        lacking = done - have
+        if len(lacking) > (IN_FLIGHT if is_running else 0):
             missing.append(f"{METRICS} lacks {len(lacking)} of {len(done)} steps")
         if have and not any(event["event"] == "start" for event in self.events):
             missing.append(f"{EVENTS} has no start and no end of the run")
@@ -113,7 +115,9 @@ class RecordedRun:
                 "CHECK01",
                 f"{self.folder}: {'; '.join(missing)}",
                 cause="The folder was copied incompletely, its disk was full, or its files were cut off or changed.",
-                remedy="copy the folder again; these diagnoses are based on what is left",
+                remedy="read the warnings of trackers in run.log; what is not written is lost with the run"
+                if is_running
+                else "copy the folder again; these diagnoses are based on what is left",
                 evidence={"missing": missing},
             )
         ]

@@ -193,7 +193,7 @@ def without_progress(run: RecordedRun, age_s: float, last: str, liveness: Livene
     looked_at = [each.pid for each in liveness.processes if each.part == "reward worker"]
     if note.probable != "REW03" or not looked_at:
         looked_at = [each.pid for each in liveness.processes if each.is_main]
-    doing, remedy = (f": {note.text}", f"{note.remedy}; ") if note.text else ("", "")
+    doing, remedy = f": {note.text}" if note.text else "", f"{note.remedy}; " if note.remedy else ""
     timeout_s = run.config.fault.hang_timeout
     return [
         diagnosis(

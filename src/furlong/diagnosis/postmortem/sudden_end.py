@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.core.checkpoint_folder import find_complete_folders
 from furlong.core.files import is_locked
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.standing_still import is_progress, last_progress, standstill_note
@@ -38,8 +39,7 @@ def killed(run: RecordedRun) -> Diagnosis:
         )
     last = next((event for event in reversed(run.since_start) if is_progress(event)), run.events[-1])
     doing, stood = DOING.get(last["event"], ""), standstill_note(run)
-    saved = run.config.checkpoint.save if any(event["event"] == "save" for event in run.events) else None
-    resume = f"resume with --load {saved}" if saved else "nothing was saved: use --save in the next run"
+    resume = _how_to_resume(run)
     stand = f"it stood still before it was killed: {stood.remedy}; " if stood.remedy else ""
     evidence = {"step": run.last_step, "last_event": dict(last)}
     if (machine := _other_machine(run)) is not None:
@@ -63,6 +63,16 @@ def killed(run: RecordedRun) -> Diagnosis:
         f"exit code was 0, for compiled code of your functions that calls exit or _exit; {stand}{resume}",
         evidence=evidence,
     )
+
+
+def _how_to_resume(run: RecordedRun) -> str:
+    """Return which checkpoint a next run can load, if any is complete."""
+    save = run.config.checkpoint.save
+    if save is None:
+        return "nothing was saved: use --save in the next run"
+    if any(event["event"] == "save" for event in run.events) or find_complete_folders(Path(save)):
+        return f"resume with --load {save}"
+    return f"{save} has no complete checkpoint, so the same command starts from the beginning"
 
 
 def _other_machine(run: RecordedRun) -> str | None:
