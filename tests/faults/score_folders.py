@@ -66,7 +66,7 @@ def _examined(
                 (run_examination, "is_running"): lambda _: alive,
                 (run_examination, "is_gone"): lambda _: False,
                 (standing_still, "_processes"): lambda _: list(processes),
-                (standing_still, "_cpu_rate"): lambda _: cpu,
+                (standing_still, "_measured"): lambda processes: standing_still.Liveness(processes, cpu),
             }.items():
                 stack.enter_context(mock.patch.object(*place, value))
             result = run_examination.examine(run)

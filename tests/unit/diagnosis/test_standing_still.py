@@ -223,15 +223,21 @@ def test_a_copy_of_a_run_in_progress_names_the_original(tmp_path: Path) -> None:
     assert examine(copy.folder).status == "killed"
 
 
-@pytest.mark.parametrize("num_complete", [0, 1])
-def test_a_killed_run_names_a_complete_checkpoint_if_there_is_one(tmp_path: Path, num_complete: int) -> None:
-    run, save = run_at(tmp_path / "run", 0, 5), tmp_path / "save"
-    (run.folder / "config.json").write_text(parse(["--hf-checkpoint", "none", "--save", str(save)]).to_json())
-    (save / "iter_0000001").mkdir(parents=True)  # killed while it was written
-    if num_complete:
-        (save / "iter_0000001" / "manifest.json").touch()
+@pytest.mark.parametrize(
+    ("words", "event", "expected"),
+    [
+        ([], "step", "nothing was saved: use --save"),
+        (["--save", "x"], "step", "nothing was saved in x"),
+        (["--save", "x"], "save", "resume with --load x"),
+        (["--save", "x", "--load", "y"], "step", "nothing was saved since --load y"),
+    ],
+)
+def test_a_killed_run_names_the_checkpoint_from_which_it_continues(
+    tmp_path: Path, words: list[str], event: str, expected: str
+) -> None:
+    run = add_events(run_at(tmp_path / "run", 0, 5), {"time": 6, "event": event, "step": 1})
+    (run.folder / "config.json").write_text(parse(["--hf-checkpoint", "none", *words]).to_json())
     found = {each.id: each for each in examine(run.folder).diagnoses}
-    expected = f"resume with --load {save}" if num_complete else f"{save} has no complete checkpoint"
     assert expected in found["KILL01"].remedy
 
 

@@ -39,7 +39,8 @@ PARTS = (  # text in the command line of a process, and what the process is
     ("sglang", "engine server"),
     ("rewards.sandbox_worker", "reward worker"),
     ("environments.worker_process", "environment worker"),
-    ("ray::", "trainer or Ray process"),
+    ("ray::TrainerRank", "trainer rank"),
+    ("ray::", "process of Ray"),
     ("run/witness.py", "watcher of the run's end"),
     ("user_process_reaper.py", "watcher of user processes"),
 )
@@ -303,7 +304,7 @@ def _processes(run: RecordedRun) -> list[RunProcess]:
     found: list[RunProcess] = []
     for process in [main, *main.children(recursive=True)]:
         try:
-            command = " ".join(process.cmdline()) or process.name()
+            command = " ".join(" ".join(process.cmdline()).split()) or process.name()
             found.append(RunProcess(process.pid, command, process.status() in STOPPED, process.pid == main.pid))
         except psutil.Error:  # it ended just now
             continue

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import find_complete_folders
 from furlong.core.files import is_locked
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.standing_still import is_progress, last_progress, standstill_note
-from furlong.tracking.run_files import RUN_LOG
+from furlong.tracking.run_files import EVENTS, RUN_LOG, read_intact_rows
 
 DOING = {
     "weight_update_started": "during a weight update",
@@ -66,13 +65,15 @@ def killed(run: RecordedRun) -> Diagnosis:
 
 
 def _how_to_resume(run: RecordedRun) -> str:
-    """Return which checkpoint a next run can load, if any is complete."""
-    save = run.config.checkpoint.save
-    if save is None:
-        return "nothing was saved: use --save in the next run"
-    if any(event["event"] == "save" for event in run.events) or find_complete_folders(Path(save)):
-        return f"resume with --load {save}"
-    return f"{save} has no complete checkpoint, so the same command starts from the beginning"
+    """Return which checkpoint a next run can load. Others in the folder of --save may be of other runs."""
+    flags = run.config.checkpoint
+    if any(event["event"] == "save" for event in run.events):
+        return f"resume with --load {flags.save}"
+    if flags.load is not None:
+        return f"nothing was saved since --load {flags.load}, from which the same command continues"
+    if flags.save is not None:
+        return f"nothing was saved in {flags.save}, so the same command starts anew: use --save-interval"
+    return "nothing was saved: use --save in the next run"
 
 
 def _other_machine(run: RecordedRun) -> str | None:
@@ -86,5 +87,7 @@ def _original_in_progress(run: RecordedRun) -> Path | None:
     if run.config.track.output_dir is None:
         return None
     original = Path(run.config.track.output_dir)
-    is_copy = original.resolve() != run.folder.resolve()
-    return original if is_copy and is_locked(original / RUN_LOG) else None
+    if original.resolve() == run.folder.resolve() or not is_locked(original / RUN_LOG):
+        return None
+    starts = [event for event in read_intact_rows(original / EVENTS, "event")[0] if event["event"] == "start"]
+    return original if starts and starts[-1] == run.started else None
