@@ -147,7 +147,7 @@ def config_from_sections(
 def _checked(spec: FlagSpec, recorded: Any) -> Any:
     """Return a recorded value. Raises ValueError if it has another type, or is outside of the flag's interval."""
     value = value_from_yaml(spec, recorded)
-    if spec.within is not None and value is not None:
+    if spec.within is not None and value is not None and value != spec.default:  # a required flag's is outside
         numbers: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
         if wrong := [number for number in numbers if number not in spec.within]:
             raise ValueError(f"is {wrong[0]}, expected a number in {spec.within.text}")
