@@ -88,7 +88,7 @@ def _converted(change: Callable[[dict[str, Any]], Any], **settings: Any) -> Call
 
 
 def _installed(name: str, version: str, problem: str = "") -> Callable[[Path], Iterable[Diagnosis]]:
-    package = Package(name, version, ">=5.0,<6", is_tested=not version.startswith("4"), problem=problem)
+    package = Package(name, version, ">=5.12,<6", is_tested=not version.startswith("4"), problem=problem)
     return lambda _: environment_findings(Installation("0", "3.11", "x86_64", "", [package]))
 
 
@@ -123,7 +123,7 @@ MACHINES = (
            patches={f"{MACHINE}has_amx": lambda: True}, remedy="--embedded-dtype float32",
            fixed={"embedded_dtype": "float32"}),
     case("transformers of another major version", "ENV01", _installed("transformers", "4.51.0"),
-         remedy="pip install 'transformers>=5.0,<6'"),
+         remedy="pip install 'transformers>=5.12,<6'"),
     case("a kernel that does not load", "ENV01", _installed("flash-attn", "2.8", "undefined symbol: _ZN3c10"),
          remedy="pip install"),
     case("a check that fails", "CHECK01", _raising(ZeroDivisionError("division by zero")), remedy="report"),

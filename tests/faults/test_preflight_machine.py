@@ -54,8 +54,8 @@ def test_a_version_outside_the_tested_range(world, monkeypatch):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.51.0\n")
     monkeypatch.syspath_prepend(folder.parent)
     found = only(world.look(), "ENV01")
-    assert "transformers 4.51.0 (tested >=5.0,<6)" in found.finding
-    assert "`pip install 'transformers>=5.0,<6'`" in found.remedy
+    assert "transformers 4.51.0 (tested >=5.12,<6)" in found.finding
+    assert "`pip install 'transformers>=5.12,<6'`" in found.remedy
     shutil.rmtree(folder)
     assert world.look() == []
 

@@ -20,7 +20,7 @@ from furlong.core.process_environment import installed_version
 # Tested versions: the ranges of pyproject.toml.
 TESTED: Mapping[str, str] = {
     "torch": ">=2.11,<2.14",
-    "transformers": ">=5.0,<6",
+    "transformers": ">=5.12,<6",
     "safetensors": ">=0.5",
     "ray": ">=2.50",
     "sglang": "==0.5.16",

@@ -43,8 +43,8 @@ def test_an_untested_version_is_found_with_the_pip_command(installed):
     fake_package(installed, "transformers", "4.40.0")
     (finding,) = environment_findings(read_environment(()))
     assert finding.id == "ENV01"
-    assert "transformers 4.40.0 (tested >=5.0,<6)" in finding.finding
-    assert "`pip install 'transformers>=5.0,<6'`" in finding.remedy
+    assert "transformers 4.40.0 (tested >=5.12,<6)" in finding.finding
+    assert "`pip install 'transformers>=5.12,<6'`" in finding.remedy
 
 
 @pytest.mark.parametrize(

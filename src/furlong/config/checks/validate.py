@@ -52,7 +52,7 @@ def _allowed_numbers(config: Config) -> Problems:
     specs = flag_specs(Config)
     for spec in specs.values():
         value = spec.value_in(config)
-        if spec.within is None or value is None:
+        if spec.within is None or value is None or value == spec.default:  # a required flag's default is outside
             continue
         if spec.field in COPIES and value == specs[COPIES[spec.field]].value_in(config):
             continue
