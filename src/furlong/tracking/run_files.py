@@ -143,7 +143,10 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     """
     path, shown = folder / CONFIG, name or str(folder)
     if not os.path.lexists(path):
-        raise ConfigError(f"{shown}: no {CONFIG} in that folder ({_listing(folder)}); use the run's --output-dir")
+        raise ConfigError(
+            f"{shown}: no {CONFIG} in that folder ({_listing(folder)}): it is not a run's, the run has just begun, or "
+            "the folder was deleted during the run; use the run's --output-dir"
+        )
     try:
         require_file(path)
         content = parse_json(path.read_bytes())
