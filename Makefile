@@ -36,7 +36,7 @@ sglang-cpu: $(SGLANG)/.installed
 quickstart: $(RUN)
 	$(VENV)/bin/furlong quickstart
 
-# Three tiers: unit tests of less than 0.2 s, together under a minute; all that are not slow; slow tests, most of them
+# Three tiers: unit tests of less than 0.15 s, together under a minute; all that are not slow; slow tests, most of them
 # of whole clusters, ranks and crashes.
 unit: $(DEV)
 	$(PYTEST) tests/unit -m "not slow"

@@ -70,6 +70,7 @@ def test_dr_grpo_divides_by_a_constant_and_not_by_the_std():
     _compare("dr_grpo", lambda r: papers.dr_grpo(r, eps=0.2, constant_len=8))  # the response limit of run_step
 
 
+@pytest.mark.slow
 def test_dapo_averages_over_tokens_and_clips_higher_by_default():
     _compare("dapo", lambda r: papers.dapo(r, low=0.2, high=0.28))
     _compare("dapo", lambda r: papers.dapo(r, low=0.1, high=0.15), eps_clip=0.1, eps_clip_high=0.15)

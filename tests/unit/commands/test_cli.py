@@ -114,6 +114,7 @@ def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
     assert config["config"]["rollout"]["async_buffer_size"] == 0
 
 
+@pytest.mark.slow
 def test_failing_run_exits_with_1_and_one_message(argv, tmp_path, capfd):
     words = argv()
     write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")

@@ -107,6 +107,7 @@ def test_any_damage_gives_rows_or_an_error_that_names_the_file(kind: str, stream
     check()
 
 
+@pytest.mark.slow
 def test_a_changed_page_with_a_checksum_is_never_read_as_other_values(tmp_path: Path) -> None:
     file = WRITERS["parquet with page checksums"](tmp_path)
     content, expected = file.read_bytes(), prompts_of(file)

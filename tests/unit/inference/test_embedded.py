@@ -92,6 +92,7 @@ def test_retraction_in_a_small_cache_changes_no_token(qwen):
     assert [c.tokens for c in tight] == [c.tokens for c in roomy]
 
 
+@pytest.mark.slow
 def test_stop_strings_end_a_response_and_trim_on_request(qwen):
     config, model = qwen
     params = SamplingParams(max_new_tokens=60, ignore_eos=True, sampling_seed=3)

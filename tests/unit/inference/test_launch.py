@@ -208,6 +208,7 @@ def test_sglang_at_a_reachable_address_requires_a_key():
     assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
 
 
+@pytest.mark.slow
 def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_in_its_log(tmp_path):
     package = tmp_path / "sglang"
     package.mkdir()

@@ -169,6 +169,7 @@ def test_templates_of_requests_need_the_flag(field):
         asyncio.run(encoder().encode_chat({"messages": messages, **field}))
 
 
+@pytest.mark.slow
 def test_a_template_of_a_request_renders_in_a_process_as_in_transformers():
     messages = [{"role": "user", "content": "1+1"}]
     template = "{% for m in messages %}{{ m.content }}{{ extra }}{% endfor %}{{ eos_token }}"

@@ -102,6 +102,7 @@ def test_write_that_fails_ends_the_run_with_the_folder_and_leaves_the_last_check
     check_manifest(complete)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
 def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_written(ends, tmp_path):
     class Ending(HeldTrainer):

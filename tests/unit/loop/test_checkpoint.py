@@ -102,6 +102,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path):
         save(tmp_path, 4)
 
 
+@pytest.mark.slow
 def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their_own(tmp_path):
     """Rollout 3 came out empty as the data ended, 4 and 5 had data; the run then goes on with more."""
 

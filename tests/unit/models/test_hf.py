@@ -54,6 +54,7 @@ def test_a_weight_file_that_is_cut_during_a_load_is_named(tiny, monkeypatch):
         hf.load_model(tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 1.0), ("3m", 3.2), ("12m", 11.8)])
 def test_presets_have_the_size_in_their_name(name, millions):
     model = hf.build_model(preset_config(name), seed=0)

@@ -244,6 +244,7 @@ def test_a_cancellation_raised_by_an_async_function_is_a_failure(in_process, tmp
     assert outcome.reason.startswith("CancelledError")
 
 
+@pytest.mark.slow
 def test_a_path_runs_in_process_on_request(tmp_path):
     file = tmp_path / "here.py"
     file.write_text("import os\ndef reward(args, sample):\n    return os.getpid()\n")

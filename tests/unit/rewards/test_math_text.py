@@ -110,6 +110,7 @@ def test_tuples_sets_and_intervals_are_different(answer, label, expected):
     assert score(answer, label) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(value=st.fractions(-50, 50, max_denominator=99), digits=st.integers(0, 12))
 def test_a_decimal_equals_a_fraction_only_if_it_is_exact(value, digits):

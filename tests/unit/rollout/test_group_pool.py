@@ -195,6 +195,7 @@ def test_long_episodes_do_not_stop_the_others_and_their_lengths_are_not_biased()
     assert sum(episodes.lengths.values()) == sum(turns[:200])
 
 
+@pytest.mark.slow
 def test_finish_waits_for_requests_and_versions_never_decrease():
     parts, _ = build(batch_size=4, staleness=30, turns=lambda i: 120 if i == 1 else 3)
     seen = []

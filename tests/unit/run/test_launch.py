@@ -87,6 +87,7 @@ def test_every_flag_is_read_by_something():
     assert set(specs) - known == set()
 
 
+@pytest.mark.slow
 def test_every_hook_is_given_to_something():
     read = attributes_read(SOURCE / "wiring") | attributes_read(SOURCE / "rollout")
     assert {f.name for f in dataclasses.fields(Hooks) if not {f.name, f"{f.name}_path"} & read} == set()
@@ -274,6 +275,7 @@ def test_a_resume_that_is_refused_late_leaves_configuration_and_ledger_unchanged
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
     run(resolve(num_rollout=1))
     [problem] = folder_problems(resolve())
@@ -281,6 +283,7 @@ def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolv
     assert "--load" not in problem
 
 
+@pytest.mark.slow
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
     run(resolve(num_rollout=1))
     written = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -303,12 +306,14 @@ def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd
     assert "Traceback" in log
 
 
+@pytest.mark.slow
 def test_handlers_are_gone_after_a_run(resolve):
     before = list(logging.getLogger("furlong").handlers)
     run(resolve(num_rollout=1))
     assert logging.getLogger("furlong").handlers == before
 
 
+@pytest.mark.slow
 def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIME_DEBUG", "1")
     run(resolve(num_rollout=1))

@@ -171,6 +171,7 @@ def test_a_stop_string_is_trained_but_not_part_of_the_text():
     assert tokenizer.decode(reply.tokens) == "say Observation:"
 
 
+@pytest.mark.slow
 def test_delimiters_that_end_and_begin_turns_are_not_doubled():
     tokenizer = bpe_tokenizer("glm")
     session = session_of(Script(tokenizer, "one", "two"))
@@ -315,6 +316,7 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized(monkeypa
         asyncio.run(talk_once)
 
 
+@pytest.mark.slow
 def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
     session = session_of(Script(bpe_tokenizer("plain"), "one", "two"))
     encode, threads = session.chat_format.encode, list[bool]()
@@ -330,6 +332,7 @@ def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
     assert threads == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "field"),
     [

@@ -136,6 +136,7 @@ def test_token_ids_over_a_session():
     run(script, body)
 
 
+@pytest.mark.slow
 def test_a_retry_gets_the_same_answer_from_one_engine_call():
     tokenizer = bpe_tokenizer("plain")
     script = Script(tokenizer, "one", "two")

@@ -78,6 +78,7 @@ def test_a_piece_has_its_place_by_its_name():
         assert place_of(f"model.layers.2.{other}") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [{}, {"dtype": "auto"}, {"moe_runner_backend": "triton"}])
 def test_every_tensor_of_a_model_with_experts_is_compared(answer):
     server = Sglang(STATE, **answer)
@@ -206,6 +207,7 @@ def several_precisions():
     return {key: tensor.to(torch.float16 if key == name else torch.bfloat16) for key, tensor in STATE.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "why"),
     [

@@ -45,6 +45,7 @@ def test_every_tensor_of_a_known_family_is_compared(dtype, family):
     assert server.shown == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(STATE))
 def test_one_wrong_element_of_any_tensor_is_found(name):
     stored = {key: tensor.clone() for key, tensor in STATE.items()}

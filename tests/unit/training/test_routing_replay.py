@@ -216,6 +216,7 @@ def worker(folder: Path, replay: str, **options) -> RoundWorker:
     )
 
 
+@pytest.mark.slow
 def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
     batch = rollouts["qwen3_moe"].select([0, 1, 2, 3])
     batch = dataclasses.replace(batch, routed_experts=None)
