@@ -56,13 +56,16 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
     assert server.stdout is not None
     if server.stdout.readline() != "ready\n":
         raise RuntimeError(f"the warm Python ended with exit code {server.wait()}")
+    is_cold = f"import sys; sys.exit({PRELOADED[0]!r} not in sys.modules)"
+    if subprocess.run([folder / "bin" / "python", "-c", is_cold], check=False).returncode:
+        server.terminate()
+        raise RuntimeError("commands start new interpreters, as if this environment were not that of the warm Python")
     return server, folder / "bin"
 
 
-def write_clients(folder: Path) -> None:
-    """Write the commands `python` and `furlong`."""
+def write_clients(folder: Path, variables: dict[str, str]) -> None:
+    """Write the commands `python` and `furlong`, which start a new interpreter where these variables differ."""
     (folder / "bin").mkdir()
-    variables = {n: v for n, v in os.environ.items() if n.startswith(READ_ON_IMPORT) and n != "PYTHONPATH"}
     text = CLIENT.format(
         python=sys.executable,
         prefixes=READ_ON_IMPORT,
@@ -79,13 +82,14 @@ def write_clients(folder: Path) -> None:
 
 def serve(folder: Path) -> list[Any]:
     """Fork for each connection. Return in the process of a command: its name, words, working directory, environment."""
-    for name in PRELOADED:
+    variables = {n: v for n, v in os.environ.items() if n.startswith(READ_ON_IMPORT) and n != "PYTHONPATH"}
+    for name in PRELOADED:  # torch, for one, sets a variable
         importlib.import_module(name)
     gc.freeze()  # a collection would copy the pages of all objects
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
-    write_clients(folder)
+    write_clients(folder, variables)
     print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     while True:
