@@ -1,14 +1,17 @@
+"""Fixtures of all tests, which import what takes seconds: a controller of pytest-xdist needs none of it."""
+
 from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import pytest
 
-import fault_recorder
-from forked_engines import ForkedEngines
 from furlong.cluster.ray_session import LOCAL_SETTINGS, SETTINGS
-from runs import FORKED, Child, write_model, write_prompts
+
+if TYPE_CHECKING:
+    from forked_engines import ForkedEngines
 
 # Ray reads these once, when it is imported, which some test does first.
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
@@ -17,23 +20,31 @@ for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" *
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
+    from runs import write_model
+
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
+    from runs import write_prompts
+
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> ForkedEngines:
     """Start the engine servers of runs as processes that have everything imported."""
+    from forked_engines import ForkedEngines
+
     return ForkedEngines(monkeypatch)
 
 
 @pytest.fixture
 def forked():
     """Start processes that have everything imported. Runs that a failed test has left are ended."""
+    from runs import FORKED, Child
+
     yield FORKED
     while Child.started:
         Child.started.pop().process.kill()
@@ -72,6 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Compare a test's diagnoses with the transcripts in docs/troubleshooting.md."""
+    import fault_recorder
+
     if not fault_recorder.rows_of(item) or item.config.pluginmanager.has_plugin("fault_recorder"):
         return (yield)
     with fault_recorder.listening(item) as transcript:

@@ -22,7 +22,7 @@ from furlong.models.tokenizer import build_tokenizer
 from models_zoo import add_vision, family_config
 from runs import ALPHABET, rows, train
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 # megatron-core calls what PyTorch has deprecated
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

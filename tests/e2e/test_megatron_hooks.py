@@ -11,7 +11,7 @@ from furlong.config.command_line import load
 from furlong.errors import ConfigError
 from runs import flags, train, write_model, write_prompts
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 # megatron-core calls what PyTorch has deprecated
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

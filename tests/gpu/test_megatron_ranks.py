@@ -8,7 +8,7 @@ from furlong.models import hf_model as hf
 from megatron_checks import assert_trains_as, changed_config
 from ranks_zoo import ranks_possible, run_cases
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 if not ranks_possible():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 

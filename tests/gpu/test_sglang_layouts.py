@@ -16,7 +16,7 @@ from furlong.models.hf_model import build_model, save_model
 from ranks_zoo import device_count, ranks_possible, run_cases
 from served_sglang import PROMPTS, log_probs_of, served
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 if not torch.cuda.device_count() or importlib.util.find_spec("sglang") is None:
     pytest.skip("needs a CUDA device and SGLang", allow_module_level=True)
 

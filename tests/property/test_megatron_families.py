@@ -15,7 +15,7 @@ from ranks_zoo import run_cases
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
 

@@ -10,7 +10,7 @@ from ranks_zoo import run_cases
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 # name: number of ranks, layout
 LAYOUTS = {

@@ -36,6 +36,7 @@ from furlong.weight_sync.weight_record import WeightRecord
 logger = logging.getLogger(__name__)
 
 MARGIN_S = 60.0  # NCCL's watchdog, which kills the process, must fire this much later than our own limit
+WAIT_FOR_MESSAGE_S = 2.0  # until engines say why sending has failed
 DROP_S = 5.0  # to wait for a group to be destroyed
 
 Backend = Literal["gloo", "nccl"]
@@ -91,8 +92,8 @@ class BroadcastTransport(Transport):
             failed = [task for task in (received, broadcast) if task in done and task.exception() is not None]
             if failed:
                 await self._drop_group()
-                if received not in done:  # the engine's own message says more than the broken connection
-                    await asyncio.wait({received}, timeout=2.0)
+                if received not in done:  # an engine's own message says more than the broken connection
+                    await asyncio.wait({received}, timeout=WAIT_FOR_MESSAGE_S)
                 if received.done() and not received.cancelled() and (error := received.exception()) is not None:
                     raise await self._excusing_waiters(error, servers, self._group_name)
                 raise SyncError(
@@ -140,6 +141,8 @@ class BroadcastTransport(Transport):
         created = in_thread(lambda: _create_group(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(self.call_servers(version, "join the process group", joins))
         await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
+        if not joined.done():  # an engine's own message says more than the missing connection
+            await asyncio.wait({joined}, timeout=WAIT_FOR_MESSAGE_S)
         if joined.done() and not joined.cancelled() and (failure := joined.exception()) is not None:
             created.add_done_callback(_drop_late)
             raise await self._excusing_waiters(failure, servers, name)
