@@ -229,6 +229,17 @@ def _run_afresh(case: dict[str, Any], words: list[str], deadline: float) -> bool
     return not any(codes)
 
 
+def _import_models(folder: Path) -> None:
+    """Import the code of all models in the folder, which forked ranks share."""
+    import torch
+
+    from furlong.models.hf_model import build_model, load_config
+
+    with torch.device("meta"):
+        for file in sorted(folder.glob("*/config.json")):
+            build_model(load_config(file.parent), seed=0)
+
+
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
@@ -241,6 +252,8 @@ def main() -> None:
         _rank(module, folder, [cases], int(sys.argv[5]), int(sys.argv[4]))
         return
     importlib.import_module(module)
+    if cases[0]["args"].get("device") != "cuda":
+        _import_models(folder)
     gc.freeze()  # garbage collection in forked ranks would copy all pages
     deadline = time.monotonic() + deadline_s
     if cases[0]["args"].get("device") == "cuda":  # process start dominates the run time
