@@ -35,10 +35,9 @@ def main(arguments: list[str]) -> int:
     pages.sort(key=lambda page: page.read_text().count("furlong train"), reverse=True)  # no long page comes last
     os.environ |= {"FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        server, commands = warm_python.start(Path(folder))
+        commands = warm_python.start(Path(folder))
         with ThreadPoolExecutor(PAGES_AT_A_TIME) as pool:
             passed = list(pool.map(partial(run_page, commands), [page.resolve() for page in pages]))
-        server.terminate()
     failed = [page for page, succeeded in zip(pages, passed, strict=True) if not succeeded]
     print(f"{len(pages) - len(failed)} pages passed, {len(failed)} failed" + "".join(f"\n  {page}" for page in failed))
     return len(failed)

@@ -32,13 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from soak_growth import ProcessSampler, growth, growth_table
-from soak_hooks import GENERATE_FAULTS, REWARD_FAULTS
 
 from furlong.data.audit import audit
 from furlong.errors import DataError
 from furlong.quickstart.addition import problems, write_prompts
 from furlong.quickstart.quickstart import model_folder
+from soak_growth import ProcessSampler, growth, growth_table
+from soak_hooks import GENERATE_FAULTS, REWARD_FAULTS
 
 HERE = Path(__file__).resolve().parent
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None

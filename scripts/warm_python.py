@@ -1,45 +1,50 @@
 """Run `python` and `furlong` commands in forks of one process that has everything imported.
 
 `start(folder)` starts that process and returns the folder with the two commands, to be put first on PATH. A command
-runs in a process of its own, with the caller's working directory, environment, streams and signals. It saves two
+runs in a session of its own, with the caller's working directory, environment, streams and signals. It saves two
 seconds of imports. What a command starts uses the usual interpreter: the folder is removed from its PATH.
 
 The commands start a new interpreter for options such as `-W`, and if a variable that libraries read when they are
-imported was changed.
+imported was changed. `request` starts a fork without such a command.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 PRELOADED = ("furlong.wiring.build", "furlong.cli", "furlong.inference.server.http_server")
 READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "RAY_", "TORCH", "TRANSFORMERS_")
+READ_LATER = ("PYTHONPATH",)
+PR_SET_PDEATHSIG = 1
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
+{request}
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-now = {{n: v for n, v in os.environ.items() if n.startswith({prefixes!r}) and n != "PYTHONPATH"}}
+now = {{n: v for n, v in os.environ.items() if n.startswith({read!r}) and n not in {later!r}}}
 is_plain = name == "furlong" or words and (words[0] in ("-", "-c", "-m") or words[0][0] != "-")
 if now != {variables!r} or not is_plain:
     os.environ["PATH"] = os.environ["PATH"].replace({folder!r} + ":", "")
     os.execv({bin!r} + "/" + name, [{bin!r} + "/" + name, *words])
-server = socket.socket(socket.AF_UNIX)
-server.connect({address!r})
-request = json.dumps([name, words, os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
-server.sendall(request)
-pid = int.from_bytes(server.recv(8), "big")
+server, pid = request({address!r}, [name, *words], dict(os.environ), [0, 1, 2])
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(pid, number))
 code = int.from_bytes(server.recv(8), "big", signed=True)
@@ -50,26 +55,65 @@ os._exit(code)
 """
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start the process, with its socket and commands in `folder`. Return it and the folder for PATH."""
-    server = subprocess.Popen([sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    if server.stdout.readline() != "ready\n":
-        raise RuntimeError(f"the warm Python ended with exit code {server.wait()}")
-    is_cold = f"import sys; sys.exit({PRELOADED[0]!r} not in sys.modules)"
-    if subprocess.run([folder / "bin" / "python", "-c", is_cold], check=False).returncode:
-        server.terminate()
+def request(
+    address: str, command: list[str], environment: dict[str, str], streams: list[int]
+) -> tuple[socket.socket, int]:
+    """Start a command. Return the socket that receives its exit code, and its process id.
+
+    The command is killed when the socket is closed. The text of this function is part of CLIENT.
+    """
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    text = json.dumps([command[0], command[1:], os.getcwd(), environment]).encode()
+    socket.send_fds(server, [len(text).to_bytes(8, "big")], streams)
+    server.sendall(text)
+    return server, int.from_bytes(server.recv(8), "big")
+
+
+def start(
+    folder: Path,
+    preloaded: Sequence[str] = PRELOADED,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    read_on_import: Sequence[str] = READ_ON_IMPORT,
+    read_later: Sequence[str] = READ_LATER,
+    owner: int | None = None,
+) -> Path:
+    """Start the process, with its socket and commands in `folder`. Return the folder for PATH.
+
+    The commands need the `environment` of the process: the variables with a prefix in `read_on_import`, without those
+    in `read_later`. It ends when the process `owner` does, by default this one.
+    """
+    words = [str(folder), str(owner or os.getpid()), *preloaded]
+    done = subprocess.run([sys.executable, __file__, *words], env=environment, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the warm Python ended with exit code {done.returncode}")
+    variables = import_variables(environment, read_on_import, read_later)
+    write_clients(folder, variables, read_on_import, read_later)
+    is_cold = f"import sys; sys.exit({preloaded[0]!r} not in sys.modules)"
+    if subprocess.run([folder / "bin" / "python", "-c", is_cold], env=environment, check=False).returncode:
         raise RuntimeError("commands start new interpreters, as if this environment were not that of the warm Python")
-    return server, folder / "bin"
+    return folder / "bin"
 
 
-def write_clients(folder: Path, variables: dict[str, str]) -> None:
+def import_variables(
+    environment: Mapping[str, str], read_on_import: Sequence[str], read_later: Sequence[str]
+) -> dict[str, str]:
+    """Return the variables that modules may read when they are imported."""
+    return {n: v for n, v in environment.items() if n.startswith(tuple(read_on_import)) and n not in read_later}
+
+
+def write_clients(
+    folder: Path, variables: Mapping[str, str], read_on_import: Sequence[str], read_later: Sequence[str]
+) -> None:
     """Write the commands `python` and `furlong`, which start a new interpreter where these variables differ."""
     (folder / "bin").mkdir()
     text = CLIENT.format(
         python=sys.executable,
-        prefixes=READ_ON_IMPORT,
-        variables=variables,
+        request=inspect.getsource(request),
+        read=tuple(read_on_import),
+        later=tuple(read_later),
+        variables=dict(variables),
         folder=str(folder / "bin"),
         bin=str(Path(sys.executable).parent),
         address=str(folder / "socket"),
@@ -80,41 +124,50 @@ def write_clients(folder: Path, variables: dict[str, str]) -> None:
         path.chmod(0o755)
 
 
-def serve(folder: Path) -> list[Any]:
-    """Fork for each connection. Return in the process of a command: its name, words, working directory, environment."""
-    variables = {n: v for n, v in os.environ.items() if n.startswith(READ_ON_IMPORT) and n != "PYTHONPATH"}
-    for name in PRELOADED:  # torch, for one, sets a variable
+def serve(folder: Path, owner: int, preloaded: Sequence[str]) -> list[Any]:
+    """Fork for each connection until the process `owner` has ended.
+
+    Return in the process of a command: its name, words, working directory, environment.
+    """
+    end = os.pidfd_open(owner)
+    for name in preloaded:
         importlib.import_module(name)
+    setproctitle.getproctitle()  # a later call would find less memory for titles
     gc.freeze()  # a collection would copy the pages of all objects
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
-    write_clients(folder, variables)
-    print("ready", flush=True)
+    if os.fork():
+        os._exit(0)  # `start` returns
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    while True:
+    while listener in select.select([listener, end], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
+            os.close(end)
             return run_for(client)
         client.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def run_for(client: socket.socket) -> list[Any]:
     """Return in a fork with the streams of the client. Here, wait for it, and exit when it or the client has ended."""
     head, streams, _, _ = socket.recv_fds(client, 8, 3)
-    request = b""
-    while len(request) < int.from_bytes(head, "big"):
-        request += client.recv(1 << 20)
+    text = b""
+    while len(text) < int.from_bytes(head, "big"):
+        text += client.recv(1 << 20)
     if (pid := os.fork()) == 0:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        client.sendall(os.getpid().to_bytes(8, "big"))
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
         client.close()
-        return json.loads(request)
-    client.sendall(pid.to_bytes(8, "big"))
-    for stream in (0, 1, *streams):
+        return json.loads(text)
+    for stream in streams:
         os.close(stream)
     if client in select.select([client, os.pidfd_open(pid)], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
@@ -125,9 +178,11 @@ def run_for(client: socket.socket) -> list[Any]:
 
 def execute(name: str, words: list[str], folder: str, environment: dict[str, str], commands: Path) -> None:
     """Do what `python words` or `furlong words` does."""
+    setproctitle.setproctitle(" ".join([name, *words]))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment | {"PATH": environment["PATH"].replace(f"{commands}:", "")})
+    tempfile.tempdir = None  # is read from TMPDIR again
     python_path = [each for each in environment.get("PYTHONPATH", "").split(":") if each not in sys.path]
     if name == "furlong":
         words = [f"{Path(sys.executable).parent}/furlong", *words]
@@ -152,4 +207,4 @@ def execute(name: str, words: list[str], folder: str, environment: dict[str, str
 
 if __name__ == "__main__":
     scratch = Path(sys.argv[1])
-    execute(*serve(scratch), commands=scratch / "bin")
+    execute(*serve(scratch, int(sys.argv[2]), sys.argv[3:]), commands=scratch / "bin")

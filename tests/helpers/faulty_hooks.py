@@ -221,7 +221,7 @@ _answered = Counter[str]()  # number of samples by run
 
 
 async def generate_and_stop_schedulers(args, sample, sampling_params):
-    """Stop the schedulers of this process's SGLang servers after the first rollout.
+    """Stop the schedulers of the SGLang servers of this model after the first rollout.
 
     The servers still answer health checks.
     """
@@ -229,9 +229,12 @@ async def generate_and_stop_schedulers(args, sample, sampling_params):
     run = str(args.output_dir)
     _answered[run] += 1
     if _answered[run] == args.rollout_batch_size * args.n_samples_per_prompt:
-        for process in psutil.Process().children(recursive=True):
-            if "scheduler" in " ".join([process.name(), *process.cmdline()]):
-                process.suspend()
+        for server in psutil.process_iter(["cmdline"]):
+            words = " ".join(server.info["cmdline"] or [])
+            if "sglang.launch_server" in words and str(args.hf_checkpoint) in words:
+                for process in server.children():
+                    if "scheduler" in " ".join([process.name(), *process.cmdline()]):
+                        process.suspend()
     return sample
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked_sglang import fork_servers
 from furlong.inference.sglang.server_info import ServerInfo
 from runs import REPOSITORY
 
@@ -51,4 +52,5 @@ def visible() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(sys, "path", [*sys.path, str(SITE)])  # after the packages of this process
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"])))
         patch.setattr(ServerInfo, "read", staticmethod(lambda answer, *rest: read({**answer, "device": "cuda"}, *rest)))
+        fork_servers(patch)
         yield patch

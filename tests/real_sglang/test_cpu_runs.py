@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from transformers import Glm4Config, Qwen3Config
 
+import forked_sglang
 import killing_reward
 import streaming_agents
 from diagnosed_runs import events
@@ -99,6 +100,6 @@ def test_requests_pause_for_weight_updates_and_resume_after_abort(tmp_path):
 def test_the_options_that_furlong_knows_are_those_of_the_server(sglang):
     pytest.importorskip("sglang_router")
     sglang.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    command = [sys.executable, REPOSITORY / "scripts" / "make_engine_options.py"]
+    command = [forked_sglang.python(os.environ), REPOSITORY / "scripts" / "make_engine_options.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert json.loads(done.stdout) == json.loads(LISTS.read_text())

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import forked_sglang
 from furlong.core.model_manifest import write_model_manifest
 from furlong.core.weights import UNSHARDED
 from furlong.models.hf_model import build_model, save_model
@@ -56,9 +56,10 @@ def loaded(tmp_path_factory):
         write_model_manifest(root / family)
         words.append(f"{root / family},{module},{name}")
     path = os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"]))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("load_model.py"), *words],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [forked_sglang.python(env), Path(__file__).with_name("load_model.py"), *words],
+        env=env,
         capture_output=True,
         text=True,
         timeout=300,

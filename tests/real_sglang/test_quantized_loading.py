@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+import forked_sglang
 from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.core.quantization.int4 import Int4Groups
 from furlong.models.hf_model import build_model, save_model
@@ -48,9 +48,10 @@ def reloaded(tmp_path_factory):
                 quantize_folder(source, target, FORMS[form])
     words = [f"{root}/{family}0-{form},{root}/{family}1-{form},{CLASSES[family]}" for family, form in CASES]
     path = os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"]))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("reload_model.py"), *words],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [forked_sglang.python(env), Path(__file__).with_name("reload_model.py"), *words],
+        env=env,
         capture_output=True,
         text=True,
         timeout=300,
