@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 import warm_python
@@ -34,6 +35,7 @@ READ_LATER = (
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",  # by each /health
     "SGLANG_HOST_IP",  # by network.get_local_ip_auto
 )
+FORKED = {"sglang.launch_server", "sglang_router.launch_router"}  # modules; the second one imports SGLang, too
 NUM_GUARD_WORDS = 6  # before a command of LocalHost
 LOG = logging.getLogger(__name__)
 
@@ -69,11 +71,11 @@ class ForkedServer:
 
 
 def fork_servers(patch: pytest.MonkeyPatch) -> None:
-    """Let `LocalHost` fork SGLang servers; it starts other commands as before."""
+    """Let `LocalHost` fork SGLang servers and routers; it starts other commands as before."""
 
     def start(words: list[str], *, env: Mapping[str, str], stdout: Any, **options: Any) -> Any:
         command = words[NUM_GUARD_WORDS:]
-        if command[1:2] == ["-m"] and "sglang.launch_server" in command[2:4]:
+        if command[1:2] == ["-m"] and not FORKED.isdisjoint(command[2:4]):
             return ForkedServer(["python", *command[1:]], env, stdout.fileno())
         return subprocess.Popen(words, env=env, stdout=stdout, **options)
 
@@ -89,8 +91,8 @@ def _started(environment: Mapping[str, str]) -> Path:
 @functools.cache
 def _start(variables: frozenset[tuple[str, str]]) -> Path:
     """Start the process, unless another worker of this session has started it."""
-    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    name = hashlib.sha256(repr((session, sorted(variables))).encode()).hexdigest()
+    session = psutil.Process(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    name = hashlib.sha256(repr((session.pid, session.create_time(), sorted(variables))).encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"furlong-sglang-{name[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -100,6 +102,6 @@ def _start(variables: frozenset[tuple[str, str]]) -> Path:
             others = {n: v for n, v in os.environ.items() if not n.startswith(READ_ON_IMPORT)}
             warm_python.start(
                 folder, PRELOADED, environment=others | dict(variables), read_on_import=READ_ON_IMPORT,
-                read_later=READ_LATER, owner=session,
+                read_later=READ_LATER, owner=session.pid,
             )  # fmt: skip
     return folder
