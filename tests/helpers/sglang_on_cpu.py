@@ -51,6 +51,7 @@ def visible() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(SITE)])  # after the packages of this process
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"])))
+        patch.setenv("OMP_NUM_THREADS", "1")  # of servers, of which several compute at a time
         patch.setattr(ServerInfo, "read", staticmethod(lambda answer, *rest: read({**answer, "device": "cuda"}, *rest)))
         fork_servers(patch)
         yield patch
