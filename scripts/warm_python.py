@@ -90,10 +90,15 @@ def start(
         raise RuntimeError(f"the warm Python ended with exit code {done.returncode}")
     variables = import_variables(environment, read_on_import, read_later)
     write_clients(folder, variables, read_on_import, read_later)
-    is_cold = f"import sys; sys.exit({preloaded[0]!r} not in sys.modules)"
+    check_commands(folder, preloaded[0], environment)
+    return folder / "bin"
+
+
+def check_commands(folder: Path, module: str, environment: Mapping[str, str]) -> None:
+    """Raise RuntimeError if the commands start new interpreters, which have not imported the module."""
+    is_cold = f"import sys; sys.exit({module!r} not in sys.modules)"
     if subprocess.run([folder / "bin" / "python", "-c", is_cold], env=environment, check=False).returncode:
         raise RuntimeError("commands start new interpreters, as if this environment were not that of the warm Python")
-    return folder / "bin"
 
 
 def import_variables(
@@ -132,7 +137,6 @@ def serve(folder: Path, owner: int, preloaded: Sequence[str]) -> list[Any]:
     end = os.pidfd_open(owner)
     for name in preloaded:
         importlib.import_module(name)
-    setproctitle.getproctitle()  # a later call would find less memory for titles
     gc.freeze()  # a collection would copy the pages of all objects
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
@@ -178,7 +182,6 @@ def run_for(client: socket.socket) -> list[Any]:
 
 def execute(name: str, words: list[str], folder: str, environment: dict[str, str], commands: Path) -> None:
     """Do what `python words` or `furlong words` does."""
-    setproctitle.setproctitle(" ".join([name, *words]))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment | {"PATH": environment["PATH"].replace(f"{commands}:", "")})
@@ -207,4 +210,7 @@ def execute(name: str, words: list[str], folder: str, environment: dict[str, str
 
 if __name__ == "__main__":
     scratch = Path(sys.argv[1])
-    execute(*serve(scratch, int(sys.argv[2]), sys.argv[3:]), commands=scratch / "bin")
+    setproctitle.getproctitle()  # a later call would find less memory for titles
+    command = serve(scratch, int(sys.argv[2]), sys.argv[3:])
+    setproctitle.setproctitle(" ".join([command[0], *command[1]]))
+    execute(*command, commands=scratch / "bin")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +12,7 @@ from furlong.cluster.ray_session import LOCAL_SETTINGS, SETTINGS
 
 if TYPE_CHECKING:
     from forked_engines import ForkedEngines
+    from forked_ray import RayWorkers
 
 # Ray reads these once, when it is imported, which some test does first.
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
@@ -48,6 +49,15 @@ def forked():
     yield FORKED
     while Child.started:
         Child.started.pop().process.kill()
+
+
+@pytest.fixture(scope="session")
+def ray_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkers]:
+    """Start the workers of Ray clusters as processes that have everything imported."""
+    from forked_ray import forked_workers
+
+    with forked_workers(tmp_path_factory.mktemp("ray")) as workers:
+        yield workers
 
 
 # Files that take longest. Those whose processes compute and those that wait for processes alternate.

@@ -16,6 +16,7 @@ import pytest
 
 from diagnosed_runs import told
 from faults_marker import fault, typed
+from forked_ray import RayWorkers
 from furlong.cli import main
 from furlong.core.checkpoint_folder import check_manifest, find_checkpoint, find_complete_folders
 from furlong.core.files import PARTIAL
@@ -27,7 +28,7 @@ LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
 CUT_BY_LAYERS = {"train_backend": "megatron", "pipeline_model_parallel_size": 2} if find_spec("megatron") else {}
 
 
-def run_of(forked: Any, model: Path, folder: Path, **changes: Any) -> Child:
+def run_of(forked: Any, workers: RayWorkers, model: Path, folder: Path, **changes: Any) -> Child:
     """A run of two ranks that trains on demonstrations until it is stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     data = write_prompts(folder / "prompts.jsonl", 16)
@@ -35,7 +36,7 @@ def run_of(forked: Any, model: Path, folder: Path, **changes: Any) -> Child:
         model, data, folder / "run", loss_type="sft_loss", rm_type=None, n_samples_per_prompt=1, rollout_batch_size=8,
         num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5, **changes,
     )  # fmt: skip
-    run = Child(forked, argv, folder)
+    run = Child(forked, argv, folder, prepare=workers.use)
     run.wait_for_step(timeout_s=120)
     return run
 
@@ -82,9 +83,9 @@ def slow_down(process: psutil.Process, until: Callable[[], bool]) -> None:
 
 @fault("RANK01", "HANG01")
 def test_a_rank_that_is_slow_or_stops_is_named_and_a_signal_ends_the_run_that_waits_for_it(
-    forked, model, tmp_path, capsys
+    forked, ray_workers, model, tmp_path, capsys
 ):
-    run = run_of(forked, model, tmp_path)
+    run = run_of(forked, ray_workers, model, tmp_path)
     ranks = ranks_of(run)
     assert len(ranks) == 2
     slow_down(ranks[0], lambda: "RANK01" in told(run.folder / "run"))
@@ -102,8 +103,8 @@ def test_a_rank_that_is_slow_or_stops_is_named_and_a_signal_ends_the_run_that_wa
     assert_ends_in_good_order(run, signal.SIGTERM, 143)
 
 
-def test_ctrl_c_ends_the_run_in_good_order(forked, model, tmp_path):
-    assert_ends_in_good_order(run_of(forked, model, tmp_path), signal.SIGINT, 130)
+def test_ctrl_c_ends_the_run_in_good_order(forked, ray_workers, model, tmp_path):
+    assert_ends_in_good_order(run_of(forked, ray_workers, model, tmp_path), signal.SIGINT, 130)
 
 
 def assert_ends_in_good_order(run: Child, number: signal.Signals, code: int) -> None:
@@ -134,10 +135,10 @@ def assert_the_last_good_one_stands(save: Path) -> Path:
 
 
 def test_a_rank_and_then_a_driver_that_is_killed_while_ranks_write_leaves_the_last_good_checkpoint_and_no_process(
-    forked, model, tmp_path
+    forked, ray_workers, model, tmp_path
 ):
     how = {"save": tmp_path / "save", "save_interval": 1, "async_save": True, "keep_checkpoints": 2}
-    run = run_of(forked, model, tmp_path / "first", **how, **CUT_BY_LAYERS)
+    run = run_of(forked, ray_workers, model, tmp_path / "first", **how, **CUT_BY_LAYERS)
     wait_until_ranks_write(run, how["save"])
     ranks_of(run)[1].kill()
     run.process.join(LIMIT_S)
@@ -149,7 +150,7 @@ def test_a_rank_and_then_a_driver_that_is_killed_while_ranks_write_leaves_the_la
     assert_nothing_is_left(run)
     newest = assert_the_last_good_one_stands(how["save"])
 
-    run = run_of(forked, model, tmp_path / "second", **how, load=how["save"])
+    run = run_of(forked, ray_workers, model, tmp_path / "second", **how, load=how["save"])
     assert f"loaded checkpoint from {newest} at" in (tmp_path / "second" / "run" / "run.log").read_text()
     wait_until_ranks_write(run, how["save"])
     run.process.kill()

@@ -111,7 +111,7 @@ def test_quantization_aware_training_computes_what_the_int4_engine_does(int4, tm
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_weights_round_them_alike(int4, tmp_path):
+def test_ranks_that_share_the_weights_round_them_alike(int4, ray_workers, tmp_path):
     model, quantized, data = int4
     layouts = {
         "fsdp": {},

@@ -15,6 +15,7 @@ import pytest
 import killing_reward
 from diagnosed_runs import told
 from faults_marker import fault, typed
+from forked_ray import RayWorkers
 from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.config.topology import Topology
 from furlong.core.batch import RolloutBatch
@@ -69,7 +70,7 @@ CLOSE = {"train/loss": 1e-6, "train/grad_norm": 1e-4, "rollout/raw_reward": 0.0,
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(ray_workers: RayWorkers) -> Iterator[None]:
     """Two machines with a slot and with three."""
     with connected_machines({address: {"num_cpus": num_slots} for address, num_slots in SLOTS.items()}):
         yield

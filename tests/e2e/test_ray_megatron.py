@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diagnosed_runs import told
+from forked_ray import RayWorkers
 from furlong.cluster.ray_session import open_session
 from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
@@ -23,7 +24,7 @@ TWO_PROCESSES = {"train_backend": "megatron", "actor_num_gpus_per_node": 2}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(ray_workers: RayWorkers) -> Iterator[None]:
     session = open_session("local", num_slots=5)
     try:
         yield
@@ -81,10 +82,11 @@ def test_four_processes_with_tp_and_pp_learn_the_quickstart_task(cluster, tmp_pa
     assert told(tmp_path) == {}
 
 
-def test_two_processes_in_a_row_train_as_one(cluster, recorded, tmp_path):
+def test_two_processes_in_a_row_train_as_one(cluster, ray_workers, recorded, tmp_path):
     assert train(replay(recorded, tmp_path / "run", pipeline_model_parallel_size=2)) == 2
     assert_equal(rows(tmp_path / "run"), rows(recorded / "run")[:2])
     printed = [path.read_text() for path in (tmp_path / "run" / "logs").glob("trainer-rank-*.log")]
     assert len(printed) == 2
+    printed.append(ray_workers.log.read_text())  # what the imports have printed
     assert not any("Warning" in text for text in printed), printed
     assert set(told(tmp_path / "run")) <= {"TPL03", "STOP02"}  # a random model finds any text unlikely, and goes on

@@ -213,15 +213,24 @@ class Child:
     """A run in a forked process with all imports done, so that signals arrive during the run and not during imports.
 
     Its flags use `folder`/run and `folder`/save, and its output goes to `folder`/log.txt. The fixture `forked` kills
-    the remaining processes in `started`. `variables` are set in its environment.
+    the remaining processes in `started`. `variables` are set in its environment, and `prepare` is called in it.
     """
 
     started: ClassVar[list[Child]] = []
 
-    def __init__(self, forked: Any, argv: list[str], folder: Path, name: object = "", **variables: str) -> None:
+    def __init__(
+        self,
+        forked: Any,
+        argv: list[str],
+        folder: Path,
+        name: object = "",
+        *,
+        prepare: Callable[[], None] | None = None,
+        **variables: str,
+    ) -> None:
         self.folder, self.mark, self.log = folder, f"{folder}/{name}", folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark, variables))
+        self.process = forked.Process(target=run_in_child, args=(argv, self.log, self.mark, variables, prepare))
         self.process.start()
         self.started.append(self)
 
@@ -249,13 +258,17 @@ def num_rows(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def run_in_child(argv: list[str], log: Path, mark: str, variables: dict[str, str]) -> None:
+def run_in_child(
+    argv: list[str], log: Path, mark: str, variables: dict[str, str], prepare: Callable[[], None] | None = None
+) -> None:
     """Body of a forked process: run `train.py argv` with its output in `log`, and exit with its code."""
     from furlong.cli import main_train
 
     os.environ.update(variables, **{MARK: mark})
     tempfile.tempdir = None  # is read from TMPDIR again
     print_to(log)
+    if prepare is not None:
+        prepare()
     raise SystemExit(main_train(argv))
 
 

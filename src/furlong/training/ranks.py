@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -165,10 +164,8 @@ def join(
     """Make this process rank `rank` of the default process group; rank 0 listens at address:port.
 
     CPU tensors always use gloo, so flags and messages need no GPU. `listener`: rank 0's socket, already bound to the
-    port. Without GPUs, the process and what it starts get the scheduling policy SCHED_BATCH.
+    port.
     """
-    if backend == "gloo":
-        _do_not_preempt()
     share_gloo_thread()
     store = TCPStore(
         address,
@@ -192,20 +189,9 @@ def share_gloo_thread() -> None:
     """Let all gloo groups of this process share the thread that serves connections.
 
     torch starts one for each group, which wakes every 10 ms. Megatron-core creates about thirty groups, whose threads
-    took half of the time of tests with two and four ranks.
+    took a tenth of the CPU time of tests with two and four ranks.
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch does
     devices = [GlooGroup.create_device(interface=name) for name in interfaces] or [GlooGroup.create_default_device()]
     SharingGroup.devices = devices
     c10d.ProcessGroupGloo = SharingGroup
-
-
-def _do_not_preempt() -> None:
-    """Let woken threads wait for a free core, without which small collectives of gloo take up to twelve times as long.
-
-    Sending wakes gloo's thread for connections. If it takes the core of the sender, which holds a lock, it polls until
-    its time slice ends.
-    """
-    if hasattr(os, "SCHED_BATCH"):  # Linux
-        with contextlib.suppress(PermissionError):  # a sandbox forbids it: slower, the same results
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
