@@ -18,10 +18,10 @@ from furlong.rollout.blocking_timer import BlockingTimer
 from furlong.rollout.episode_limits import EpisodeWatch
 from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.prefix_use import PrefixUse
-from furlong.sessions.errors import FullContextError
 from furlong.sessions.reply import Reply
-from furlong.sessions.roles import check_role
+from furlong.sessions.role_names import check_role
 from furlong.sessions.session import Session
+from furlong.sessions.session_errors import FullContextError
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession

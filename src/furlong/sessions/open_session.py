@@ -18,7 +18,7 @@ from furlong.sessions.endpoints.answered_call import AnsweredCall
 from furlong.sessions.endpoints.client_call import ClientCall
 from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.roles import check_role
+from furlong.sessions.role_names import check_role
 from furlong.sessions.session import Session
 
 MAX_ANSWERED = 64  # replies of a session that are kept for retries

@@ -17,9 +17,9 @@ from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.request_error import RequestError
 from furlong.interfaces import Completion, SamplingParams
 from furlong.sessions.endpoints.handlers import SessionEndpoints
-from furlong.sessions.errors import FullContextError
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.session import Session
+from furlong.sessions.session_errors import FullContextError
 
 ENGINE_PATHS = ("/v1/chat/completions", "/generate")  # which the server of an engine answers itself
 OF_TOOLS = ("tools", "return_token_ids", "parallel_tool_calls")

@@ -24,9 +24,9 @@ from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
 from furlong.inference.server.turns import Turns
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.errors import EndedError, FullContextError
 from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import ReplyStream
+from furlong.sessions.session_errors import EndedError, FullContextError
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
 
 

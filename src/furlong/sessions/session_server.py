@@ -21,12 +21,12 @@ from furlong.errors import EngineError, FurlongError
 from furlong.inference.server.limits import RefusedError, ServerLimits
 from furlong.inference.server.listener import listening_socket
 from furlong.sessions.endpoints.answered_call import AnsweredCall
-from furlong.sessions.errors import EndedError
 from furlong.sessions.front.front_host import FrontHost
 from furlong.sessions.front.wire import call_from, error_values, piece_values, reply_values
 from furlong.sessions.open_session import Abort, OpenSession
 from furlong.sessions.reply import Reply
 from furlong.sessions.session import Session
+from furlong.sessions.session_errors import EndedError
 from furlong.sessions.session_offers import SessionOffers, read_result
 
 # All agents of a run have one address, and any of them may stream.

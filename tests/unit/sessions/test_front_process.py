@@ -24,10 +24,10 @@ from furlong.errors import EngineError, RolloutError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.limits import RefusedError
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.errors import EndedError, FullContextError
 from furlong.sessions.front.wire import UnexpectedError, error_from, error_values
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.session import Session
+from furlong.sessions.session_errors import EndedError, FullContextError
 from furlong.sessions.session_server import SessionServer
 from served_sessions import nothing, run
 

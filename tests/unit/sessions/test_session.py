@@ -18,10 +18,10 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.errors import EndedError, FullContextError
 from furlong.sessions.reply import Reply
 from furlong.sessions.samples import samples_from_session
 from furlong.sessions.session import SMALL, Session, SessionSettings
+from furlong.sessions.session_errors import EndedError, FullContextError
 
 USER = {"role": "user", "content": "what is the sum?"}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from furlong.sessions.endpoints.client_call import ClientCall
 from furlong.sessions.endpoints.served_session import StreamPart
-from furlong.sessions.errors import EndedError
 from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import Broadcast, ReplyPiece, ReplyStream
+from furlong.sessions.session_errors import EndedError
 
 _Answer = Callable[[Sequence[ReplyStream | None]], Coroutine[Any, Any, list[Reply]]]
 

@@ -32,9 +32,9 @@ from furlong.inference.server.limits import RefusedError, RequestGuard
 from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
 from furlong.sessions.endpoints.client_call import ClientCall, check_model
 from furlong.sessions.endpoints.served_session import RunningCall, ServedSession, StreamHead, StreamPart
-from furlong.sessions.errors import EndedError, FullContextError
 from furlong.sessions.reply import Reply
-from furlong.sessions.roles import check_role
+from furlong.sessions.role_names import check_role
+from furlong.sessions.session_errors import EndedError, FullContextError
 
 RETRY_HEADER = b"x-stainless-retry-count"
 HEADERS = "furlong.headers"  # key of the scope of a request: its headers as a dictionary

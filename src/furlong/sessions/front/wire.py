@@ -10,9 +10,9 @@ from furlong.errors import EngineError, RolloutError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.limits import RefusedError
 from furlong.sessions.endpoints.client_call import ClientCall
-from furlong.sessions.errors import EndedError, FullContextError
 from furlong.sessions.reply import Reply
 from furlong.sessions.reply_stream import ReplyPiece
+from furlong.sessions.session_errors import EndedError, FullContextError
 
 _EMPTY = ClientCall()
 _CALL_FIELDS = [
