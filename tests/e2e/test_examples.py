@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import warm_python
 from furlong import Sample
 from furlong.data.audit import audit
 from furlong.interfaces import Completion
@@ -26,12 +27,9 @@ SMALL = ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-pro
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `python` and `furlong`, which have all imports done."""
-    server, folder = load_file(REPOSITORY / "scripts/warm_python.py").start(tmp_path_factory.mktemp("python"))
-    yield folder
-    server.terminate()
-    server.communicate()
+    return warm_python.start(tmp_path_factory.mktemp("python"))
 
 
 def run_script(commands: Path, name: str, folder: Path, *words: str, **env: str) -> str:
