@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from backends import fsdp_backend
@@ -87,8 +88,9 @@ def train(ranks: Ranks, folder: Path, *, family: str, rollouts: int = 2, **optio
 
 
 def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list[str]]:
-    """Return the gloo threads of this process before and after it leaves its process group."""
+    """Return the gloo threads of this process, which has two groups, before and after it leaves them."""
     train(ranks, folder, family=family, rollouts=1)
+    dist.new_group(backend="gloo")
     before = gloo_threads()
     ranks.leave()
     return {"before": before, "after": gloo_threads()}

@@ -175,7 +175,7 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason(res
 
 def test_ranks_that_leave_have_no_thread_that_the_end_of_the_interpreter_can_meet(results):
     for threads in results["leave"]:
-        assert threads["before"]
+        assert threads["before"].count("gloo_tcp_loop") == 1  # groups share it
         assert threads["after"] == []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,20 @@ from furlong.errors import CheckpointError, FurlongError
 GlooGroup = c10d.ProcessGroupGloo
 
 
-class SharingGroup(GlooGroup):
-    """A gloo group of torch that shares the thread for connections with all others of the process."""
+class GroupFactory:
+    """Replaces torch's class of gloo groups, which start a thread for each of its devices: these are shared."""
 
-    devices: ClassVar[list[Any]] = []  # each has a thread while a group uses it
+    def __init__(self, devices: list[Any]) -> None:
+        self._devices = devices
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __call__(self, store: Store, rank: int, size: int, timeout: timedelta) -> GlooGroup:
+        """Create a group, as torch's class does."""
         options: Any = GlooGroup._Options()  # pyright: ignore[reportAttributeAccessIssue]  not in torch's stubs
-        options._devices, options._threads, options._timeout = self.devices, 2 * len(self.devices), timeout
-        super().__init__(store, rank, size, options)
+        options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
+        return GlooGroup(store, rank, size, options)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, GlooGroup)
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Ranks:
             debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  no public API
         gc.collect()  # sharded modules are in reference cycles
         dist.destroy_process_group()
-        SharingGroup.devices = []
+        c10d.ProcessGroupGloo = GlooGroup
 
 
 def join(
@@ -193,5 +198,4 @@ def share_gloo_thread() -> None:
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch does
     devices = [GlooGroup.create_device(interface=name) for name in interfaces] or [GlooGroup.create_default_device()]
-    SharingGroup.devices = devices
-    c10d.ProcessGroupGloo = SharingGroup
+    c10d.ProcessGroupGloo = GroupFactory(devices)  # pyright: ignore[reportAttributeAccessIssue]
