@@ -40,6 +40,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+RELEASE_S, RELEASED_BYTES = 10.0, 100 << 20  # an idle server returns memory once a second
 MIB = 1 << 20
 GREEDY = {"temperature": 0, "ignore_eos": True}
 # Sends SIGTERM to a process, and prints the seconds until it has ended.
@@ -388,7 +389,10 @@ def measured(server: Server, attack: Attack) -> tuple[str, float, float, float]:
         answers = attack(server)
         server.wait_until_idle()
     server.check()
-    return answers, server.health_s, (server.peak_bytes - before) / MIB, (memory_of(server.process) - before) / MIB
+    deadline = time.monotonic() + RELEASE_S
+    while (left := memory_of(server.process) - before) > RELEASED_BYTES and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return answers, server.health_s, (server.peak_bytes - before) / MIB, left / MIB
 
 
 def ended(server: Server, attack: Attack) -> tuple[float, int | None, int]:
