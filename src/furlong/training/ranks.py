@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -25,19 +26,36 @@ GlooGroup = c10d.ProcessGroupGloo
 
 
 class GroupFactory:
-    """Replaces torch's class of gloo groups, which start a thread for each of its devices: these are shared."""
+    """Replaces torch's class of gloo groups, which start a thread for each of its devices: these are shared.
 
-    def __init__(self, devices: list[Any]) -> None:
-        self._devices = devices
+    Has the arguments and attributes of torch's class, because anything in this process may create groups.
+    """
 
-    def __call__(self, store: Store, rank: int, size: int, timeout: timedelta) -> GlooGroup:
-        """Create a group, as torch's class does."""
-        options: Any = GlooGroup._Options()  # pyright: ignore[reportAttributeAccessIssue]  not in torch's stubs
+    def __init__(self) -> None:
+        self._devices: list[Any] = []
+
+    def __call__(self, store: Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> GlooGroup:
+        """Create a group. `timeout` is a timedelta, or options of torch's class, which name their own devices."""
+        if not isinstance(timeout, timedelta):
+            return GlooGroup(store, rank, size, timeout)
+        if not self._devices:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch does
+            self._devices = [GlooGroup.create_device(interface=name) for name in interfaces]
+            self._devices = self._devices or [GlooGroup.create_default_device()]
+        options = self._Options()
         options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
         return GlooGroup(store, rank, size, options)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(GlooGroup, name)
+
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, GlooGroup)
+
+    def forget(self) -> None:
+        """Let a fork create its own devices. Its parent's are not destroyed, which would wait for their thread."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._devices))
+        self._devices = []
 
 
 @dataclass(frozen=True)
@@ -196,6 +214,12 @@ def share_gloo_thread() -> None:
     torch starts one for each group, which wakes every 10 ms. Megatron-core creates about thirty groups, whose threads
     took a tenth of the CPU time of tests with two and four ranks.
     """
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch does
-    devices = [GlooGroup.create_device(interface=name) for name in interfaces] or [GlooGroup.create_default_device()]
-    c10d.ProcessGroupGloo = GroupFactory(devices)  # pyright: ignore[reportAttributeAccessIssue]
+    c10d.ProcessGroupGloo = GroupFactory()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _after_fork() -> None:
+    if isinstance(c10d.ProcessGroupGloo, GroupFactory):
+        c10d.ProcessGroupGloo.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
