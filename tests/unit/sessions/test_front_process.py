@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from typing import Any
 
 import httpx
@@ -24,6 +26,7 @@ from furlong.errors import EngineError, RolloutError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.limits import RefusedError
 from furlong.interfaces import Completion, SamplingParams
+from furlong.sessions.front.front_host import FrontHost
 from furlong.sessions.front.wire import UnexpectedError, error_from, error_values
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.session import Session
@@ -51,6 +54,27 @@ def fronts() -> list[psutil.Process]:
             if "furlong.sessions.front" in " ".join(each.cmdline()) and each.pid not in EARLIER:
                 found.append(each)
     return found
+
+
+@pytest.mark.slow
+def test_a_host_that_is_closed_at_any_time_of_its_start_leaves_nothing():
+    async def body():
+        for iterations in [*range(12), 20, 50]:
+            listener = socket.create_server(("127.0.0.1", 0))
+            host = FrontHost(listener, {}, lambda _: None, lambda: None)
+            host.start_soon()
+            for _ in range(iterations):
+                await asyncio.sleep(0.001 * (iterations > 12))
+            await host.close()
+            assert listener.fileno() == -1
+            assert not fronts()
+        await asyncio.sleep(0.01)  # transports close in the next iteration
+
+    before = psutil.Process().num_fds()
+    with warnings.catch_warnings(action="error"):
+        asyncio.run(body())
+        gc.collect()
+    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("kind", [EndedError, FullContextError, MessageError, RequestError, EngineError, RolloutError])

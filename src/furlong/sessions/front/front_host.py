@@ -93,18 +93,22 @@ class FrontHost:
         ours, theirs = socket.socketpair()
         self._ready.clear()
         descriptors = theirs.fileno(), self._listener.fileno()
-        with theirs:
-            process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid()), *map(str, descriptors),
-                stdin=asyncio.subprocess.PIPE, pass_fds=descriptors,
-            )  # fmt: skip
-        if self._is_closing:
+        try:
+            with theirs:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid()), *map(str, descriptors),
+                    stdin=asyncio.subprocess.PIPE, pass_fds=descriptors,
+                )  # fmt: skip
+            if self._is_closing:
+                raise EngineError("the session server was closed while it started")
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+            channel = self._channel = Channel(self._receive, lambda: self._end(channel))
+            await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+        except BaseException:
+            ours.close()
             self._kill()
-            raise EngineError("the session server was closed while it started")
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-        channel = self._channel = Channel(self._receive, lambda: self._end(channel))
-        await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+            raise
         waiting = [asyncio.create_task(self._ready.wait()), asyncio.create_task(process.wait())]
         try:
             await asyncio.wait(waiting, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
