@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 # Ray reads these once, when it is imported, which some test does first.
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
     os.environ.setdefault(_name, _value)
+
+# Ctrl-C reaches the runs of tests: what a shell starts in its background ignores it, and so does all that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

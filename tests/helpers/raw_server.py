@@ -33,7 +33,8 @@ class RawServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -55,6 +56,9 @@ class RawServer:
 
     def close(self) -> None:
         """Close all sockets."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread that waits in `accept` does not notice `close`
+        self._accepting.join()
         self._listener.close()
         for connection in self._open:
             with contextlib.suppress(OSError):

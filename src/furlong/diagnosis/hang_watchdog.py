@@ -94,11 +94,13 @@ class HangWatchdog:
         self._requests = 0
         self._longest_pause_s = 0.0  # between two times that progress was seen
         self._noted = 0.0  # the last progress before the standstill that was noted
+        self._places_before: Mapping[int, str] = {}  # of user code in threads when the run began
 
     def __enter__(self) -> HangWatchdog:
         if self._seconds:
             heartbeat.reset()
             heartbeat.beat("start")
+            self._places_before = user_code_in_threads()
             self._thread = threading.Thread(target=self._watch, name="furlong-hang-watch", daemon=True)
             self._await_lock()
             self._thread.start()
@@ -288,7 +290,9 @@ class HangWatchdog:
             return self._user_activity(waits, requests, engine)
         if engine is not None:
             return f"the thread furlong-engine is in {engine}", "HANG01"
-        if threads := user_code_in_threads():
+        before = self._places_before
+        threads = Counter(place for id, place in user_code_in_threads().items() if place != before.get(id))
+        if threads:
             shown = "; ".join(f"{count} x {place}" for place, count in threads.most_common(3))
             return f"user code runs in threads of its own: {shown}", "HANG01"
         running = any(count for name, count in self._depths().items() if name.endswith("running"))
@@ -367,15 +371,15 @@ def running_user_code() -> str | None:
     return None
 
 
-def user_code_in_threads() -> Counter[str]:
-    """Count the innermost places of user code in all threads, such as those of environments."""
-    places: Counter[str] = Counter()
-    for innermost in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
+def user_code_in_threads() -> dict[int, str]:
+    """Return the innermost place of user code in each thread that has one, such as those of environments."""
+    places: dict[int, str] = {}
+    for thread, innermost in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]  documented
         frame: FrameType | None = innermost
         while frame is not None and not is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None and not innermost.f_code.co_filename.endswith(WAITING):
-            places[_place(frame)] += 1
+            places[thread] = _place(frame)
     return places
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -210,13 +212,18 @@ def test_a_standstill_is_noted_once_long_before_it_counts_as_a_hang(
     assert events.hang == {}
 
 
-def test_user_code_in_other_threads_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_user_code_in_other_threads_is_named_unless_it_stood_there_before_the_run(
+    tmp_path: Path, *, is_earlier: bool
+) -> None:
     def sleeps() -> None:
         time.sleep(1.5)
 
     async def waits() -> None:
-        await asyncio.to_thread(lambda: None)
-        await call_in_thread(sleeps, name="step")
+        if is_earlier:
+            await asyncio.sleep(1.5)
+        else:
+            await call_in_thread(sleeps, name="step")
 
     events = Events()
 
@@ -225,6 +232,16 @@ def test_user_code_in_other_threads_is_named(tmp_path: Path) -> None:
         hang.attach(task)
         await task
 
-    with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
-        asyncio.run(run(hang))
-    assert "sleeps (diagnosis/test_task_waits.py:" in events.hang["doing"]
+    def accept() -> None:
+        with listener.accept()[0]:
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=accept, daemon=True)
+        server.start()
+        with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
+            asyncio.run(run(hang))
+        socket.create_connection(listener.getsockname()).close()
+        server.join()
+    assert ("sleeps (diagnosis/test_task_waits.py:" in events.hang["doing"]) == (not is_earlier)
+    assert "accept" not in events.hang["doing"]
