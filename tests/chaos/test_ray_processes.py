@@ -28,13 +28,15 @@ LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
 CUT_BY_LAYERS = {"train_backend": "megatron", "pipeline_model_parallel_size": 2} if find_spec("megatron") else {}
 
 
-def run_of(forked: Any, workers: RayWorkers, model: Path, folder: Path, **changes: Any) -> Child:
-    """A run of two ranks that trains on demonstrations until it is stopped."""
+def run_of(
+    forked: Any, workers: RayWorkers, model: Path, folder: Path, *, size: int = 8, label: str = "7", **changes: Any
+) -> Child:
+    """A run of two ranks that trains on `size` demonstrations a step until it is stopped."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = write_prompts(folder / "prompts.jsonl", 16)
+    data = write_prompts(folder / "prompts.jsonl", 2 * size, label=label)
     argv = flags(
-        model, data, folder / "run", loss_type="sft_loss", rm_type=None, n_samples_per_prompt=1, rollout_batch_size=8,
-        num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5, **changes,
+        model, data, folder / "run", loss_type="sft_loss", rm_type=None, n_samples_per_prompt=1,
+        rollout_batch_size=size, num_rollout=100_000, actor_num_gpus_per_node=2, hang_timeout=5, **changes,
     )  # fmt: skip
     run = Child(forked, argv, folder, prepare=workers.use)
     run.wait_for_step(timeout_s=120)
@@ -75,17 +77,20 @@ def slow_down(process: psutil.Process, until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not until():
         assert time.monotonic() < deadline
+        for _ in range(50):  # `until` computes, and who has computed has to wait for a core
+            process.suspend()
+            time.sleep(0.006)
+            process.resume()
+            time.sleep(0.001)
         process.suspend()
-        time.sleep(0.006)
-        process.resume()
-        time.sleep(0.001)
+    process.resume()
 
 
 @fault("RANK01", "HANG01")
 def test_a_rank_that_is_slow_or_stops_is_named_and_a_signal_ends_the_run_that_waits_for_it(
     forked, ray_workers, model, tmp_path, capsys
 ):
-    run = run_of(forked, ray_workers, model, tmp_path)
+    run = run_of(forked, ray_workers, model, tmp_path, size=32, label="1" * 100)  # layers that take several turns
     ranks = ranks_of(run)
     assert len(ranks) == 2
     slow_down(ranks[0], lambda: "RANK01" in told(run.folder / "run"))
