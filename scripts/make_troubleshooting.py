@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from furlong.core.catalogue import CATALOGUE, MOMENTS, Row
+from furlong.catalogue import CATALOGUE, MOMENTS, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "troubleshooting.md"
@@ -27,7 +27,7 @@ RECORDED = (
 INTRODUCTION = """\
 # Troubleshooting
 
-<!-- Written by scripts/make_troubleshooting.py from src/furlong/core/catalogue/. Change that. -->
+<!-- Written by scripts/make_troubleshooting.py from src/furlong/catalogue/. Change that. -->
 
 furlong makes these diagnoses itself. `furlong doctor FLAGS` checks a launch command without starting it, and
 `furlong train` does the same in its first second: an error stops the launch, a warning is logged and written to

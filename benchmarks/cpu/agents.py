@@ -38,11 +38,11 @@ from simulated_time import run_simulated
 from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.weights import SyncReport, WeightSource
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import DeviceSharing, Parts, SamplingParams, Trainer, WeightSync
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule

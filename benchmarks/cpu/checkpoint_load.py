@@ -35,10 +35,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from furlong.config.command_line import Resolved, load
-from furlong.core.checkpoint_folder import MANIFEST, read_manifest
-from furlong.core.file_manifest import manifest_text
-from furlong.core.run_inputs import RunInputs
-from furlong.core.verified_tensors import TensorFile
+from furlong.files.checkpoint_folder import MANIFEST, read_manifest
+from furlong.files.file_manifest import manifest_text
+from furlong.files.run_inputs import RunInputs
+from furlong.files.verified_tensors import TensorFile
 from furlong.models.presets import write_preset
 from furlong.run.launch import run
 from furlong.wiring.build import Built, build

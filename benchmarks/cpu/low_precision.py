@@ -18,9 +18,9 @@ from rich.table import Table
 
 from furlong import Run
 from furlong.config.command_line import load
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import WeightFormat
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.weight_format import WeightFormat
 from furlong.quickstart.quickstart import model_folder, quickstart_flags
 from furlong.run.launch import run
 from furlong.tools.quantize_folder import quantize_folder

@@ -43,11 +43,6 @@ from train_mfu import SHAPES, AnyShape, MoeShape
 from update_timing import time_updates
 from weight_sync import servers_of, transport_context
 
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, is_ignored
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme
-from furlong.core.quantization.weight_format import WeightFormat
 from furlong.core.weights import WeightSource
 from furlong.inference.sglang.http_engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
@@ -56,6 +51,11 @@ from furlong.inference.supervisor.host import HostGpus, LocalHost
 from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
 from furlong.interfaces import SamplingParams
 from furlong.models.tokenizer import build_tokenizer
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.ignore_list import NEVER_QUANTIZED, is_ignored
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme
+from furlong.quantization.weight_format import WeightFormat
 from furlong.quickstart.quickstart import model_folder, quickstart_flags
 from furlong.sglang_layout.quantized_loading import LOADER
 from furlong.tools.quantize_folder import quantization_config, quantize_folder

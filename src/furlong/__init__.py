@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from furlong.version import __version__
 
 if TYPE_CHECKING:
     from furlong.config.args_view import Args, get_model_url

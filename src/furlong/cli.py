@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(_usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from furlong import __version__
+        from furlong.version import __version__
 
         print(f"furlong {__version__}")
         return 0

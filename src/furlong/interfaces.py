@@ -19,7 +19,6 @@ from torch import Tensor
 
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.outcome import Outcome
 from furlong.core.routing import Routes
@@ -27,6 +26,7 @@ from furlong.core.sample import Group, Sample
 from furlong.core.token_stream import TokenStream
 from furlong.core.weights import SyncReport, WeightSource
 from furlong.errors import FurlongError, TrainerError
+from furlong.files.atomic import PendingFiles
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["finish", "hold", "abort"]

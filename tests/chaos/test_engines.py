@@ -20,7 +20,7 @@ import faulty_engines
 from faults_marker import fault, typed
 from faulty_engines import closes_connections_of, hangs_in
 from forked_engines import ForkedEngines
-from furlong.core.catalogue import CATALOGUE
+from furlong.catalogue import CATALOGUE
 from furlong.data.audit import audit
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, SyncError
 from furlong.training.worker import RoundWorker

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from furlong.core.sample_file import load_samples
 from furlong.data.audit import audit
 from furlong.data.ledger import parse_event
+from furlong.files.sample_file import load_samples
 from furlong.loop.checkpoints import GROUPS
 from runs import Child, flags, free_ports, num_rows, write_prompts
 from supervised_commands import live_commands

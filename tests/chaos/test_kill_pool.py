@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from furlong.core.checkpoint_folder import read_state
-from furlong.core.sample_file import load_samples
 from furlong.data.audit import audit
 from furlong.data.ledger import parse_event
+from furlong.files.checkpoint_folder import read_state
+from furlong.files.sample_file import load_samples
 from furlong.loop.checkpoints import GROUPS
 from runs import Child, flags, num_rows, write_prompts
 

@@ -18,8 +18,8 @@ from diagnosed_runs import told
 from faults_marker import fault, typed
 from forked_ray import RayWorkers
 from furlong.cli import main
-from furlong.core.checkpoint_folder import check_manifest, find_checkpoint, find_complete_folders
-from furlong.core.files import PARTIAL
+from furlong.files.atomic import PARTIAL
+from furlong.files.checkpoint_folder import check_manifest, find_checkpoint, find_complete_folders
 from runs import Child, flags, marked_processes, write_prompts
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ from fakes_trainer import FakeBackend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
 from furlong.core.batch import pack_micro_batch
-from furlong.core.files import PendingFiles
 from furlong.core.metric import merge
 from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.models.hf_model import build_model, save_model
 from models_zoo import family_config, random_batch
 

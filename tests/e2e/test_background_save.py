@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from furlong.core.batch_file import ARRAYS, load_batch
-from furlong.core.files import PendingFiles
+from furlong.files.atomic import PendingFiles
+from furlong.files.batch_file import ARRAYS, load_batch
 from furlong.training.worker import RoundWorker
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from furlong.commands.inspect_run import report
 from furlong.config.command_line import load
-from furlong.core import run_inputs
-from furlong.core.run_inputs import INPUTS
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files import run_inputs
+from furlong.files.run_inputs import INPUTS
 from furlong.wiring.build import build
 from runs import flags, train, write_model, write_prompts
 

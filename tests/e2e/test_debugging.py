@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
+from furlong.files.batch_file import load_batch
 from furlong.tracking.rollout_dump import load_samples
 from runs import flags, reproducible, rows, train, trainer_bytes
 

@@ -15,9 +15,9 @@ import faulty_engines
 from diagnosed_runs import events
 from furlong.config.command_line import load
 from furlong.core.model_config import read_json
-from furlong.core.sample_file import load_samples
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError, SyncError
+from furlong.files.sample_file import load_samples
 from furlong.models import hf_model as hf
 from loading_sglang import Loading
 from models_zoo import family_config

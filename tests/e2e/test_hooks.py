@@ -10,9 +10,9 @@ import pytest
 
 import hooks_zoo
 import rewards_zoo
-from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, TrainerError
+from furlong.files.batch_file import load_batch
 from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 

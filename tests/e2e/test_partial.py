@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
+from furlong.files.batch_file import load_batch
 from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, ledger_events, rows, train, write_prompts
 

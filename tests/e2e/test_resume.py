@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from furlong.commands.inspect_run import report
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, read_manifest
 from furlong.data.audit import audit
+from furlong.files.checkpoint_folder import MANIFEST, TRACKER, read_manifest
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
 NUM, STOP = 6, 2

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from furlong.core import slime_modules
-from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
+from furlong.files.batch_file import load_batch
 from furlong.tracking.rollout_dump import load_samples
 from runs import argv_from_options, is_finite, rows, train, write_model
 

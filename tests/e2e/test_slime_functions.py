@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from furlong.core.batch_file import load_batch
 from furlong.data.audit import audit
+from furlong.files.batch_file import load_batch
 from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, rows, train, write_model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
+from furlong.catalogue.row import MD, MQ, SD, SQ, ST
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import faulty_agents
 from diagnosed_runs import run
 from diagnosis_score import Case, case, steps
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.run_examination import examine
 
 AGENTS = faulty_agents.__file__

@@ -148,7 +148,7 @@ FAULTS: tuple[Case, ...] = (
     log("a disk that is read-only", "FILE01 DISK01",
         _raised("OSError: [Errno 30] Read-only file system: '/ckpt/iter_3'", "furlong/run/run_folder.py:make")),
     log("a stale handle of NFS", "FILE01 DISK01",
-        _raised("OSError: [Errno 116] Stale file handle: '/nfs/ckpt/iter_3'", "furlong/core/files.py:write")),
+        _raised("OSError: [Errno 116] Stale file handle: '/nfs/ckpt/iter_3'", "furlong/files/atomic.py:write")),
     log("a certificate of a proxy", "NET01",
         _raised("ssl.SSLCertVerificationError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed "
                 "certificate", "furlong/rewards/remote.py:ask")),

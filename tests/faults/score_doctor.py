@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from diagnosis_score import Case, doctor
 from faults.test_preflight_checkpoints import write_checkpoint
 from faults.world import World
-from furlong.core.checkpoint_folder import TRACKER, folder_name
+from furlong.files.checkpoint_folder import TRACKER, folder_name
 
 MISSING_CUDA = not Path("/dev/nvidia0").exists()
 LLAMA = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"

@@ -15,7 +15,7 @@ from unittest import mock
 
 from diagnosis_score import Case, case
 from faults.score_refusals import recorded_run
-from furlong.core.catalogue import Diagnosis
+from furlong.catalogue import Diagnosis
 from furlong.diagnosis.postmortem import run_examination, standing_still
 from furlong.diagnosis.postmortem.standing_still import RunProcess
 from furlong.errors import ENGINE_EXITED, ENGINE_HANGS, ENGINE_KILLED, MACHINE_MEMORY, WORKER_DIED

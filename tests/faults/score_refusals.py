@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from diagnosis_score import Case, Flags, case, doctor, log
 from faults.world import World
+from furlong.catalogue import Diagnosis
 from furlong.cli import main, main_train
-from furlong.core.catalogue import Diagnosis
-from furlong.core.file_tensors import save_verified
-from furlong.core.model_manifest import MODEL_MANIFEST, write_model_manifest
 from furlong.diagnosis.postmortem.run_examination import explain
 from furlong.errors import HookError
+from furlong.files.file_tensors import save_verified
+from furlong.files.model_manifest import MODEL_MANIFEST, write_model_manifest
 from furlong.quickstart.quickstart import model_folder
 from furlong.tools.weight_values import check_weights
 from runs import flags, write_prompts

@@ -12,9 +12,9 @@ from diagnosis_score import Case, case, doctor
 from faults.score_healthy import family_folder
 from faults.test_preflight_checkpoints import write_checkpoint
 from faults.world import World
+from furlong.catalogue import Diagnosis
 from furlong.cluster.nodes import Node
 from furlong.config.command_line import config_from_values
-from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import preflight
 from furlong.tools.environment import Installation, Package, environment_findings
 from furlong.tools.gpu_memory import GpuInUse

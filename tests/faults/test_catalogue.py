@@ -12,8 +12,8 @@ from fault_recorder import SOURCES, TRANSCRIPTS, is_alike
 from faults.guides import ENTRIES
 from faults.symptoms import SYMPTOMS
 from faults_marker import injected
-from furlong.core.catalogue import CATALOGUE, Diagnosis
-from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST
+from furlong.catalogue import CATALOGUE, Diagnosis
+from furlong.catalogue.row import MD, MQ, SD, SQ, ST
 from furlong.diagnosis.postmortem.log_text import LogText
 from furlong.diagnosis.postmortem.signatures import match_signatures
 

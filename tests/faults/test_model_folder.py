@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults_marker import fault, typed
-from furlong.core.catalogue import Diagnosis
+from furlong.catalogue import Diagnosis
 from furlong.tools import model_folder as checkpoint
 from furlong.tools.model_folder import read_model
 from stored_models import dense_layer, expert_layer, write_safetensors, write_stored_model

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from faults.world import names, only
 from faults_marker import fault
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, folder_name, read_manifest, write_manifest
+from furlong.files.checkpoint_folder import MANIFEST, TRACKER, folder_name, read_manifest, write_manifest
 from stored_models import expert_layer, write_stored_model
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from faults.world import names, only
 from faults_marker import fault, typed
+from furlong.catalogue import Diagnosis
 from furlong.cli import main
 from furlong.cluster.cluster_probe import _refusal
 from furlong.cluster.nodes import Node
 from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
-from furlong.core.catalogue import Diagnosis
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.run.checks import findings_before_run
 from runs import flags

@@ -17,12 +17,12 @@ from calibrated_folders import write_calibrated
 from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
-from furlong.core.checkpoint_folder import TRACKER
-from furlong.core.model_manifest import MODEL_MANIFEST
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import TRACKER
+from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.models.hf_model import load_model
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.int4 import Int4Groups
 from furlong.tools.quantize_folder import quantize_folder
 from runs import write_model
 from stored_models import dense_layer, write_safetensors, write_stored_model

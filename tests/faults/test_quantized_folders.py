@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from furlong.cli import main
-from furlong.core.model_manifest import MODEL_MANIFEST, write_model_manifest
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import CheckpointError
+from furlong.files.model_manifest import MODEL_MANIFEST, write_model_manifest
+from furlong.quantization.int4 import Int4Groups
 from furlong.tools.quantize_folder import quantize_folder
 from runs import flags, write_model, write_prompts
 

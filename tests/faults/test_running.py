@@ -18,11 +18,11 @@ from diagnosed_runs import arithmetic, events, run, told
 from faults_marker import fault, typed
 from furlong.cli import main_train
 from furlong.config.command_line import config_from_values
-from furlong.core.batch_file import load_batch
 from furlong.core.weights import checksum
 from furlong.data.audit import audit
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
+from furlong.files.batch_file import load_batch
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp import backend as fsdp

@@ -19,7 +19,7 @@ from faults import (
     score_strangers,
 )
 from faults.score_cases import FAULTS, SETTINGS
-from furlong.core.catalogue import CATALOGUE, diagnosis
+from furlong.catalogue import CATALOGUE, diagnosis
 
 COMMANDS = [*(each for each in (*score_doctor.CASES, *score_seams.CASES) if not each.is_slow)][::3]
 REFUSALS = [

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from faults_marker import typed
+from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config.command_line import examine
-from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.preflight import preflight
 from furlong.inference.supervisor.server_launch import argv_from_options
 from furlong.run.checks import findings_before_run

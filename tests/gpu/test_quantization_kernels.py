@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import QuantizationError, has_kernels
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.weight_format import QuantizationError, has_kernels
 
 pytestmark = [
     pytest.mark.gpu,

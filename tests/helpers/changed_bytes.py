@@ -26,8 +26,8 @@ from typing import Any
 
 from furlong.cli import main
 from furlong.config.command_line import load
-from furlong.core.model_manifest import MODEL_MANIFEST, SUFFIXES
 from furlong.errors import CheckpointError, FurlongError
+from furlong.files.model_manifest import MODEL_MANIFEST, SUFFIXES
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
 from furlong.tools.weight_values import check_weights
 from furlong.tracking.rollout_dump import load_samples

@@ -18,8 +18,8 @@ from unittest import mock
 
 from diagnosed_runs import run
 from faults.world import World
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import config_from_values
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.diagnosis.postmortem.log_text import LogText

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from furlong.core.batch import RolloutBatch
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group
 from furlong.core.weights import SyncReport, WeightSource
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import Completion, DeviceSharing, Engine, Parts, PauseMode, SamplingParams, Trainer, WeightSync
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from furlong.algo.logprob import stats_from_logits
 from furlong.core.batch import MicroBatch
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError, TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.training.backend_interface import Backend, OptimReport
 

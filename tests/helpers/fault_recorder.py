@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from faults_marker import last_typed, typed
-from furlong.core.catalogue import Diagnosis
+from furlong.catalogue import Diagnosis
 from runs import REPOSITORY
 
 TRANSCRIPTS = Path(__file__).parents[1] / "faults" / "transcripts"

@@ -10,11 +10,11 @@ import numpy as np
 
 from furlong.config.sections import Config
 from furlong.core.batch import RolloutBatch
-from furlong.core.batch_file import save_batch
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
-from furlong.core.sample_file import save_samples
 from furlong.data.ledger import FileLedger
+from furlong.files.batch_file import save_batch
+from furlong.files.sample_file import save_samples
 from furlong.quickstart.quickstart import model_folder
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import forked_sglang
-from furlong.core.model_manifest import write_model_manifest
 from furlong.core.weights import UNSHARDED
+from furlong.files.model_manifest import write_model_manifest
 from furlong.models.hf_model import build_model, save_model
 from furlong.sglang_layout.fused_checksums import DENSE, WITH_EXPERTS, FusedChecksums, expected
 from models_zoo import family_config

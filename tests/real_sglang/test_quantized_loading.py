@@ -13,9 +13,9 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 import forked_sglang
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.models.hf_model import build_model, save_model
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
 from furlong.tools.quantize_folder import quantize_folder
 from runs import REPOSITORY
 from sglang_on_cpu import SITE, STAND_INS, skip_without_it

@@ -26,12 +26,12 @@ from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_
 from furlong.config.sections import ClusterFlags
 from furlong.core.addresses import socket_for
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.garbage import import_without_gc
 from furlong.core.metric import Metrics
 from furlong.core.tracing import tracer
 from furlong.core.weights import EngineAddress
 from furlong.errors import CheckpointError
+from furlong.files.atomic import PendingFiles
 from furlong.inference.supervisor.host import STARTED_AGAIN
 from furlong.machine import (
     LOG_FORMAT,

@@ -27,10 +27,10 @@ from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import MACHINE_MEMORY, WORKER_DIED, ClusterError, FurlongError, SyncError, TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.inference.supervisor.host import tail
 from furlong.interfaces import Trainer
 from furlong.training.packing import RankPart

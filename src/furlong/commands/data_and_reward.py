@@ -69,7 +69,7 @@ def _config(flags: Sequence[str]) -> Config:
 
 
 def _check(config: Config, *, as_json: bool) -> int:
-    from furlong.core.catalogue import most_severe_first
+    from furlong.catalogue import most_severe_first
     from furlong.diagnosis.preflight import data_checks, model_checks
     from furlong.diagnosis.preflight.context import PreflightContext
 

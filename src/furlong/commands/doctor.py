@@ -89,7 +89,7 @@ def _examine_run(folder: Path, *, as_json: bool) -> int:
 
 
 def _list(*, as_json: bool) -> int:
-    from furlong.core.catalogue import CATALOGUE
+    from furlong.catalogue import CATALOGUE
 
     if as_json:
         show(json.dumps([row.record() for row in CATALOGUE.values()], indent=1))
@@ -114,7 +114,7 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def _explain(id: str, *, as_json: bool) -> int:
-    from furlong.core.catalogue import MOMENTS, find_row
+    from furlong.catalogue import MOMENTS, find_row
 
     row = find_row(id)
     if as_json:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from furlong.core.catalogue import Diagnosis
+from furlong.catalogue import Diagnosis
 from furlong.core.text import BLOCKS, redact_credentials
 from furlong.errors import ConfigError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.commands.output import command_parser, show, show_findings
-from furlong.core.files import atomic_folder
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.atomic import atomic_folder
 from furlong.tools.memory_plan import size_text
 from furlong.tools.model_folder import check_model
 
@@ -34,7 +34,7 @@ def hf_to_fp8(words: Sequence[str]) -> int:
     _calibration_option(parser)
     _option(parser, "--max-workers", type=int, metavar="N", help="no effect: one file is in memory at a time")
     options = parser.parse_args(words)
-    from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
+    from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
 
     if options.strategy != "block" and (options.block_size or options.scale_fmt):
         raise ConfigError(
@@ -73,7 +73,7 @@ def hf_to_int4(words: Sequence[str]) -> int:
         raise ConfigError(f"--group-size is {options.group_size}, must be a positive integer; use 32 or 128")
     if options.only_experts and options.ignore_rules:
         raise ConfigError("--only-experts and --ignore-rules both replace the built-in list; give one of them")
-    from furlong.core.quantization.int4 import Int4Groups
+    from furlong.quantization.int4 import Int4Groups
 
     defaults = ALL_BUT_EXPERTS if options.only_experts else options.ignore_rules
     form = Int4Groups(options.group_size, observer=options.observer)

@@ -7,8 +7,8 @@ import contextlib
 import errno
 import socket
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.addresses import host_and_port, socket_for
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.garbage import import_without_gc
 from furlong.errors import ConfigError
 from furlong.machine import limit_malloc_arenas, raise_open_file_limit

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from furlong.commands.output import command_parser, show
-from furlong.core.files import write_atomically
 from furlong.errors import ConfigError
+from furlong.files.atomic import write_atomically
 from furlong.tools.run_plot import panels_of, svg_of
 from furlong.view.page_file import write_page
 from furlong.view.page_server import serve_page

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
 from furlong.commands.quantize import dequantize, hf_to_fp8, hf_to_int4
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
-from furlong.core.files import atomic_folder, write_atomically
-from furlong.core.model_manifest import MODEL_MANIFEST, changed_files, write_model_manifest
 from furlong.diagnosis.saved_files import check_saved
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.atomic import atomic_folder, write_atomically
+from furlong.files.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
+from furlong.files.model_manifest import MODEL_MANIFEST, changed_files, write_model_manifest
 from furlong.tools.memory_plan import size_text
 from furlong.tools.weight_values import check_weights
 

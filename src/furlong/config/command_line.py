@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from furlong.catalogue import NO_EFFECT, Problem
 from furlong.config.checks.validate import validate
 from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
@@ -22,7 +23,6 @@ from furlong.config.named_parts import select_parts
 from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
-from furlong.core.catalogue import NO_EFFECT, Problem
 from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError
 

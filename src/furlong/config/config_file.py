@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from furlong.catalogue import NO_EFFECT, Problem
 from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import value_from_yaml
 from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
-from furlong.core.catalogue import NO_EFFECT, Problem
 from furlong.core.json_values import TOO_DEEP, check_depth
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError

@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from furlong.core.files import atomic_file
-
 LAST = 1_000_000  # sort index of a process: the driver is 0, followed by the ranks, then the engines
 FOLDER = "FURLONG_TRACE"  # environment variable with the trace folder, for child processes
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -155,12 +153,14 @@ def merge(folder: Path, target: Path) -> int:
     An incomplete last line, from a process that was killed, is skipped.
     """
     count = 0
-    with atomic_file(target) as draft, draft.open("w") as out:
+    draft = target.with_name(f".{target.name}.partial")
+    with draft.open("w") as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in _events(folder):
             out.write((",\n" if count else "") + event)
             count += 1
         out.write("\n]}\n")
+    draft.replace(target)
     return count
 
 

@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from furlong.core.files import atomic_file
 from furlong.core.json_values import parse_json
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow, RowFilter
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import RawRow, RowReader, read_slice
 from furlong.data.source_file import SourceFile
 from furlong.errors import ConfigError, DataError
+from furlong.files.atomic import atomic_file
 
 FORMAT = 1
 TOKENS = "furlong_tokens"

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import find_complete_folders, read_state
-from furlong.core.sample_file import check_dump, load_samples
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.data.audit import audit
 from furlong.data.ledger import check_mark, parse_event
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.errors import FurlongError
+from furlong.files.checkpoint_folder import find_complete_folders, read_state
+from furlong.files.sample_file import check_dump, load_samples
 from furlong.tools.run_bundle import read_bundle, unpack
 from furlong.tools.weight_values import check_weights
 

@@ -31,8 +31,11 @@ import torch
 from safetensors import SafetensorError
 
 from furlong.core.batch import RolloutBatch
-from furlong.core.batch_file import load_batch, save_batch
-from furlong.core.checkpoint_folder import (
+from furlong.core.sample import Group
+from furlong.errors import CheckpointError, DataError, FurlongError
+from furlong.files.atomic import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
+from furlong.files.batch_file import load_batch, save_batch
+from furlong.files.checkpoint_folder import (
     STATE,
     STATE_FORMAT,
     TRACKER,
@@ -45,12 +48,9 @@ from furlong.core.checkpoint_folder import (
     step_from_folder,
     write_manifest,
 )
-from furlong.core.files import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
-from furlong.core.model_manifest import write_model_manifest
-from furlong.core.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
-from furlong.core.sample import Group
-from furlong.core.sample_file import load_samples, save_samples
-from furlong.errors import CheckpointError, DataError, FurlongError
+from furlong.files.model_manifest import write_model_manifest
+from furlong.files.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
+from furlong.files.sample_file import load_samples, save_samples
 from furlong.interfaces import Parts
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from furlong.core.quantization.ignore_list import module_of
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme
-from furlong.core.quantization.weight_format import WEIGHT
 from furlong.core.text import abbreviate
 from furlong.errors import ConfigError
 from furlong.models.hf_model import disk_rows, on_disk
+from furlong.quantization.ignore_list import module_of
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme
+from furlong.quantization.weight_format import WEIGHT
 
 Rounding = Callable[[Tensor], Tensor]
 _ROUNDING = "_rounding_of"  # attribute of a module: the rounding of each marked parameter

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
-from furlong.core.model_manifest import MODEL_MANIFEST, changed_files
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.model_manifest import MODEL_MANIFEST, changed_files
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"

@@ -28,9 +28,9 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.model_config import read_json
-from furlong.core.model_manifest import MODEL_MANIFEST
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.models.added_families import register_model
 from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
 from furlong.models.hf_folder import (

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.sections import CheckpointFlags
-from furlong.core.checkpoint_folder import find_foreign_weights, is_first_start
 from furlong.core.model_config import read_json
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme, quantization_settings, read_scheme
-from furlong.core.safetensors_header import read_header
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import find_foreign_weights, is_first_start
+from furlong.files.safetensors_header import read_header
 from furlong.models.carried_tensors import WITH_VISION, is_carried
 from furlong.models.hf_folder import WEIGHT_FILES, quantization_seen, read_weight_map
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme, quantization_settings, read_scheme
 
 QAT_VARIABLE, QAT_GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"  # slime's
 TWO_WAYS = (

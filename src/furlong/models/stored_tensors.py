@@ -10,13 +10,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from furlong.core.file_tensors import read_tensor
-from furlong.core.quantization.weight_format import QuantizationError
-from furlong.core.verified_tensors import TensorFile, open_tensor_file
 from furlong.errors import CheckpointError
+from furlong.files.file_tensors import read_tensor
+from furlong.files.verified_tensors import TensorFile, open_tensor_file
 from furlong.models.carried_tensors import text_name
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map, require_unchanged
 from furlong.models.quantized_folder import folder_scheme
+from furlong.quantization.weight_format import QuantizationError
 
 
 class TensorSource(Protocol):

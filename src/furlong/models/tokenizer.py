@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from furlong.core.model_config import read_json
-from furlong.core.safetensors_header import LFS_POINTER
 from furlong.core.text import shortened
 from furlong.errors import ConfigError
+from furlong.files.safetensors_header import LFS_POINTER
 from furlong.models.hf_folder import check_folder
 
 if TYPE_CHECKING:  # it takes a second to import

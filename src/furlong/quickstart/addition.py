@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from furlong.core.files import atomic_file
+from furlong.files.atomic import atomic_file
 
 HELD_OUT = 300
 Problem = tuple[int, int]

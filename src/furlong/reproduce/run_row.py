@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from furlong.core.files import write_atomically
 from furlong.errors import ConfigError, DataError, RolloutError
+from furlong.files.atomic import write_atomically
 from furlong.reproduce.intervals import accuracy_interval
 from furlong.reproduce.rows import (
     ResultRow,
@@ -106,7 +106,7 @@ def seed_panels(result: Mapping[str, Any]) -> list[Panel]:
 
 def machine_record() -> Json:
     """Describe the machine and the versions that numbers were measured with."""
-    from furlong import __version__
+    from furlong.version import __version__
 
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

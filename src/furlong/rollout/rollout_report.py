@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.sample import Group, Sample, Status
 from furlong.rollout.episode_limits import SILENT

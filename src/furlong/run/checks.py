@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.cluster.nodes import check_fits
 from furlong.config.checks.device_checks import device_problems
@@ -11,7 +12,6 @@ from furlong.config.checks.engine_checks import is_started, without_engines
 from furlong.config.command_line import Resolved
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
-from furlong.core.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.diagnosis.preflight import preflight
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ClusterError, ConfigError

@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from furlong.catalogue import Diagnosis, Problem
 from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
-from furlong.core.catalogue import Diagnosis, Problem
-from furlong.core.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.core.forked_processes import forks_leave_loop
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.process_guard import process_guard
 from furlong.core.user_code import before_exit, exits_fail_the_run
 from furlong.core.user_processes import ending_user_processes
 from furlong.errors import ConfigError, DiagnosisError, FurlongError, HookError, TerminatedError
+from furlong.files.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.machine import (
     Threads,
     choose_threads,

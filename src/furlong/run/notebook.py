@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from furlong.core.files import write_atomically
 from furlong.errors import ConfigError
+from furlong.files.atomic import write_atomically
 from furlong.tools.run_diff import summarize
 from furlong.tools.run_plot import panels_of, svg_of
 

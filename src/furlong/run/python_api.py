@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from furlong.catalogue import Problem
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.sections import Config
-from furlong.core.catalogue import Problem
 from furlong.core.user_code import exits_raise
 from furlong.errors import ConfigError
 from furlong.run.end_signals import EXIT_CODES

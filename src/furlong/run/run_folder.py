@@ -11,13 +11,13 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from furlong.catalogue import Problem
 from furlong.config.command_line import Resolved, flags_as_written
 from furlong.config.sections import CheckpointFlags
-from furlong.core.catalogue import Problem
-from furlong.core.checkpoint_folder import find_checkpoint, find_resume_folder, newest_step, read_state
-from furlong.core.files import NO_LOCKS, is_locked, write_atomically
 from furlong.data.ledger import check_mark
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.atomic import NO_LOCKS, is_locked, write_atomically
+from furlong.files.checkpoint_folder import find_checkpoint, find_resume_folder, newest_step, read_state
 from furlong.tools.run_diff import different_flags
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, read_flags, read_sections
 

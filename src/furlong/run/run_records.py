@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from rich.logging import RichHandler
 
-from furlong import __version__
+from furlong.catalogue import Diagnosis
 from furlong.config.command_line import Resolved
 from furlong.core import tracing
-from furlong.core.catalogue import Diagnosis
 from furlong.core.text import redact_credentials
 from furlong.errors import DiagnosisError, TerminatedError, failure_record
 from furlong.machine import LOG_FORMAT, chosen_log_level
 from furlong.run.run_folder import lock_file
 from furlong.tracking.console import terminal
+from furlong.version import __version__
 
 if TYPE_CHECKING:
     from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from furlong.core.quantization.compensation import Compensable, compensated
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_model import load_config, load_network
 from furlong.models.tokenizer import load_tokenizer
+from furlong.quantization.compensation import Compensable, compensated
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme
 from furlong.tools.own_samples import own_samples
 from furlong.tools.scale_tuning import tuned_scales
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import DIST_INDEX, TRACKER, tracker_text
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
+from furlong.files.checkpoint_folder import DIST_INDEX, TRACKER, tracker_text
 from furlong.tools.model_folder import missing_layers, uneven_layers
 from furlong.tools.weight_values import value_findings
 from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistReader, common_of

@@ -13,9 +13,9 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from furlong import __version__
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.process_environment import installed_version
+from furlong.version import __version__
 
 # Tested versions: the ranges of pyproject.toml.
 TESTED: Mapping[str, str] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import examine
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.flag_spec import flag_specs
@@ -17,7 +18,6 @@ from furlong.config.flag_values import words_from_value
 from furlong.config.resolve import DEFAULT_MAX_TOKENS
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
-from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
-from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.safetensors_header import Shard, StoredTensor, read_header
 from furlong.models.hf_folder import accept_step, read_weight_map
+from furlong.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 5

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from furlong.core.file_tensors import read_file, save_verified
-from furlong.core.model_manifest import MODEL_MANIFEST, write_model_manifest
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme, quantization_settings
-from furlong.core.quantization.weight_format import QuantizationError, WeightFormat
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, checksum
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.file_tensors import read_file, save_verified
+from furlong.files.model_manifest import MODEL_MANIFEST, write_model_manifest
 from furlong.models.carried_tensors import is_with_vision
 from furlong.models.hf_folder import check_folder
 from furlong.models.hf_model import part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.stored_tensors import open_tensors
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme, quantization_settings
+from furlong.quantization.weight_format import QuantizationError, WeightFormat
 from furlong.tools.calibration import Calibration, Parts, calibrated_parts
 from furlong.tools.model_folder import StoredModel, read_model
 

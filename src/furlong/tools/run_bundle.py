@@ -24,18 +24,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from furlong import __version__
 from furlong.config.command_line import argv_from_config, config_from_values
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
-from furlong.core.checkpoint_folder import MANIFEST, STATE_FORMAT, TRACKER, folder_name, write_manifest
-from furlong.core.files import atomic_file
 from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
+from furlong.files.atomic import atomic_file
+from furlong.files.checkpoint_folder import MANIFEST, STATE_FORMAT, TRACKER, folder_name, write_manifest
 from furlong.tracking.rollout_dump import load_samples, save_samples
 from furlong.tracking.run_files import METRICS, read_flags, read_rows
+from furlong.version import __version__
 
 FORMAT = "furlong-bundle-1"
 # What zipfile and json raise for damaged files; members have a CRC-32.

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import flags_as_written
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate, sparkline
 from furlong.tracking.console import is_eval_mean
 from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, read_intact_rows, read_rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
 from furlong.data.chat import Messages, double_template_problem, render_chat, rendered_prompts

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.core.catalogue import Diagnosis, Severity, diagnosis
-from furlong.core.checkpoint_folder import (
+from furlong.catalogue import Diagnosis, Severity, diagnosis
+from furlong.core.text import abbreviate
+from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import (
     MANIFEST,
     TRACKER,
     check_manifest,
@@ -23,11 +25,9 @@ from furlong.core.checkpoint_folder import (
     find_complete_folders,
     recovery,
 )
-from furlong.core.model_manifest import changed_files
-from furlong.core.safetensors_header import Shard, StoredTensor, read_header
-from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import TensorFile, open_tensor_file
-from furlong.errors import CheckpointError, ConfigError
+from furlong.files.model_manifest import changed_files
+from furlong.files.safetensors_header import Shard, StoredTensor, read_header
+from furlong.files.verified_tensors import TensorFile, open_tensor_file
 from furlong.models.hf_folder import CHANGED, accept_advice
 from furlong.tools.model_folder import INDEX, SINGLE, check_model, read_model
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from furlong.core.catalogue import SEVERITIES
+from furlong.catalogue import SEVERITIES
 
 Check = Callable[[Any], bool]
 

@@ -15,10 +15,10 @@ import orjson
 
 from furlong.config.sections import by_field
 from furlong.core.file_kind import require_file
-from furlong.core.files import atomic_file
 from furlong.core.json_values import parse_json
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
+from furlong.files.atomic import atomic_file
 from furlong.tracking.event_fields import is_event, is_step
 
 logger = logging.getLogger(__name__)

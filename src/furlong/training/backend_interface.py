@@ -16,9 +16,9 @@ from torch import Tensor
 
 from furlong.core.batch import MicroBatch
 from furlong.core.device_memory import MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.core.weights import WeightSource
 from furlong.errors import TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import Trainer
 from furlong.training.offload import device_memory, empty_cache
 from furlong.training.worker import RoundWorker

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from furlong.catalogue import diagnosis, find_row
 from furlong.core.batch import IntArray, RolloutBatch
-from furlong.core.catalogue import diagnosis, find_row
 from furlong.errors import TrainerError
 from furlong.training.ranks import Ranks
 

@@ -13,9 +13,9 @@ import torch
 from furlong.config.checks.device_checks import offload_problem
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.core.batch import MicroBatch
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
+from furlong.quantization.scheme import QuantizationScheme
 
 Offload = Literal["nothing", "moments", "all"]
 Replay = Literal["none", "policy", "rollout"]

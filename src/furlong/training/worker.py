@@ -31,13 +31,13 @@ from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
 from furlong.core.algorithms import find_algorithm
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
-from furlong.core.checkpoint_folder import files_checked, read_object
 from furlong.core.device_memory import MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
+from furlong.files.atomic import PendingFiles
+from furlong.files.checkpoint_folder import files_checked, read_object
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from furlong.core.files import write_atomically
 from furlong.errors import ConfigError
+from furlong.files.atomic import write_atomically
 from furlong.view.page_app import STATIC
 from furlong.view.run_pages import RunPages
 from furlong.view.run_reader import RunReader

@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
-from furlong.core.catalogue import CATALOGUE
+from furlong.catalogue import CATALOGUE
 from furlong.core.file_kind import require_file
-from furlong.core.files import is_locked
 from furlong.errors import ConfigError, DataError
+from furlong.files.atomic import is_locked
 from furlong.tracking.event_fields import is_event, is_step
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, JsonRow, read_sections
 

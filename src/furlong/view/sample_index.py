@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.sample import Sample
-from furlong.core.sample_file import load_samples
 from furlong.errors import DataError
+from furlong.files.sample_file import load_samples
 from furlong.view.sample_files import SampleFile, dump_path, sample_files
 
 logger = logging.getLogger(__name__)

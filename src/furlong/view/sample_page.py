@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from furlong.core.batch import RolloutBatch
-from furlong.core.batch_file import load_batch
 from furlong.core.sample import Group, Sample
-from furlong.core.sample_file import SampleDump, load_samples
 from furlong.errors import CheckpointError, DataError
+from furlong.files.batch_file import load_batch
+from furlong.files.sample_file import SampleDump, load_samples
 from furlong.view.sample_files import SampleFile, batch_file
 from furlong.view.sample_index import label_text, mask_of, prompt_text, reward_number
 from furlong.view.token_text import Decoder, load_decoder, token_pieces

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 import torch
 
-from furlong.core.catalogue import diagnosis
+from furlong.catalogue import diagnosis
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum

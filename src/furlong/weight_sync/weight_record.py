@@ -18,9 +18,9 @@ import xxhash
 from torch import Tensor
 
 from furlong.core.device_checksum import FLUSH_BYTES, Checksums
-from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, TensorShard, WeightSource, checksum
+from furlong.quantization.scheme import is_stored_part
 from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
 from furlong.sglang_layout.shard_checksums import HEAD, ShardChecksums
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 import orjson
 import xxhash
 
-from furlong.core.checkpoint_folder import MANIFEST, find_checkpoint, find_foreign_weights, find_resume_folder
 from furlong.core.model_config import read_json
-from furlong.core.run_inputs import InputFile, RunInput, RunInputs, flat_settings
-from furlong.core.safetensors_header import read_header
 from furlong.data.byte_places import rows_at
 from furlong.data.prompt_path import PromptDataPath
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import MANIFEST, find_checkpoint, find_foreign_weights, find_resume_folder
+from furlong.files.run_inputs import InputFile, RunInput, RunInputs, flat_settings
+from furlong.files.safetensors_header import read_header
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
 from furlong.wiring.rollout_parts import prompt_paths
 from furlong.wiring.run_context import RunContext

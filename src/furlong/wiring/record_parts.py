@@ -10,12 +10,12 @@ from typing import Any
 from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import without_credentials
 from furlong.config.sections import Config
-from furlong.core.checkpoint_folder import find_resume_folder
-from furlong.core.run_inputs import RunInputs
 from furlong.data.ledger import FileLedger
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonitor
 from furlong.errors import ConfigError
+from furlong.files.checkpoint_folder import find_resume_folder
+from furlong.files.run_inputs import RunInputs
 from furlong.interfaces import DataSource, Tracker
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule

@@ -17,17 +17,15 @@ import torch
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
-from furlong.core.batch_file import save_batch
-from furlong.core.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.core.cuda_allocator import cuda_allocator
-from furlong.core.files import atomic_file
 from furlong.core.model_config import read_json
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.transports import transport_spec
 from furlong.core.user_functions import accepted_keywords
 from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
+from furlong.files.atomic import atomic_file
+from furlong.files.batch_file import save_batch
+from furlong.files.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models import hf_model as hf
@@ -41,6 +39,8 @@ from furlong.models.quantized_folder import (
     training_problem,
     update_problem,
 )
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.scheme import QuantizationScheme
 from furlong.tracking.run_files import StepFile
 from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue

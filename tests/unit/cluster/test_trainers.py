@@ -17,10 +17,10 @@ from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
 from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory, marker_files
 from furlong.config.sections import CheckpointFlags, ClusterFlags
-from furlong.core.files import PendingFiles
 from furlong.diagnosis.postmortem.log_text import LogText
 from furlong.diagnosis.postmortem.signatures import match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.wiring.cluster_parts import checkpoint_folders
 
 SETTING = RankSettings(

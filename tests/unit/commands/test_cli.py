@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from furlong import __version__
+from furlong.catalogue import CATALOGUE
 from furlong.cli import COMMANDS, main, main_async, main_train
 from furlong.config.command_line import load
-from furlong.core.catalogue import CATALOGUE
 from furlong.data.ledger import FileLedger
 from furlong.errors import EngineError
 from furlong.quickstart.quickstart import quickstart_flags

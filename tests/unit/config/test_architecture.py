@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 
+from furlong.catalogue import Problem
 from furlong.config.checks.model_rules import FACTS, layers_with_experts, model_problems
 from furlong.config.command_line import parse
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.catalogue import Problem
 from furlong.diagnosis.preflight.flag_checks import from_problem
 
 QWEN3 = """--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from furlong.catalogue import CATALOGUE, MOMENTS, diagnosis, find_row, most_severe_first
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.help import FILE_FLAGS
 from furlong.config.passthrough import find, program_of
 from furlong.config.sections import Config
-from furlong.core.catalogue import CATALOGUE, MOMENTS, diagnosis, find_row, most_severe_first
 from furlong.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "furlong"
@@ -45,9 +45,7 @@ def test_every_flag_in_a_row_is_accepted(id: str) -> None:
 
 @pytest.mark.slow
 def test_every_flag_in_a_message_of_the_doctor_is_accepted() -> None:
-    for path in [
-        path for package in ("core/catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")
-    ]:
+    for path in [path for package in ("catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")]:
         texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         named = flags_in(" ".join(text for text in texts if isinstance(text, str)))
         assert {flag for flag in untaken(named) if find_refusal(flag) is None} == set(), path

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from furlong.core.checkpoint_folder import (
+from furlong.errors import CheckpointError
+from furlong.files.checkpoint_folder import (
     MANIFEST,
     check_manifest,
     checksum_warning,
@@ -16,9 +17,8 @@ from furlong.core.checkpoint_folder import (
     read_manifest,
     write_manifest,
 )
-from furlong.core.checksums import SMALL_BYTES, FileCheck, file_checksum
-from furlong.core.sealed_arrays import load_arrays, save_arrays
-from furlong.errors import CheckpointError
+from furlong.files.checksums import SMALL_BYTES, FileCheck, file_checksum
+from furlong.files.sealed_arrays import load_arrays, save_arrays
 
 LARGE, SMALL = "trainer/weights", "trainer/meta.json"
 

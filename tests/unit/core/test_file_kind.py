@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint
 from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
-from furlong.core.safetensors_header import read_header
 from furlong.data.prompt_path import PromptDataPath
 from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.files.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint
+from furlong.files.safetensors_header import read_header
 from furlong.models.hf_folder import check_folder
 from furlong.tracking.run_files import read_intact_rows, read_sections
 from furlong.view.run_reader import TailedFile

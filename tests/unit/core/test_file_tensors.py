@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from furlong.core.file_tensors import DTYPES, read_file, read_tensor, save_verified
-from furlong.core.sealed_arrays import load_arrays, save_arrays
-from furlong.core.verified_tensors import open_tensor_file
 from furlong.errors import CheckpointError
+from furlong.files.file_tensors import DTYPES, read_file, read_tensor, save_verified
+from furlong.files.sealed_arrays import load_arrays, save_arrays
+from furlong.files.verified_tensors import open_tensor_file
 
 
 def write(path: Path, save: Any = save_file) -> dict[str, torch.Tensor]:

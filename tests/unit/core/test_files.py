@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from furlong.core import files
-from furlong.core.files import atomic_file, atomic_folder, write_atomically
+from furlong.files import atomic as files
+from furlong.files.atomic import atomic_file, atomic_folder, write_atomically
 
 
 def test_a_file_is_unchanged_until_the_new_one_is_complete(tmp_path):
@@ -77,7 +77,7 @@ def test_two_writers_of_one_folder_do_not_mix_their_files(tmp_path):
 KILLED_WRITER = """
 import os, signal, sys
 from pathlib import Path
-from furlong.core import files
+from furlong.files import atomic as files
 with getattr(files, sys.argv[1])(Path(sys.argv[2])) as draft:
     (draft / "a" if draft.is_dir() else draft).write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

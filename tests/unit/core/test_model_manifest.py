@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli import main
-from furlong.core.file_tensors import save_verified
-from furlong.core.model_manifest import MODEL_MANIFEST, changed_files, write_model_manifest
 from furlong.errors import ConfigError
+from furlong.files.file_tensors import save_verified
+from furlong.files.model_manifest import MODEL_MANIFEST, changed_files, write_model_manifest
 from furlong.models.hf_folder import check_folder
 from furlong.models.hf_model import load_model, save_model
 from furlong.models.tokenizer import load_tokenizer

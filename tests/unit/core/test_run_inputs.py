@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from furlong.core import run_inputs
-from furlong.core.run_inputs import Change, InputFile, RunInput, RunInputs, flat_settings, read_inputs
 from furlong.errors import CheckpointError, DataError
+from furlong.files import run_inputs
+from furlong.files.run_inputs import Change, InputFile, RunInput, RunInputs, flat_settings, read_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.core.checkpoint_folder import (
+from furlong.errors import CheckpointError
+from furlong.files.atomic import save_tensors
+from furlong.files.checkpoint_folder import (
     MANIFEST,
     damaged_files,
     files_checked,
@@ -19,12 +21,10 @@ from furlong.core.checkpoint_folder import (
     tensor_files,
     write_manifest,
 )
-from furlong.core.checksums import file_checksum
-from furlong.core.file_manifest import manifest_text
-from furlong.core.files import save_tensors
-from furlong.core.safetensors_header import read_header
-from furlong.core.verified_tensors import BLOCK_BYTES, DIGITS, block_places
-from furlong.errors import CheckpointError
+from furlong.files.checksums import file_checksum
+from furlong.files.file_manifest import manifest_text
+from furlong.files.safetensors_header import read_header
+from furlong.files.verified_tensors import BLOCK_BYTES, DIGITS, block_places
 
 NAME = "weights.safetensors"
 ROW = 64 << 10  # bytes; tensors below have 3, 40, 0 and 1 rows, so some span several blocks

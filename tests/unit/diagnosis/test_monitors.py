@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
+from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config import parse
 from furlong.config.command_line import config_from_values
-from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import Alert, EventMonitor, MonitorSuite, RunFacts, RunMonitor, StepMonitor
 from furlong.diagnosis.postmortem.recorded_run import config_from_sections

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import pack_micro_batch
-from furlong.core.catalogue import CATALOGUE, Diagnosis
 from furlong.core.process_guard import ProcessChangedError
 from furlong.diagnosis.postmortem.log_text import LogText, phase_of
 from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport

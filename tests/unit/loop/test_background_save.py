@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fakes_loop import FakeTrainer, World, fake_parts
-from furlong.core.checkpoint_folder import check_manifest, find_complete_folders
-from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
+from furlong.files.atomic import PendingFiles
+from furlong.files.checkpoint_folder import check_manifest, find_complete_folders
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import train

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
-from furlong.core import files
-from furlong.core.checkpoint_folder import (
+from furlong.errors import CheckpointError
+from furlong.files import atomic as files
+from furlong.files.checkpoint_folder import (
     check_manifest,
     find_complete_folders,
     recovery,
     saved_num_threads,
     step_from_folder,
 )
-from furlong.core.checksums import file_checksum
-from furlong.core.model_manifest import MODEL_MANIFEST, changed_files
-from furlong.errors import CheckpointError
+from furlong.files.checksums import file_checksum
+from furlong.files.model_manifest import MODEL_MANIFEST, changed_files
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule

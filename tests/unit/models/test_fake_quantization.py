@@ -10,9 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import WeightFormat
 from furlong.errors import ConfigError
 from furlong.models.fake_quantization import is_rounded, quantized_values, round_model
 from furlong.models.hf_model import build_model, load_config, load_model, named_tensors, save_model
@@ -24,6 +21,9 @@ from furlong.models.quantized_folder import (
     qat_source,
     trained_scheme,
 )
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.weight_format import WeightFormat
 from furlong.tools.quantize_folder import quantize_folder
 from models_zoo import VOCAB, family_config
 

@@ -20,9 +20,9 @@ from furlong.config.evaluation import EvalSpec
 from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import CheckpointFlags, Config
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER
-from furlong.core.files import is_locked
 from furlong.errors import CheckpointError, ConfigError, DataError
+from furlong.files.atomic import is_locked
+from furlong.files.checkpoint_folder import MANIFEST, TRACKER
 from furlong.machine import Threads
 from furlong.run.launch import _resume_hint, _resume_thread_count, run
 from furlong.run.run_folder import (

@@ -11,10 +11,10 @@ import torch
 
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.weights import EngineSharding, WeightSource
 from furlong.errors import SyncError
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.scheme import QuantizationScheme
 from furlong.sglang_layout.fused_checksums import FusedChecksums
 from furlong.sglang_layout.quantized_loading import LOADER
 from furlong.weight_sync.verification import WeightVerifier, record_for

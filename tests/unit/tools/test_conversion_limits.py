@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from furlong.cli import main
-from furlong.core import files
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import ConfigError
+from furlong.files import atomic as files
 from furlong.models.hf_model import load_model
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.int4 import Int4Groups
 from furlong.tools import quantize_folder as conversion
 from runs import FORKED, write_model
 from stored_models import write_stored_model

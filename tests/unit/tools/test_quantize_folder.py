@@ -13,13 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from furlong.cli import main
-from furlong.core.quantization.fp8 import Fp8Blocks
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.safetensors_header import read_header
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.safetensors_header import read_header
 from furlong.models.hf_model import build_model, load_model, save_model
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.stored_tensors import open_tensors
+from furlong.quantization.fp8 import Fp8Blocks
+from furlong.quantization.int4 import Int4Groups
 from furlong.tools.model_folder import check_model
 from furlong.tools.quantize_folder import quantize_folder
 from models_zoo import family_config

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from furlong.cli import main
-from furlong.core.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name, write_manifest
-from furlong.core.safetensors_header import read_header
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import MANIFEST, TRACKER, find_checkpoint, folder_name, write_manifest
+from furlong.files.safetensors_header import read_header
 from furlong.tools import weight_values as weights
 from furlong.tools.dist_checkpoint import dist_folder
 from furlong.tools.weight_values import bad_values, check_weights

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.core import sample_file as dump
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
+from furlong.files import sample_file as dump
 from furlong.tracking.rollout_dump import RolloutDumps, load_samples, save_samples
 
 

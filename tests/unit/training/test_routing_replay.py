@@ -15,7 +15,6 @@ from fakes_engine import Halt
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MoeFlags, OptimFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.core.routing import RoutingShape, routes_from_text
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource, checksum
@@ -30,6 +29,7 @@ from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.stored_tensors import open_tensors
+from furlong.quantization.int4 import Int4Groups
 from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.tools.quantize_folder import quantize_folder

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.files import save_tensors
 from furlong.errors import CheckpointError
+from furlong.files.atomic import save_tensors
 from furlong.models.hf_model import Rows
 from furlong.training.checkpoint.tensor_reader import open_reader
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from furlong.core.files import save_tensors
 from furlong.errors import CheckpointError
+from furlong.files.atomic import save_tensors
 from furlong.training.checkpoint.trainer_files import META, read_meta, restore_random
 from furlong.training.ranks import Ranks
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
 from furlong.errors import ConfigError
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
 from furlong.quickstart.quickstart import model_folder
 from furlong.tools.quantize_folder import quantize_folder
 from furlong.wiring.training_parts import engine_scheme

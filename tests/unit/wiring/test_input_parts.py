@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from furlong.config import parse
-from furlong.core.run_inputs import RunInputs
+from furlong.files.run_inputs import RunInputs
 from furlong.wiring.input_parts import prompt_files
 from furlong.wiring.rollout_parts import prompt_paths
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from furlong.catalogue import Problem
 from furlong.config.checks.engine_checks import is_served, is_started, without_engines
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
-from furlong.core.catalogue import Problem
 from furlong.core.text import shortened
 
 SIZES = (

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from furlong.catalogue import Problem
 from furlong.config.checks.agent_checks import agent_problems
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.cluster_checks import cluster_problems
@@ -28,7 +29,6 @@ from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.resolve import COPIES, derive
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
-from furlong.core.catalogue import Problem
 from furlong.core.text import did_you_mean
 
 Problems = Iterator[str]

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from furlong.catalogue import Diagnosis, Severity, diagnosis
 from furlong.config.checks.pool_checks import max_staleness
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import first_quantized, quantized_kv_cache, trained_model
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
-from furlong.core.catalogue import Diagnosis, Severity, diagnosis
-from furlong.core.checkpoint_folder import find_foreign_weights
 from furlong.core.model_config import read_json
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
+from furlong.files.checkpoint_folder import find_foreign_weights
 from furlong.tools.memory_model import ModelSize
 from furlong.tracking.run_files import EventLog
 

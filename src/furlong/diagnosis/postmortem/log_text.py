@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from furlong import errors
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.failure_statements import statements
 
 TRACEBACK = 8192  # characters before a match that may belong to its traceback

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.log_text import (
     LESS_HOST_MEMORY,
     TRAINING_PHASES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
 from furlong.diagnosis.monitors.machine_monitors import ENGINE_HANGS_CAUSE
 from furlong.diagnosis.postmortem.log_text import LogText, Signature, evidence_of, fixed, signature

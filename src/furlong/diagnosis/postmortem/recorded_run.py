@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from furlong import __version__
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import config_from_values
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import value_from_yaml
 from furlong.config.sections import Config, by_field
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import CONNECTED, MonitorSuite, RunFacts
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, read_intact_rows, read_sections, read_steps, torn_lines
+from furlong.version import __version__
 
 IN_FLIGHT = 4  # steps of a run in progress that may be in its events and not yet in its metrics
 SHOWN = 8  # damaged lines or flags that are listed

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from furlong.core.catalogue import Diagnosis, diagnosis, most_severe_first
-from furlong.core.files import is_locked
+from furlong.catalogue import Diagnosis, diagnosis, most_severe_first
 from furlong.core.process_guard import ProcessChangedError
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
@@ -24,6 +23,7 @@ from furlong.diagnosis.postmortem.signatures import (
 from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, standstill_note
 from furlong.diagnosis.postmortem.sudden_end import killed, may_go_on
 from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
+from furlong.files.atomic import is_locked
 from furlong.inference.supervisor.host import end_of_log, last_text, tail
 from furlong.tracking.run_files import (
     EVENTS,

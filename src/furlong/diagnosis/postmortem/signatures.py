@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from furlong.core.catalogue import CATALOGUE, Diagnosis
+from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.diagnosis.postmortem.log_text import LogText, Signature
 from furlong.diagnosis.postmortem.memory_failures import MEMORY
 from furlong.diagnosis.postmortem.process_failures import FAILURES

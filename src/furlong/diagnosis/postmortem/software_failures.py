@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.log_text import LogText, Signature, evidence_of, general
 
 LIBRARIES = re.compile(

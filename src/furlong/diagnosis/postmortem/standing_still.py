@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE, hang_remedy
 from furlong.diagnosis.monitors.monitor import RunFacts

@@ -6,10 +6,10 @@ import socket
 import time
 from pathlib import Path
 
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.files import is_locked
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.standing_still import is_progress, last_progress, standstill_note
+from furlong.files.atomic import is_locked
 from furlong.tracking.run_files import EVENTS, RUN_LOG, read_intact_rows
 
 DOING = {

@@ -9,8 +9,8 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from furlong.catalogue import NO_EFFECT, Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.config.sections import Config
-from furlong.core.catalogue import NO_EFFECT, Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.core.user_code import FRAMES, LIBRARIES
 from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
 from furlong.diagnosis.preflight import data_checks as data

@@ -8,10 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import (
+from furlong.core.text import abbreviate
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.flag_checks import from_problem
+from furlong.errors import CheckpointError
+from furlong.files.checkpoint_folder import (
     TRACKER,
     checksum_warning,
     find_checkpoint,
@@ -27,12 +31,8 @@ from furlong.core.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
-from furlong.core.sealed_arrays import read_array
-from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import open_tensor_file
-from furlong.diagnosis.preflight.context import PreflightContext
-from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.errors import CheckpointError
+from furlong.files.sealed_arrays import read_array
+from furlong.files.verified_tensors import open_tensor_file
 from furlong.tracking.run_files import read_sections
 from furlong.training.megatron.parallel_layout import Layout, described
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from pyarrow.lib import ArrowException
 
+from furlong.catalogue import Problem
 from furlong.config.args_view import Args
 from furlong.config.checks.value_checks import prompt_file_problem, unreadable_file
 from furlong.config.evaluation import used_eval_specs
 from furlong.config.hooks import Hooks, function_paths, load_hooks
 from furlong.config.sections import Config
-from furlong.core.catalogue import Problem
 from furlong.core.import_trial import ImportTrial
 from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows

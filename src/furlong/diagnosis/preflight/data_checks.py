@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.outcome import Outcome
 from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from furlong.catalogue import Diagnosis, Problem, diagnosis
 from furlong.config.checks.notices import notices
 from furlong.config.evaluation import used_eval_specs
-from furlong.core.catalogue import Diagnosis, Problem, diagnosis
 from furlong.core.user_functions import load_function
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.device_checks import device_problems, start_problems
 from furlong.config.checks.engine_checks import without_engines
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.addresses import split_port
-from furlong.core.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.preflight.context import PreflightContext

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
 from furlong.data.chat import message_problem, syntax_problem

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 
 ROLLOUT, RANK = "{rollout_id}", "{rank}"

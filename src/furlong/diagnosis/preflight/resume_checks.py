@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.sections import Config
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import read_state, step_from_folder
-from furlong.core.safetensors_header import StoredTensor, read_header
 from furlong.core.sample import Group
 from furlong.core.text import abbreviate
 from furlong.data.mixture import mixture_settings
@@ -22,6 +20,8 @@ from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
+from furlong.files.checkpoint_folder import read_state, step_from_folder
+from furlong.files.safetensors_header import StoredTensor, read_header
 from furlong.tools.run_diff import replay_problem
 from furlong.tracking.rollout_dump import check_dump, load_samples
 

@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.evaluation import used_eval_specs
-from furlong.core.catalogue import Diagnosis, diagnosis
-from furlong.core.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
 from furlong.core.garbage import import_without_gc
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
@@ -20,6 +19,7 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_family
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
 from furlong.models.hf_folder import (
     CHANGED,
     TOKENIZER_FILES,

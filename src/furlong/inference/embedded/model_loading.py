@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from furlong.core.file_kind import require_file
-from furlong.core.file_tensors import read_file
 from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.onednn_caches import bound_onednn_caches
-from furlong.core.quantization.scheme import QuantizationScheme
-from furlong.core.quantization.weight_format import QuantizationError
 from furlong.core.text import abbreviate
-from furlong.core.verified_tensors import open_tensor_file
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import CheckpointError, EngineError, SyncError
+from furlong.files.file_tensors import read_file
+from furlong.files.verified_tensors import open_tensor_file
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
@@ -31,6 +29,8 @@ from furlong.models.carried_tensors import is_carried, text_name
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
 from furlong.models.quantized_folder import trained_scheme
+from furlong.quantization.scheme import QuantizationScheme
+from furlong.quantization.weight_format import QuantizationError
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.core.catalogue import Diagnosis, diagnosis
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.interfaces import SamplingParams
 
 ONE_LEVEL_VOCAB = 512

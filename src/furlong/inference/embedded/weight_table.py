@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import LocalChecksums
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.text import abbreviate
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
+from furlong.quantization.scheme import QuantizationScheme
 
 
 @dataclass

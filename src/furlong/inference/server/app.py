@@ -22,7 +22,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from furlong import __version__
 from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.request_error import RequestError
@@ -49,6 +48,7 @@ from furlong.inference.server.limits import (
 )
 from furlong.inference.server.weights_api import WeightEndpoints
 from furlong.interfaces import PauseMode, SamplingParams
+from furlong.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.storage import WriteResult
 
-from furlong.core.checkpoint_folder import DIST_INDEX as INDEX
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
+from furlong.files.checkpoint_folder import DIST_INDEX as INDEX
 from furlong.training.checkpoint.restricted_unpickler import unpickle
 
 VERSION = "metadata.json"

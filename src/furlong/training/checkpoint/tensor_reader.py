@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from furlong.core.checkpoint_folder import tensor_files
-from furlong.core.file_tensors import DTYPES, read_into, read_tensor
-from furlong.core.verified_tensors import TensorFile
 from furlong.errors import CheckpointError
+from furlong.files.checkpoint_folder import tensor_files
+from furlong.files.file_tensors import DTYPES, read_into, read_tensor
+from furlong.files.verified_tensors import TensorFile
 from furlong.models.hf_model import Rows
 from furlong.training.sharding import Sharding
 

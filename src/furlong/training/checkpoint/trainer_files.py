@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from furlong.core.checkpoint_folder import read_object
-from furlong.core.file_tensors import save_verified
-from furlong.core.files import PendingFiles, save_tensors
 from furlong.core.json_values import parse_json
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
+from furlong.files.atomic import PendingFiles, save_tensors
+from furlong.files.checkpoint_folder import read_object
+from furlong.files.file_tensors import save_verified
 from furlong.models import hf_model as hf
 from furlong.models.carried_tensors import with_carried
 from furlong.training.checkpoint.tensor_reader import TensorReader, open_reader

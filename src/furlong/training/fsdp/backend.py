@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.batch import FlopsModel, MicroBatch
-from furlong.core.checkpoint_folder import dist_with_fsdp
 from furlong.core.device_memory import MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
+from furlong.files.atomic import PendingFiles
+from furlong.files.checkpoint_folder import dist_with_fsdp
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import quantized_values, round_model

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from furlong.core.files import PendingFiles
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import Role
 from furlong.models import hf_model as hf
 from furlong.training.checkpoint import trainer_files

@@ -26,9 +26,9 @@ from torch import Tensor
 from furlong.config.checks.device_checks import attention_problem
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
-from furlong.core.files import PendingFiles
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from furlong.core.files import PendingFiles
 from furlong.errors import CheckpointError
+from furlong.files.atomic import PendingFiles
 from furlong.interfaces import Role
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader

@@ -15,10 +15,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from furlong.config.sections import TrainFlags
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.errors import ConfigError, TrainerError
 from furlong.interfaces import Role
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
+from furlong.quantization.scheme import QuantizationScheme
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names

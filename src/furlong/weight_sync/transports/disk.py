@@ -24,11 +24,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from furlong.core.delta import DeltaWriter
-from furlong.core.model_manifest import MODEL_MANIFEST
-from furlong.core.quantization.scheme import is_stored_part
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import SyncError
+from furlong.files.model_manifest import MODEL_MANIFEST
+from furlong.quantization.scheme import is_stored_part
 from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint
 from furlong.weight_sync.transports.transport import (
     Connect,

@@ -18,12 +18,12 @@ import torch
 
 from furlong.core.delta import Delta, bytes_of
 from furlong.core.file_kind import require_file
-from furlong.core.files import write_atomically
 from furlong.core.json_values import parse_json
-from furlong.core.safetensors_header import Shard, StoredTensor, read_header
 from furlong.core.text import shortened
 from furlong.core.weights import dtype_of, host_bytes
 from furlong.errors import CheckpointError, SyncError
+from furlong.files.atomic import write_atomically
+from furlong.files.safetensors_header import Shard, StoredTensor, read_header
 
 STATE = "furlong_version.json"
 INDEX = "model.safetensors.index.json"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from furlong.core.quantization.compensation import Compensable, compensated
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
+from furlong.quantization.compensation import Compensable, compensated
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
 
 FORMS = (
     Int4Groups(8, scale_dtype=torch.float32),

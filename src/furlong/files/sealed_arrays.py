@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from furlong.core.verified_tensors import TensorFile
 from furlong.errors import CheckpointError
+from furlong.files.verified_tensors import TensorFile
 
 CHECKSUM = "xxh3_128"
 DTYPES = {

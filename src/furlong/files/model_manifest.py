@@ -11,11 +11,11 @@ from pathlib import Path
 
 import xxhash
 
-from furlong.core.checksums import changed_file, file_checksum
-from furlong.core.file_manifest import DamagedManifestError, FileRecord, manifest_text, read_records
-from furlong.core.files import write_atomically
-from furlong.core.safetensors_header import CHECKSUMS, header_length, read_header
 from furlong.errors import CheckpointError
+from furlong.files.atomic import write_atomically
+from furlong.files.checksums import changed_file, file_checksum
+from furlong.files.file_manifest import DamagedManifestError, FileRecord, manifest_text, read_records
+from furlong.files.safetensors_header import CHECKSUMS, header_length, read_header
 
 MODEL_MANIFEST = "furlong_manifest.json"
 # Of the files that loaders read. Others, such as a model card, may be added and changed.

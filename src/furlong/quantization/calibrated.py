@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from furlong.core.quantization.weight_format import Check, QuantizationError, check_finite, check_matrix
+from furlong.quantization.weight_format import Check, QuantizationError, check_finite, check_matrix
 
 WORD_BITS = 32
 AWQ_BITS = 4

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.core.quantization import scheme as schemes
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.scheme import QuantizationScheme
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
+from furlong.quantization import scheme as schemes
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.scheme import QuantizationScheme
 
 FORMS = [
     Int4Groups(32), Int4Groups(32, observer="mse"), Fp8Blocks((16, 32)), Fp8Blocks((16, 32), is_power_of_two=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.core.catalogue.row import MD, MQ, SD, SQ, ST, Row
+from furlong.catalogue.row import MD, MQ, SD, SQ, ST, Row
 
 ROWS = (
     Row(

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.core.files import atomic_file
 from furlong.core.sample import Group, Sample
-from furlong.core.sealed_arrays import load_arrays, save_arrays
-from furlong.core.verified_tensors import TensorFile
 from furlong.errors import CheckpointError, DataError
+from furlong.files.atomic import atomic_file
+from furlong.files.sealed_arrays import load_arrays, save_arrays
+from furlong.files.verified_tensors import TensorFile
 
 FORMAT = "furlong.samples"
 VERSION = "1"

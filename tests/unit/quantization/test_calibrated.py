@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from calibrated_folders import calibrated_parts
-from furlong.core.quantization.calibrated import AwqGroups, GptqGroups
-from furlong.core.quantization.scheme import format_of, read_scheme
-from furlong.core.quantization.weight_format import QuantizationError
 from furlong.errors import ConfigError
+from furlong.quantization.calibrated import AwqGroups, GptqGroups
+from furlong.quantization.scheme import format_of, read_scheme
+from furlong.quantization.weight_format import QuantizationError
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "calibrated.safetensors"
+GOLDEN = Path(__file__).parents[2] / "golden" / "calibrated.safetensors"
 
 
 def test_weights_equal_those_of_sglang_bit_for_bit():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.core.catalogue.row import Row
+from furlong.catalogue.row import Row
 
 ROWS = (
     Row(

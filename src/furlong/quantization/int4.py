@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from furlong.core.quantization.weight_format import (
+from furlong.quantization.weight_format import (
     WEIGHT_SHAPE,
     Check,
     Grid,
@@ -82,7 +82,7 @@ class Int4Groups:
         """Divide each group by its scale and round to -8 .. 7."""
         self.parts(tuple(weight.shape))
         if self._has_kernel and has_kernels(weight):
-            from furlong.core.quantization.kernels import int4_groups
+            from furlong.quantization.kernels import int4_groups
 
             words, scale = int4_groups(weight.detach().to(self.scale_dtype).contiguous(), self.group_size)
             check(scale)

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from furlong.core.safetensors_header import CHECKSUMS
-from furlong.core.verified_tensors import TensorFile, open_tensor_file, own_checksums
 from furlong.core.weights import NamedTensor, host_bytes
 from furlong.errors import CheckpointError
+from furlong.files.safetensors_header import CHECKSUMS
+from furlong.files.verified_tensors import TensorFile, open_tensor_file, own_checksums
 
 HUGE_BYTES = 4 << 20  # tensors from this size are read into huge pages
 LIBC = ctypes.CDLL(None)

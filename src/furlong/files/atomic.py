@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.core.checksums import leave_checksums
-from furlong.core.verified_tensors import stored_places
+from furlong.files.checksums import leave_checksums
+from furlong.files.verified_tensors import stored_places
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import xxhash
 
-from furlong.core.checksums import SUFFIX, FileCheck, changed_file, take_checksums
 from furlong.core.file_kind import require_file
-from furlong.core.file_manifest import DamagedManifestError, FileRecord, manifest_text, read_records
-from furlong.core.files import PARTIAL, write_atomically
 from furlong.core.json_values import TOO_DEEP
 from furlong.core.text import shortened
-from furlong.core.verified_tensors import ChangedBlockError, TensorFile
 from furlong.errors import CheckpointError
+from furlong.files.atomic import PARTIAL, write_atomically
+from furlong.files.checksums import SUFFIX, FileCheck, changed_file, take_checksums
+from furlong.files.file_manifest import DamagedManifestError, FileRecord, manifest_text, read_records
+from furlong.files.verified_tensors import ChangedBlockError, TensorFile
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MAX_TRACKER_BYTES = 200  # a number or the name of a folder

@@ -18,9 +18,10 @@ from typing import Self
 
 import xxhash
 
-from furlong.core.checksums import changed_file
 from furlong.core.file_kind import require_file
-from furlong.core.safetensors_header import (
+from furlong.errors import CheckpointError
+from furlong.files.checksums import changed_file
+from furlong.files.safetensors_header import (
     CHECKSUMS,
     Shard,
     StoredTensor,
@@ -29,7 +30,6 @@ from furlong.core.safetensors_header import (
     parse_header,
     read_header,
 )
-from furlong.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
 DIGITS = 32  # of a checksum

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from furlong.core.quantization.fp8 import E4M3, Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import SHRINKS, Int4Groups, packed, unpacked
-from furlong.core.quantization.weight_format import QuantizationError, WeightFormat
+from furlong.quantization.fp8 import E4M3, Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import SHRINKS, Int4Groups, packed, unpacked
+from furlong.quantization.weight_format import QuantizationError, WeightFormat
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "quantized.safetensors"
+GOLDEN = Path(__file__).parents[2] / "golden" / "quantized.safetensors"
 SLICE = Fp8Blocks((8, 4))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from furlong.core.quantization.weight_format import (
+from furlong.quantization.weight_format import (
     WEIGHT,
     Check,
     Grid,
@@ -67,7 +67,7 @@ class Fp8Blocks:
         """Divide each block by its largest magnitude / 448 and round to E4M3."""
         (grid, _) = self.parts(tuple(weight.shape))["weight_scale_inv"]
         if self._has_kernel and has_kernels(weight):
-            from furlong.core.quantization.kernels import fp8_blocks
+            from furlong.quantization.kernels import fp8_blocks
 
             values, scales, largest = fp8_blocks(
                 weight.detach().contiguous(), self.block, smallest=SMALLEST_AMAX, largest=LARGEST

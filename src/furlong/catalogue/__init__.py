@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from furlong.core.catalogue import agent_rows, run_rows, setup_rows, training_rows
-from furlong.core.catalogue.row import MOMENTS, NO_EFFECT, SEVERITIES, Diagnosis, Problem, Row, Severity
+from furlong.catalogue import agent_rows, run_rows, setup_rows, training_rows
+from furlong.catalogue.row import MOMENTS, NO_EFFECT, SEVERITIES, Diagnosis, Problem, Row, Severity
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metric
-from furlong.core.sealed_arrays import load_arrays, save_arrays
 from furlong.errors import CheckpointError
+from furlong.files.sealed_arrays import load_arrays, save_arrays
 
 FORMAT = "furlong-rollout-batch-1"
 ROUTES = "routed_experts"

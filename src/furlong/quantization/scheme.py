@@ -10,11 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from furlong.core.quantization.calibrated import AWQ_BITS, CALIBRATED, AwqGroups, GptqGroups
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.ignore_list import module_of
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import (
+from furlong.core.text import abbreviate
+from furlong.core.weights import NamedTensor, WeightSource
+from furlong.errors import ConfigError, SyncError
+from furlong.quantization.calibrated import AWQ_BITS, CALIBRATED, AwqGroups, GptqGroups
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.ignore_list import module_of
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.weight_format import (
     WEIGHT,
     WEIGHT_SHAPE,
     Check,
@@ -24,9 +27,6 @@ from furlong.core.quantization.weight_format import (
     parts_of,
     quantize_stacked,
 )
-from furlong.core.text import abbreviate
-from furlong.core.weights import NamedTensor, WeightSource
-from furlong.errors import ConfigError, SyncError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32, "I64": torch.int64}
 PARTS = frozenset(  # besides `weight`

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from furlong.core.checkpoint_folder import read_verified
 from furlong.core.json_values import parse_json
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import CheckpointError, DataError
+from furlong.files.checkpoint_folder import read_verified
 
 InputKind = Literal["data", "tokenizer", "chat-template", "config", "weights", "reference"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from furlong.core.quantization.fp8 import Fp8Blocks, Fp8Scaled
-from furlong.core.quantization.int4 import Int4Groups
-from furlong.core.quantization.weight_format import Grid
+from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
+from furlong.quantization.int4 import Int4Groups
+from furlong.quantization.weight_format import Grid
 
 DAMPING = 0.01  # of the mean square of the inputs, added to each, so that the moments can be inverted
 BLOCK = 64  # columns whose errors are added to the rest together

@@ -1,0 +1,1 @@
+"""Files of runs and checkpoints: manifests, tensors, samples, atomic writes."""
