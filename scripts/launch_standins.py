@@ -21,8 +21,8 @@ import torch
 from furlong.commands.quantize import ALL_BUT_EXPERTS
 from furlong.config.checks.model_rules import layers_with_experts
 from furlong.errors import ConfigError
-from furlong.models.carried_tensors import WITH_VISION, stored_name
 from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
+from furlong.models.untrained_tensors import WITH_VISION, stored_name
 from furlong.quantization.ignore_list import NEVER_QUANTIZED, is_ignored, module_of
 from furlong.quantization.scheme import format_of, quantization_settings
 from furlong.quickstart.quickstart import model_folder

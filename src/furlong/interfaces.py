@@ -2,7 +2,7 @@
 
 `wiring/` chooses the implementations; nothing else names them. `Engine`, `Trainer`, `WeightSync` and `DeviceSharing`
 are classes: implementations subclass them, must define the abstract methods, and override the others where they can do
-more. The smaller interfaces are protocols. The interface of a training backend is `training.backend.Backend`.
+more. The smaller interfaces are protocols. The interface of a training backend is `training.backend_interface.Backend`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError, SyncError
 from furlong.files.sample_file import load_samples
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import num_experts
 from loading_sglang import Loading
 from models_zoo import family_config
 from runs import flags, rows, sampled, train
@@ -114,7 +115,7 @@ def test_experts_of_every_process_are_verified_in_a_run(model, data, tmp_path):
         assert train(flags(moe, data, tmp_path / "run", **changes)) == 1
         log = (tmp_path / "run" / "run.log").read_text()
         assert log.count("weight_sync done") == log.count("every checksum verified") == 2
-        last = f"model.layers.1.mlp.experts.{hf.num_experts(moe) - 1}"
+        last = f"model.layers.1.mlp.experts.{num_experts(moe) - 1}"
         server.moved = {f"{last}.up_proj.weight": f"{last}.gate_proj.weight"}
         with pytest.raises(
             SyncError, match=r"process 1 of 2: .*1 differ \(first: model.layers.1.mlp.experts.w13_weight"

@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig
 from diagnosed_runs import run
 from faults_marker import fault
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp.backend import FsdpBackend
 from runs import rows
@@ -25,7 +26,7 @@ def mixture(tmp_path) -> Path:
     """A mixture of experts with the quickstart's vocabulary and confident routers."""
     folder = tmp_path / "mixture"
     folder.mkdir()
-    dense = hf.load_config(model_folder())
+    dense = load_config(model_folder())
     config = Qwen3MoeConfig(
         vocab_size=dense.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,

@@ -17,6 +17,7 @@ from furlong.core.sample import Group, Sample
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.rollout.generate import append_completion
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 from models_zoo import family_config
@@ -49,7 +50,7 @@ def batch_of(folder, completions: list[Completion]) -> RolloutBatch:
         sample = Sample(tokens=list(prompt), index=number, group_index=number, reward=float(number % 2))
         append_completion(sample, completion)
         groups.append(Group(number, [sample]))
-    shape = RoutingShape.of(hf.load_config(folder).to_dict())
+    shape = RoutingShape.of(load_config(folder).to_dict())
     return batch_from_groups(0, groups, Conversion(routing=shape, moe=MoeFlags(use_rollout_routing_replay=True)))
 
 

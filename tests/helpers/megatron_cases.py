@@ -27,8 +27,9 @@ from furlong.inference.sglang.server import connected
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
-from furlong.models.carried_tensors import is_carried
+from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import open_tensors
+from furlong.models.untrained_tensors import is_untrained
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
@@ -139,8 +140,8 @@ def _exports(trained: Any, model: Path) -> bool:
     """Return whether the exported weights equal those of a model's folder."""
     exported = dict(trained.named_weights())
     with open_tensors(model) as stored:
-        config = hf.load_config(model)
-        is_same = exported.keys() == {name for name in stored.names if not is_carried(name, config)}
+        config = load_config(model)
+        is_same = exported.keys() == {name for name in stored.names if not is_untrained(name, config)}
         return is_same and all(torch.equal(tensor.cpu(), stored.read(name)) for name, tensor in exported.items())
 
 
@@ -323,7 +324,7 @@ def engine_checksums(trained: Any, ranks: Ranks, model: Path, scratch: Path) -> 
     if ranks.rank:
         asyncio.run(sync.send_weights([], 1))
         return {}
-    config = hf.load_config(model)
+    config = load_config(model)
     other = {name: torch.full_like(tensor, 0.5) for name, tensor in hf.build_model(config, seed=9).state_dict().items()}
 
     async def serve_and_update() -> dict[str, str]:

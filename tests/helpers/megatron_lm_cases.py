@@ -20,6 +20,7 @@ from backends import megatron_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import open_tensors
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.ranks import Ranks
@@ -217,7 +218,7 @@ def _damage(folder: Path, word: str) -> None:
 
 def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
     """Return whether models with and without vocabulary padding load the same states from a padded checkpoint."""
-    config = hf.load_config(folder / family)
+    config = load_config(folder / family)
     config.vocab_size -= 2
     hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")
     stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"

@@ -14,6 +14,7 @@ from furlong.algo.policy_loss import PolicyLoss
 from furlong.core.batch import MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.metric import merge
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.training.megatron.megatron_backend import MegatronBackend
 from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.parallel_layout import Layout
@@ -27,7 +28,7 @@ NUM_EXPERTS = 4  # of the MoE family in models_zoo
 
 def routed_batch(folder: Path) -> RolloutBatch:
     """Return a batch with random recorded experts, which no router would choose."""
-    config: Any = hf.load_config(folder)
+    config: Any = load_config(folder)
     drawn, rng = batch(), np.random.default_rng(4)
     shape = (len(drawn.tokens), config.num_hidden_layers)
     experts = rng.permuted(np.tile(np.arange(NUM_EXPERTS), (*shape, 1)), axis=-1)

@@ -29,8 +29,8 @@ from transformers import (
 from furlong.algo.logprob import token_stats
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.models.added_families import KimiK2Config, MiMoConfig
-from furlong.models.carried_tensors import stored_name
 from furlong.models.packed_model import PackedModel
+from furlong.models.untrained_tensors import stored_name
 
 VOCAB = 40
 _SHAPE = {

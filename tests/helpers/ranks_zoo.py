@@ -233,7 +233,8 @@ def _import_models(folder: Path) -> None:
     """Import the code of all models in the folder, which forked ranks share."""
     import torch
 
-    from furlong.models.hf_model import build_model, load_config
+    from furlong.models.hf_config import load_config
+    from furlong.models.hf_model import build_model
 
     with torch.device("meta"):
         for file in sorted(folder.glob("*/config.json")):

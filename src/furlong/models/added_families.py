@@ -1,7 +1,7 @@
 """Families that transformers lacks although it has their architecture: Kimi-K2 is DeepSeek-V3, MiMo is Qwen2.
 
 Their folders name remote code, which is never run; transformers' own classes compute the same. MiMo's layers for
-multi-token prediction are not part of the model (see `carried_tensors`). A saved folder has the model type and the
+multi-token prediction are not part of the model (see `untrained_tensors`). A saved folder has the model type and the
 class name of the released one.
 """
 

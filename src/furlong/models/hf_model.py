@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -20,19 +19,17 @@ import transformers
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.models.added_families import register_model
-from furlong.models.carried_tensors import is_carried, is_with_vision, text_config, text_name
+from furlong.models.hf_config import load_config, load_whole_config, unreadable_errors, without_dropout
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
@@ -41,7 +38,7 @@ from furlong.models.hf_folder import (
 from furlong.models.model_facts import check_attention
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.stored_tensors import StoredTensors, open_tensors
-from furlong.models.tokenizer import unreadable_errors
+from furlong.models.untrained_tensors import is_untrained, is_with_vision, text_name
 
 log = logging.getLogger(__name__)
 
@@ -56,87 +53,8 @@ COMPANIONS = (
     "generation_config.json",
     "tiktoken.model",
 )
-NOISE_FIELDS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "activation_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "residual_dropout",
-    "embedding_dropout",
-    "mlp_dropout",
-    "attn_pdrop",
-    "resid_pdrop",
-    "embd_pdrop",
-    "emb_pdrop",
-    "dropout",
-    "layerdrop",
-    "decoder_layerdrop",
-    "input_jitter_noise",
-    "router_jitter_noise",
-)
 BUILD_ERRORS = (ValueError, LookupError, TypeError, RuntimeError, ArithmeticError, AttributeError, AssertionError)
 _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor name -> name in the checkpoint
-
-
-def load_config(folder: Path | str) -> PretrainedConfig:
-    """Read `config.json`; of a model with vision, the part of its language model.
-
-    Raises ConfigError if it is missing, unreadable, or of an unknown family.
-    """
-    whole = _load_whole_config(folder)
-    config = text_config(whole)
-    if config is not whole:
-        _report_vision(Path(folder))
-    register_model(type(config))
-    if getattr(config, "quantization_config", None) is not None:
-        delattr(config, "quantization_config")  # `core.quantization` makes weights whole, not transformers
-    return config
-
-
-@cache
-def _report_vision(folder: Path) -> None:
-    log.info("%s has a vision encoder: only text is used, and saved folders get its weights unchanged", folder)
-
-
-def _load_whole_config(folder: Path | str) -> PretrainedConfig:
-    path = check_folder(folder)
-    read_json(path / "config.json")  # raises for values of the wrong type, many of which transformers accepts
-    try:
-        return cast(
-            "PretrainedConfig", AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        )
-    except unreadable_errors() as error:
-        raise ConfigError(
-            f"cannot read {path / 'config.json'} with transformers {transformers.__version__}: {error}"
-        ) from error
-
-
-def context_length(folder: Path | str) -> int:
-    """Return max_position_embeddings, the longest prompt + response in tokens. Raises ConfigError without it."""
-    length = getattr(load_config(folder), "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise ConfigError(f"{folder}: config.json has no max_position_embeddings; give --rollout-max-context-len")
-    return length
-
-
-def vocabulary_size(folder: Path | str) -> int:
-    """Return the vocabulary size; token ids are below it."""
-    return load_config(folder).get_text_config().vocab_size
-
-
-def num_kv_heads(folder: Path | str) -> int | None:
-    """Return the key/value heads per layer; None if the config has no such field."""
-    config = load_config(folder).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return heads if isinstance(heads, int) else None
-
-
-def num_experts(folder: Path | str) -> int | None:
-    """Return the routed experts per MoE layer; None for a dense model."""
-    config = load_config(folder).get_text_config()
-    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    return next((number for number in counts if isinstance(number, int)), None)
 
 
 def load_model(
@@ -194,7 +112,7 @@ def load_network(path: Path, config: PretrainedConfig, *, dtype: torch.dtype, **
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
         )
-    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_carried(name, config)):
+    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_untrained(name, config)):
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
     return model
 
@@ -278,19 +196,6 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     return {text_name(name): tensor for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
-def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Disable dropout and router noise in `config`, so that training computes the policy that generated."""
-    text = config.get_text_config()
-    for part in (config,) if text is config else (config, text):
-        for name in NOISE_FIELDS:
-            if name == "router_jitter_noise" and part.model_type == "phimoe":
-                continue  # there it is a threshold for choosing experts, in evaluation, too
-            if isinstance(value := getattr(part, name, None), float) and value:
-                log.info("%s %g is disabled, so that training computes the policy that generates", name, value)
-                setattr(part, name, 0.0)
-    return config
-
-
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under transformers' module names, tied ones once, in module order."""
     yield from model.named_parameters()
@@ -367,7 +272,7 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
     """
     folder.mkdir(parents=True, exist_ok=True)
     if is_with_vision(companions):
-        config = _load_whole_config(companions)
+        config = load_whole_config(companions)
         config.dtype = config.get_text_config().dtype = dtype
     else:
         config = copy.deepcopy(model.config)

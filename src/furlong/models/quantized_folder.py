@@ -13,8 +13,8 @@ from furlong.core.model_config import read_json
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import find_foreign_weights, is_first_start
 from furlong.files.safetensors_header import read_header
-from furlong.models.carried_tensors import WITH_VISION, is_carried
 from furlong.models.hf_folder import WEIGHT_FILES, quantization_seen, read_weight_map
+from furlong.models.untrained_tensors import WITH_VISION, is_untrained
 from furlong.quantization.int4 import Int4Groups
 from furlong.quantization.scheme import QuantizationScheme, quantization_settings, read_scheme
 
@@ -127,7 +127,7 @@ def trained_scheme(folder: Path, config: Any) -> QuantizationScheme | None:
     scheme = folder_scheme(folder)
     if scheme is None:
         return None
-    return dataclasses.replace(scheme, names=frozenset(name for name in scheme.names if not is_carried(name, config)))
+    return dataclasses.replace(scheme, names=frozenset(name for name in scheme.names if not is_untrained(name, config)))
 
 
 def scheme_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> QuantizationScheme | None:

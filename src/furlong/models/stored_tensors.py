@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.files.file_tensors import read_tensor
 from furlong.files.verified_tensors import TensorFile, open_tensor_file
-from furlong.models.carried_tensors import text_name
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map, require_unchanged
 from furlong.models.quantized_folder import folder_scheme
+from furlong.models.untrained_tensors import is_untrained, is_with_vision, stored_name, text_name
 from furlong.quantization.weight_format import QuantizationError
 
 
@@ -90,3 +90,15 @@ def open_tensors(folder: Path) -> Generator[StoredTensors]:
     require_unchanged(folder)
     with contextlib.ExitStack() as stack:
         yield StoredTensors(folder, stack)
+
+
+def with_untrained(tensors: Iterable[tuple[str, Tensor]], folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, which have a text model's names, under the names of `folder`; then its other untrained ones."""
+    has_vision, written = is_with_vision(folder), set[str]()
+    for name, tensor in tensors:
+        written.add(name)
+        yield stored_name(name) if has_vision else name, tensor
+    with open_tensors(folder) as stored:
+        for name in sorted(stored.names - written):
+            if is_untrained(name, config):
+                yield name, stored.read(name)

@@ -40,14 +40,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def unreadable_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that transformers raises for a config or tokenizer with invalid values."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    builtin = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError)
-    return *builtin, StrictDataclassError
-
-
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer; one with Python code of its own, which is never run, from tokenizer.json.
 
@@ -63,7 +55,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         _template_of(path, read_json(path / "tokenizer_config.json"))  # raises, naming the file, if that is damaged
         read_json(path / "special_tokens_map.json")
         if (path / "config.json").is_file():
-            from furlong.models.hf_model import load_config  # imports this module
+            from furlong.models.hf_config import load_config  # imports transformers
 
             load_config(path)  # raises, naming the file, if the tokenizer's class could not be found because of it
         name = "tokenizer.json" if (path / "tokenizer.json").is_file() else "it has no file tokenizer.json"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.hf_model import load_config, load_network
+from furlong.models.hf_config import load_config
+from furlong.models.hf_model import load_network
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quantization.compensation import Compensable, compensated
 from furlong.quantization.int4 import Int4Groups

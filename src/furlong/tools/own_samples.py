@@ -10,7 +10,7 @@ from torch import Tensor
 
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
-from furlong.models.hf_model import load_config
+from furlong.models.hf_config import load_config
 from furlong.models.tokenizer import load_tokenizer
 
 NUM_FROM_ANY, NUM_FROM_BEGIN = 64, 32  # sequences that begin with a random token, and with the model's first one

@@ -22,11 +22,11 @@ from furlong.core.weights import NamedTensor, checksum
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.file_tensors import read_file, save_verified
 from furlong.files.model_manifest import MODEL_MANIFEST, write_model_manifest
-from furlong.models.carried_tensors import is_with_vision
 from furlong.models.hf_folder import check_folder
 from furlong.models.hf_model import part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.stored_tensors import open_tensors
+from furlong.models.untrained_tensors import is_with_vision
 from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 from furlong.quantization.int4 import Int4Groups

@@ -28,7 +28,7 @@ from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engi
 from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
-from furlong.models.hf_model import vocabulary_size
+from furlong.models.hf_config import vocabulary_size
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync

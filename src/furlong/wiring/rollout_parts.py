@@ -28,7 +28,7 @@ from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_f
 from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
-from furlong.models.hf_model import vocabulary_size
+from furlong.models.hf_config import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_limits import EpisodeLimits

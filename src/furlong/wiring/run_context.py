@@ -15,7 +15,7 @@ from furlong.config.args_view import Args
 from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
 from furlong.core.sample import Group, Sample
-from furlong.models.hf_model import context_length, vocabulary_size
+from furlong.models.hf_config import context_length, vocabulary_size
 from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward

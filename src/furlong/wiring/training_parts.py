@@ -28,7 +28,7 @@ from furlong.files.batch_file import save_batch
 from furlong.files.checkpoint_folder import find_foreign_weights, find_initial_weights
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
-from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config, num_experts, num_kv_heads
 from furlong.models.quantized_folder import (
     check_qat,
     is_quantized,
@@ -93,8 +93,8 @@ def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWo
         max_response_len=config.rollout.rollout_max_response_len,
         reset_optimizer=config.optim.reset_optimizer_states,
         records_routes=backend.settings.routing_replay == "policy",
-        num_kv_heads=hf.num_kv_heads(context.model_dir),
-        num_experts=hf.num_experts(context.model_dir),
+        num_kv_heads=num_kv_heads(context.model_dir),
+        num_experts=num_experts(context.model_dir),
     )
 
 
@@ -119,7 +119,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     start = find_initial_weights(checkpoint.load, step=checkpoint.ckpt_step, finetune=checkpoint.finetune)
     initial_optimizer = None
     if config.train.train_backend == "megatron":
-        model = hf.load_config(context.model_dir).to_dict()
+        model = load_config(context.model_dir).to_dict()
         if problems := list(layout_flag_problems(config.train, config.megatron, model)):
             raise ConfigError("\n".join(problems))
         if start is not None and is_dist_folder(start) and not checkpoint.finetune:
@@ -131,7 +131,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     _check_quantized(context)
     scheme = None
     if is_quantized(context.model_dir):
-        scheme = trained_scheme(context.model_dir, hf.load_config(context.model_dir))
+        scheme = trained_scheme(context.model_dir, load_config(context.model_dir))
     if (source := qat_source(flag=config.train.int4_qat)) is not None:
         check_qat(source, context.model_dir, scheme)
     if source is not None and scheme is not None:
@@ -230,7 +230,7 @@ def engine_scheme(context: RunContext) -> QuantizationScheme | None:
 
     Raises ConfigError for a format that weight updates cannot be sent in, or that SGLang cannot load this way.
     """
-    scheme, transport = trained_scheme(context.model_dir, hf.load_config(context.model_dir)), context.config.sync
+    scheme, transport = trained_scheme(context.model_dir, load_config(context.model_dir)), context.config.sync
     if scheme is None:
         return None
     if (problem := update_problem(context.model_dir, scheme)) is not None:

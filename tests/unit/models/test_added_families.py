@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from furlong.models.added_families import CLASS_NAMES
-from furlong.models.carried_tensors import is_carried, with_carried
+from furlong.models.hf_config import load_config
 from furlong.models.hf_folder import ADDED_FAMILIES
-from furlong.models.hf_model import build_model, load_config, load_model, save_model, write_config
+from furlong.models.hf_model import build_model, load_model, save_model, write_config
+from furlong.models.stored_tensors import with_untrained
+from furlong.models.untrained_tensors import is_untrained
 from models_zoo import VOCAB, family_config
 
 KNOWN = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -58,15 +60,15 @@ def test_tensors_of_layers_for_multi_token_prediction_are_copied_bitwise(family,
     config = family_config(family)
     if family == "glm4_moe":
         config.num_nextn_predict_layers = 1
-    assert is_carried(layer, config)
-    assert not is_carried(other, config)
+    assert is_untrained(layer, config)
+    assert not is_untrained(other, config)
     save_model(build_model(config, seed=0), tmp_path)
     file, kept = tmp_path / "model.safetensors", torch.randn(3, dtype=torch.bfloat16)
     own = load_file(file)
     save_file({**own, layer: kept}, file, {"format": "pt"})
     load_model(tmp_path)
     assert "does not use" not in caplog.text
-    written = dict(with_carried(own.items(), tmp_path, load_config(tmp_path)))
+    written = dict(with_untrained(own.items(), tmp_path, load_config(tmp_path)))
     assert written.keys() == {*own, layer}
     assert torch.equal(written[layer], kept)
-    assert torch.equal(dict(with_carried([(layer, kept + 1)], tmp_path, config))[layer], kept + 1)
+    assert torch.equal(dict(with_untrained([(layer, kept + 1)], tmp_path, config))[layer], kept + 1)

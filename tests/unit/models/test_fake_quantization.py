@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.models.fake_quantization import is_rounded, quantized_values, round_model
-from furlong.models.hf_model import build_model, load_config, load_model, named_tensors, save_model
+from furlong.models.hf_config import load_config
+from furlong.models.hf_model import build_model, load_model, named_tensors, save_model
 from furlong.models.quantized_folder import (
     QAT_GROUP_SIZE,
     QAT_VARIABLE,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models import hf_model as hf
 from furlong.models import stored_tensors
+from furlong.models.hf_config import load_config
 from furlong.models.hf_folder import check_folder
 from furlong.models.presets import PRESETS, preset_config, write_preset
 from furlong.models.quantized_folder import folder_scheme
@@ -73,7 +74,7 @@ def test_the_tokenizer_round_trips_text_and_ends_with_its_own_id(tiny):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == SPECIALS.index(IM_END)
     assert tokenizer.encode("é") == [SPECIALS.index("<|unk|>")]
-    assert tokenizer.vocab_size <= hf.load_config(tiny).vocab_size
+    assert tokenizer.vocab_size <= load_config(tiny).vocab_size
 
 
 def test_the_chat_template_marks_turns_with_special_ids():
@@ -111,7 +112,7 @@ def test_a_family_that_transformers_does_not_know_is_an_error(tiny):
     config = json.loads((tiny / "config.json").read_text()) | {"model_type": "qwen99"}
     (tiny / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="qwen99"):
-        hf.load_config(tiny)
+        load_config(tiny)
 
 
 def test_incomplete_weights_are_an_error(tiny):
@@ -158,7 +159,7 @@ def test_a_saved_model_is_loaded_by_transformers_and_the_exported_names_are_thos
 
 def test_an_export_contains_tokenizer_and_generation_config(tiny, tmp_path):
     hf.write_config(hf.load_model(tiny), tmp_path / "out", dtype=torch.bfloat16, companions=tiny)
-    assert hf.load_config(tmp_path / "out").dtype == torch.bfloat16
+    assert load_config(tmp_path / "out").dtype == torch.bfloat16
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert (tmp_path / "out/generation_config.json").read_bytes() == (tiny / "generation_config.json").read_bytes()
     assert load_tokenizer(tmp_path / "out").chat_template == load_tokenizer(tiny).chat_template

@@ -11,16 +11,8 @@ from safetensors.torch import load_file
 
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
-from furlong.models.hf_model import (
-    build_empty,
-    build_model,
-    load_config,
-    load_model,
-    misfits,
-    named_tensors,
-    on_disk,
-    save_model,
-)
+from furlong.models.hf_config import load_config
+from furlong.models.hf_model import build_empty, build_model, load_model, misfits, named_tensors, on_disk, save_model
 from furlong.models.model_facts import delta_nets
 from furlong.models.stored_tensors import open_tensors
 from furlong.training.checkpoint.trainer_files import write_model

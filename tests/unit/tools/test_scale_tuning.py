@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from furlong.models.hf_model import load_config, load_network
+from furlong.models.hf_config import load_config
+from furlong.models.hf_model import load_network
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
 from furlong.tools import scale_tuning

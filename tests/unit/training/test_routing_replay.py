@@ -27,6 +27,7 @@ from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.stored_tensors import open_tensors
 from furlong.quantization.int4 import Int4Groups
@@ -84,7 +85,7 @@ def batch_of(folder: Path, completions: list[Completion]) -> RolloutBatch:
         sample = Sample(tokens=list(prompt), index=i, group_index=i, reward=float(i % 2))
         append_completion(sample, completion)
         groups.append(Group(i, [sample]))
-    shape = RoutingShape.of(hf.load_config(folder).to_dict())
+    shape = RoutingShape.of(load_config(folder).to_dict())
     return batch_from_groups(0, groups, Conversion(routing=shape, moe=REPLAYS))
 
 
@@ -279,7 +280,7 @@ def test_agreement_is_the_share_of_choices_in_common(folders, rollouts):
 @pytest.mark.slow
 def test_a_request_keeps_the_routes_its_tokens_were_sampled_with(folders, monkeypatch):
     """Three slots for five requests of two prompts, and new weights half way: prompts are run again."""
-    shape = RoutingShape.of(hf.load_config(folders["qwen3_moe"]).to_dict())
+    shape = RoutingShape.of(load_config(folders["qwen3_moe"]).to_dict())
     params = dataclasses.replace(PARAMS, max_new_tokens=40, sampling_seed=1)
     engine = EmbeddedEngine(folders["qwen3_moe"], dtype=torch.float32, num_slots=3, return_routed_experts=True)
     other = hf.build_model(family_config("qwen3_moe"), seed=8)
@@ -312,7 +313,7 @@ def test_a_request_keeps_the_routes_its_tokens_were_sampled_with(folders, monkey
 @pytest.mark.slow
 def test_servers_return_requested_routes(folders):
     engine = EmbeddedEngine(folders["glm4_moe"], dtype=torch.float32, return_routed_experts=True)
-    shape = RoutingShape.of(hf.load_config(folders["glm4_moe"]).to_dict())
+    shape = RoutingShape.of(load_config(folders["glm4_moe"]).to_dict())
 
     async def run() -> None:
         try:

@@ -27,7 +27,7 @@ from furlong.inference.embedded.request import Finished, Progress, Request, Toke
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.inference.embedded.weight_table import WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
-from furlong.models.hf_model import load_config
+from furlong.models.hf_config import load_config
 
 T = TypeVar("T")
 

@@ -25,10 +25,10 @@ from furlong.files.verified_tensors import open_tensor_file
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
-from furlong.models.carried_tensors import is_carried, text_name
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
 from furlong.models.quantized_folder import trained_scheme
+from furlong.models.untrained_tensors import is_untrained, text_name
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.quantization.weight_format import QuantizationError
 
@@ -46,7 +46,7 @@ def source_from_folder(folder: Path, config: Any = None) -> WeightSource:
 
     def read() -> Iterable[NamedTensor]:
         for name in files:
-            for key, tensor in read_file(folder / name, lambda key: config is None or not is_carried(key, config)):
+            for key, tensor in read_file(folder / name, lambda key: config is None or not is_untrained(key, config)):
                 yield text_name(key), tensor
 
     return WeightSource(read)
@@ -65,7 +65,7 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
         except CheckpointError as error:
             raise EngineError(f"{error}; write the folder again") from error
         for key, shape in shapes.items():
-            if not is_carried(key, config):
+            if not is_untrained(key, config):
                 load.expect(text_name(key), shape)
     if missing := load.missing():
         raise SyncError(f"{folder} lacks {len(missing)} tensors: {abbreviate(missing)}; write the whole model")

@@ -36,7 +36,8 @@ from furlong.files.atomic import PendingFiles, save_tensors
 from furlong.files.checkpoint_folder import read_object
 from furlong.files.file_tensors import save_verified
 from furlong.models import hf_model as hf
-from furlong.models.carried_tensors import with_carried
+from furlong.models.hf_config import load_config
+from furlong.models.stored_tensors import with_untrained
 from furlong.training.checkpoint.tensor_reader import TensorReader, open_reader
 from furlong.training.ranks import Ranks
 
@@ -225,13 +226,13 @@ def write_model(
     """Write a folder that transformers can load; returns the bytes of its tensors, in `dtype`. A collective.
 
     The first rank writes the config of the model that `build` returns, and the tokenizer and other files of
-    `companions`, a model's folder, whose tensors that are not trained are added unchanged (`carried_tensors`). Ranks
+    `companions`, a model's folder, whose tensors that are not trained are added unchanged (`untrained_tensors`). Ranks
     write tensor files in turn; none buffers the whole model.
     """
     if ranks.rank == 0:
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
     ranks.wait()
-    tensors = with_carried(tensors, companions, hf.load_config(companions))
+    tensors = with_untrained(tensors, companions, load_config(companions))
     written = write(folder, hf.part_name, tensors, ranks, save=save_verified)
     if ranks.rank == 0:
         hf.write_index(folder, written)

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class FsdpBackend(Backend):
-    """Implements `training.backend.Backend` over a Hugging Face folder.
+    """Implements `training.backend_interface.Backend` over a Hugging Face folder.
 
     ranks: this process among the trainer processes, whose process group exists. share_prompts: run a prompt once for
     all samples of a micro-batch that start with it.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import TensorSource
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import DistReader, DistWriter
@@ -69,7 +70,7 @@ def open_weights(folder: Path, config_folder: Path) -> Generator[ModelWeights]:
 
     `config_folder` has the config.json. Raises CheckpointError if it is of another model than the weights.
     """
-    config = hf.load_config(config_folder)
+    config = load_config(config_folder)
     with open_source(folder) as source:
         yield ModelWeights(config, source)
 

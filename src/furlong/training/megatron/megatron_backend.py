@@ -1,4 +1,4 @@
-"""`training.backend.Backend` over Megatron-core: one rank of a model with TP, PP, CP, SP and EP.
+"""`training.backend_interface.Backend` over Megatron-core: one rank of a model with TP, PP, CP, SP and EP.
 
 All ranks call the same methods in the same order. Ranks with the same data-parallel index receive the same
 micro-batches and return the same values; the last pipeline stage computes these and broadcasts them.
@@ -32,6 +32,7 @@ from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
+from furlong.models.hf_config import load_config
 from furlong.models.model_facts import COMPILED_FROM, forward_flops
 from furlong.training.backend_interface import OptimReport, PipelinedBackend
 from furlong.training.checkpoint import trainer_files
@@ -67,7 +68,7 @@ class MegatronBackend(PipelinedBackend):
         _check(settings)
         self.settings, self.ranks = settings, ranks
         self._router_replays: dict[Role, RouterReplay] = {}
-        self.hf: Any = hf.load_config(settings.hf_checkpoint)
+        self.hf: Any = load_config(settings.hf_checkpoint)
         self.layout = Layout.of(settings.train, settings.megatron, self.hf.num_hidden_layers)
         self.balancing = LoadBalancing.of(settings.moe)
         initialize(self.layout, settings.train.seed)

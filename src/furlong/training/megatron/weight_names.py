@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.models.carried_tensors import is_carried
 from furlong.models.model_facts import head_width
 from furlong.models.stored_tensors import TensorSource
+from furlong.models.untrained_tensors import is_untrained
 from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index
@@ -245,7 +245,7 @@ def check_names(hf: Any, config: Any, stored: TensorSource) -> None:
     """Raise CheckpointError if the checkpoint has tensors without a rule, which would be silently dropped."""
     known = {name for parameter in parameters(hf, config) for name in parameter.theirs}
     unknown = {name for name in stored.names - known if not name.endswith("rotary_emb.inv_freq")}
-    unknown = {name for name in unknown if not is_carried(name, hf)}
+    unknown = {name for name in unknown if not is_untrained(name, hf)}
     if hf.tie_word_embeddings:
         unknown.discard("lm_head.weight")
     if unknown:

@@ -1,6 +1,6 @@
 """Dense families: Llama, Mistral, Qwen2, Qwen3, MiMo. They differ in biases and in normalized queries and keys.
 
-MiMo is Qwen2 with layers for multi-token prediction, which are not trained (see `models.carried_tensors`).
+MiMo is Qwen2 with layers for multi-token prediction, which are not trained (see `models.untrained_tensors`).
 """
 
 from __future__ import annotations

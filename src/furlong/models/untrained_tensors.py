@@ -1,4 +1,4 @@
-"""Tensors of released folders that are not trained: layers for multi-token prediction (MTP), and vision encoders.
+"""Names of checkpoint tensors that are not trained: layers for multi-token prediction (MTP), and vision encoders.
 
 Engines loaded them with the model and keep them; saved folders get them from the model's folder, unchanged.
 
@@ -11,11 +11,8 @@ tensors are named `model.language_model.*`. Here such a folder is its language m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from furlong.core.model_config import read_json
 
@@ -25,31 +22,14 @@ WITH_VISION = ("qwen3_5", "qwen3_5_moe")  # `model_type`s whose language model i
 INNER, OUTER = "model.language_model.", "model."
 
 
-def is_carried(name: str, config: Any) -> bool:
-    """Whether a tensor of a checkpoint is not trained; `config` is the model's transformers config."""
+def is_untrained(name: str, config: Any) -> bool:
+    """Whether a checkpoint tensor is copied unchanged (MTP layers, vision encoder); `config` is transformers'."""
     if name.startswith((*PREFIXES, VISION)):
         return True
     text = config.get_text_config()
     count = getattr(text, "num_nextn_predict_layers", None) or 0
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return name != layer and layer.isdecimal() and 0 <= int(layer) - text.num_hidden_layers < count
-
-
-def with_carried(tensors: Iterable[tuple[str, Tensor]], folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` as the files of a Hugging Face folder name them, then its carried ones that are not among them.
-
-    `tensors` have the names of a text model.
-    """
-    from furlong.models.stored_tensors import open_tensors
-
-    has_vision, written = is_with_vision(folder), set[str]()
-    for name, tensor in tensors:
-        written.add(name)
-        yield stored_name(name) if has_vision else name, tensor
-    with open_tensors(folder) as stored:
-        for name in sorted(stored.names - written):
-            if is_carried(name, config):
-                yield name, stored.read(name)
 
 
 def text_config(config: Any) -> Any:
