@@ -71,7 +71,7 @@ def on_one_gpu(monkeypatch) -> list[tuple[str, str, int]]:
     def places(*_: object) -> list[list[HostGpus]]:
         return [[HostGpus(LocalHost(), 0, 1)] for _ in range(2)]
 
-    monkeypatch.setattr("furlong.wiring.engine_parts.local_engine_placements", places)
+    monkeypatch.setattr("furlong.wiring.engine.local_engine_placements", places)
     monkeypatch.setattr(Topology, "shortage", lambda topology, available: "")  # disable check GPU01
     monkeypatch.setattr(SglangServer, "finish_loading", noted)
     return loaded

@@ -22,7 +22,7 @@ import torch
 import warm_python
 from runs import FORKED, print_to
 
-PRELOADED = ("furlong.wiring.cluster_parts", "furlong.cluster.rank_actor")
+PRELOADED = ("furlong.wiring.cluster", "furlong.cluster.rank_actor")
 OPTION = "--python_worker_command="
 START_S = 60.0
 

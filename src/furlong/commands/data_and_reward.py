@@ -153,7 +153,7 @@ def _tokenize(config: Config, options: argparse.Namespace) -> int:
     from furlong.data.prompt import PromptFormat
     from furlong.data.prompt_path import PromptDataPath
     from furlong.data.tokenized import write_tokenized
-    from furlong.wiring.run_context import read_tokenizer
+    from furlong.wiring.context import read_tokenizer
 
     if options.output.suffix != ".parquet":
         raise ConfigError(f"--output {options.output}: tokens are written as Parquet; use a name that ends in .parquet")
@@ -246,7 +246,7 @@ def _tokenizer(config: Config) -> Any:
     """Load the tokenizer of --hf-checkpoint; None without that flag."""
     if config.rollout.hf_checkpoint is None:
         return None
-    from furlong.wiring.run_context import read_tokenizer
+    from furlong.wiring.context import read_tokenizer
 
     return read_tokenizer(Path(config.rollout.hf_checkpoint), config.data.chat_template_path)
 

@@ -21,7 +21,7 @@ from furlong.errors import ConfigError
 if TYPE_CHECKING:
     from furlong.config.evaluation import EvalSpec
     from furlong.config.sections import Config
-    from furlong.wiring.evaluation_parts import EndpointOptions
+    from furlong.wiring.rollout import EndpointOptions
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_TASKS = 32  # of an environment without data
@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace, num_targets: int) -> None:
 def _evaluate(target: str | None, options: argparse.Namespace, flags: list[str]) -> Sequence[Any]:
     from furlong.evals.eval_records import EvalFile
     from furlong.evals.evaluator import run_evaluation
-    from furlong.wiring.evaluation_parts import build_evaluation
+    from furlong.wiring.rollout import build_evaluation
 
     endpoint = _endpoint(options)
     config, specs = _sets(target, options, flags, has_endpoint=endpoint is not None)
@@ -159,7 +159,7 @@ def _file_name(text: str) -> str:
 
 
 def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:
-    from furlong.wiring.evaluation_parts import EndpointOptions
+    from furlong.wiring.rollout import EndpointOptions
 
     if options.base_url is None:
         return None

@@ -14,7 +14,7 @@ from furlong.inference.chat_endpoint import ChatEndpoint
 from furlong.rollout.episode_load import RewardWait
 from furlong.rollout.eval_rollout import EvalSet
 from furlong.rollout.generate import run_group, session_of
-from furlong.wiring.evaluation_parts import Evaluation
+from furlong.wiring.rollout import Evaluation
 
 Progress = Callable[[str, int, int], None]
 

@@ -1,45 +1,75 @@
-"""From a configuration to the parts of a run: the only place that names concrete classes."""
+"""From a configuration to the parts of a run: the only package that names concrete classes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+import xxhash
 
 from furlong.config.checks.validate import validate
-from furlong.config.command_line import Resolved
+from furlong.config.checks.value_checks import epoch_problem
+from furlong.config.command_line import Resolved, without_credentials
 from furlong.config.evaluation import EvalSpec, used_eval_specs
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
+from furlong.core.model_config import read_json
+from furlong.data.byte_places import rows_at
 from furlong.data.ledger import FileLedger
-from furlong.diagnosis.monitors.monitor import RunMonitor
-from furlong.errors import ConfigError
+from furlong.data.prompt_path import PromptDataPath
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonitor
+from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import MANIFEST, find_checkpoint, find_foreign_weights, find_resume_folder
+from furlong.files.run_inputs import InputFile, RunInput, RunInputs, flat_settings
+from furlong.files.safetensors_header import read_header
 from furlong.inference.supervisor.server_launch import check_startable
-from furlong.interfaces import Parts
+from furlong.interfaces import DataSource, Parts, Tracker
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
+from furlong.machine import MemoryUse
+from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
+from furlong.models.tokenizer import read_template, write_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.agent_hooks import AgentHooks
-from furlong.tracking.run_files import StepFile
+from furlong.tracking.console import ConsoleTracker
+from furlong.tracking.mlflow import MlflowTracker
+from furlong.tracking.run_files import EVENTS, EventLog, StepFile, read_steps
+from furlong.tracking.swanlab import SwanlabTracker
+from furlong.tracking.tensorboard import TensorBoardTracker
+from furlong.tracking.trackers import JsonlTracker, Trackers
+from furlong.tracking.trackio import TrackioTracker
+from furlong.tracking.wandb import WandbTracker
 from furlong.training.local_trainer import FrozenTrainer
-from furlong.wiring.cluster_parts import Cluster, build_cluster, build_ray_trainer
-from furlong.wiring.engine_parts import ServingParts, Start, build_serving, check_sharing
-from furlong.wiring.gateway_parts import MODEL, build_gateway
-from furlong.wiring.input_parts import build_inputs
-from furlong.wiring.record_parts import build_checkpoints, build_ledger, build_monitor, build_schedule
-from furlong.wiring.rollout_parts import build_rollout, build_source, pool_of
-from furlong.wiring.run_context import RunContext
-from furlong.wiring.session_parts import build_agent_hooks, build_session_server
-from furlong.wiring.training_parts import TrainingParts, build_trainer, seed_everything
+from furlong.wiring.cluster import Cluster, build_cluster, build_ray_trainer
+from furlong.wiring.context import RunContext
+from furlong.wiring.engine import ServingParts, Start, build_serving, check_sharing
+from furlong.wiring.rollout import (
+    MODEL,
+    build_agent_hooks,
+    build_gateway,
+    build_rollout,
+    build_session_server,
+    build_source,
+    pool_of,
+    prompt_paths,
+)
+from furlong.wiring.training import TrainingParts, build_trainer, seed_everything
 
 if TYPE_CHECKING:
     from furlong.inference.server.gateway import Gateway
     from furlong.sessions.session_server import SessionServer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,3 +227,232 @@ def _stages(config: Config, training: TrainingParts, serving: ServingParts) -> S
     if not config.cluster.colocate:
         return [[*trainer, *serving.starting]]
     return [trainer, [serving.device_sharing.make_room], serving.starting]
+
+
+def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -> RunSchedule:
+    """Derive the loop's schedule. Raises ConfigError if the number of rollouts cannot be known."""
+    config = context.config
+    num_rollout = config.data.num_rollout
+    if num_rollout is None:
+        per_epoch = source.groups_per_epoch
+        if per_epoch is None:
+            raise ConfigError(
+                "--num-epoch with --streaming-data: the number of rows is unknown until they are read; "
+                "use --num-rollout"
+            )
+        num_epoch, batch_size = int(config.data.num_epoch or 1), config.data.rollout_batch_size
+        if problem := epoch_problem(num_epoch, per_epoch, batch_size):
+            raise ConfigError(problem)
+        num_rollout = per_epoch * num_epoch // batch_size
+        logger.info(
+            "%d rollouts: %d prompts x %s epochs / %d prompts each",
+            num_rollout,
+            per_epoch,
+            config.data.num_epoch,
+            config.data.rollout_batch_size,
+        )
+    return RunSchedule(
+        num_rollout=num_rollout,
+        ahead=config.rollout.async_buffer_size or 0,
+        staleness_bound=config.rollout.max_token_staleness,
+        update_weights_interval=config.sync.update_weights_interval,
+        pause_mode=config.sync.pause_mode,
+        save_every=config.checkpoint.save_interval,
+        eval_every=config.eval.eval_interval if has_eval else None,
+        eval_before_train=not config.eval.skip_eval_before_train,
+        saves_on_hang=config.fault.on_hang == "stop" and config.checkpoint.save is not None,
+    )
+
+
+def build_checkpoints(config: Config, inputs: RunInputs | None) -> Checkpoints:
+    """Build the loader and saver of checkpoints, which compares and records `inputs`."""
+    flags = config.checkpoint
+    export, template = flags.save_hf, config.data.chat_template_path
+    chat_template = None if template is None else read_template(template)
+    return Checkpoints(
+        save_dir=None if flags.save is None else Path(flags.save),
+        load_dir=find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
+        load_step=flags.ckpt_step,
+        keep=flags.keep_checkpoints,
+        start=config.data.start_rollout_id,
+        in_background=flags.async_save,
+        inputs=inputs,
+        hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
+        finish_export=None if chat_template is None else lambda folder: write_template(folder, chat_template),
+    )
+
+
+def build_ledger(context: RunContext, resumed: tuple[int, dict[str, Any]] | None) -> FileLedger:
+    """Open the ledger, at the position (step, mark) of the checkpoint that the run resumes from, if any."""
+    path = context.folder / "ledger.jsonl"
+    may_wait = context.hooks.buffer_filter is not None or context.hooks.data_source is not None
+    if resumed is None:
+        return FileLedger(path, may_wait=may_wait)
+    if not path.exists():
+        logger.warning(
+            "--load %s resumes a run whose ledger is not in %s; a new ledger starts at step %d, and the audit does "
+            "not cover earlier steps",
+            context.config.checkpoint.load,
+            context.folder,
+            resumed[0],
+        )
+        return FileLedger(path, is_partial=True, may_wait=may_wait)
+    return FileLedger.resume(path, resumed[1], may_wait=may_wait)
+
+
+def build_monitor(context: RunContext, num_steps: int) -> RunMonitor:
+    """Build the trackers, the event log, and the monitors that check both."""
+    return RunMonitor(
+        MonitorSuite(MONITORS, RunFacts.of(context.config)),
+        trackers=_trackers(context, num_steps),
+        events=EventLog(context.folder / EVENTS),
+        on_diagnosis=context.config.fault.on_diagnosis,
+        earlier=lambda: read_steps(context.folder),
+        measured=_host_memory,
+    )
+
+
+def _host_memory() -> dict[str, float]:
+    memory = MemoryUse.of_machine()
+    return {} if memory is None else {"perf/host_memory_frac": memory.share}
+
+
+def _trackers(context: RunContext, num_steps: int) -> Trackers:
+    """Open the trackers. One that cannot be opened is reported and left out."""
+    track = context.config.track
+    builders: dict[str, Callable[[], Tracker]] = {
+        "metrics.jsonl": lambda: JsonlTracker(context.folder / "metrics.jsonl"),
+        "console": lambda: ConsoleTracker(num_steps=num_steps),
+    }
+    if track.use_tensorboard:
+        folder = context.folder.joinpath(*filter(None, (track.tb_project_name, track.tb_experiment_name)))
+        builders["tensorboard"] = lambda: TensorBoardTracker(folder)
+    values: dict[str, Any] = without_credentials(context.args.as_dict() | {"wandb_key": None})
+    if track.use_wandb:
+        builders["wandb"] = lambda: WandbTracker(track, values)
+    if track.use_trackio:
+        is_resumed = (context.folder / "metrics.jsonl").exists()
+        builders["trackio"] = lambda: TrackioTracker(track, values, is_resumed=is_resumed)
+    if track.use_mlflow:
+        builders["mlflow"] = lambda: MlflowTracker(track, values)
+    if track.use_swanlab:
+        builders["swanlab"] = lambda: SwanlabTracker(track, values, context.folder)
+    return Trackers.open(builders, context.tables)
+
+
+IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of the tool that wrote the file
+SMALL_BYTES = 256  # of a part of tokenizer.json that is recorded as it is
+SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+SHOWN_TENSORS = 2
+
+
+def build_inputs(context: RunContext) -> RunInputs | None:
+    """Begin to read the inputs of a run that saves or resumes; None for any other run."""
+    flags = context.config.checkpoint
+    resumed = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
+    if flags.save is None and resumed is None:
+        return None
+    inputs = RunInputs(list(_inputs(context)), accepted=flags.allow_changed_inputs)
+    inputs.start()
+    return inputs
+
+
+def _inputs(context: RunContext) -> Iterator[RunInput]:
+    folder, config = context.model_dir, context.config
+    source = f"--hf-checkpoint {folder}"
+    if context.reads_prompt_file:
+        yield prompt_files(prompt_paths(config))
+    slow = () if (folder / "tokenizer.json").is_file() else SLOW_TOKENIZER_FILES
+    files = [InputFile(folder / name, name) for name in slow if (folder / name).is_file()]
+    yield RunInput("tokenizer", source, files, partial(_tokenizer_settings, folder))
+    path = config.data.chat_template_path
+    template = getattr(context.tokenizer, "chat_template", None)
+    template_source = (
+        f"{source} (chat_template.jinja or tokenizer_config.json)" if path is None else f"--chat-template-path {path}"
+    )
+    yield RunInput("chat-template", template_source, settings=lambda: {"chat template": template})
+    yield RunInput("config", source, settings=partial(_config_settings, folder))
+    yield RunInput("weights", source, _weight_files(folder))
+    if config.checkpoint.ref_load is not None:
+        yield _reference(context, Path(config.checkpoint.ref_load))
+
+
+def prompt_files(paths: Iterable[str]) -> RunInput:
+    """The files of --prompt-data, or those of several environments, by their place in the list."""
+    named: list[InputFile] = []
+    different = list(dict.fromkeys(paths))
+    for number, path in enumerate(different):
+        files = PromptDataPath.parse(path).files()
+        prefix = f"{number}/" if len(different) > 1 else ""
+        named += [InputFile(file, prefix + (file.name if len(files) > 1 else ""), rows_at) for file in files]
+    return RunInput("data", f"--prompt-data {' '.join(different)}", named)
+
+
+def _reference(context: RunContext, folder: Path) -> RunInput:
+    """The reference model: weights and config of a Hugging Face folder, or the manifest of a checkpoint."""
+    source, step = f"--ref-load {folder}", context.config.checkpoint.ref_ckpt_step
+    foreign = find_foreign_weights(folder, step=step)
+    if foreign is None:
+        checkpoint = find_checkpoint(folder, step=step, save_dir=None, flag="--ref-load")
+        assert checkpoint is not None  # without save_dir a missing checkpoint raises
+        return RunInput("reference", source, [InputFile(checkpoint / MANIFEST)], follows_path=True)
+    if (foreign / "config.json").is_file():
+        settings = partial(_config_settings, foreign)
+        return RunInput("reference", source, _weight_files(foreign), settings, follows_path=True)
+    files = [InputFile(path, path.name) for path in sorted(foreign.iterdir()) if path.is_file()]
+    return RunInput("reference", source, files, follows_path=True)
+
+
+def _weight_files(folder: Path) -> list[InputFile]:
+    """Return the safetensors files that this machine has; those of a cluster's machines may be elsewhere."""
+    single, index = WEIGHT_FILES
+    names = sorted(set(read_weight_map(folder / index).values())) if (folder / index).is_file() else [single]
+    return [InputFile(folder / name, name, _tensors_at) for name in names if (folder / name).is_file()]
+
+
+def _config_settings(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json and generation_config.json."""
+    return {
+        f"{name} {key}": value
+        for name in ("config.json", "generation_config.json")
+        for key, value in flat_settings(read_json(folder / name))
+        if key not in IGNORED_KEYS
+    }
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the values of a tokenizer's files, large ones as checksums; the chat template is an input by itself."""
+    values: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        settings = {key: value for key, value in read_json(folder / name).items() if key != "chat_template"}
+        values |= {f"{name} {key}": value for key, value in flat_settings(settings) if key not in IGNORED_KEYS}
+    return values | dict(_tokenizer_parts(folder / "tokenizer.json"))
+
+
+def _tokenizer_parts(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of tokenizer.json that text is tokenized with; padding and truncation are not used."""
+    if not path.is_file():
+        return
+    try:
+        content: Any = orjson.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; download the tokenizer again") from error
+    parts = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    model: Mapping[str, Any] = parts.pop("model", None) or {}
+    for key, value in [*parts.items(), *((f"model.{key}", value) for key, value in model.items())]:
+        if key in ("padding", "truncation"):
+            continue
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        size = f", {len(value)} entries" if isinstance(value, (dict, list)) else ""
+        checksum = f"checksum {xxhash.xxh3_128_hexdigest(text)}{size}"
+        yield f"tokenizer.json {key}", value if len(text) <= SMALL_BYTES else checksum
+
+
+def _tensors_at(path: Path, first: int, last: int) -> str:
+    """Return the tensors of a safetensors file that have bytes from `first` to `last`."""
+    try:
+        tensors = read_header(path).tensors
+    except CheckpointError as error:
+        return str(error)
+    inside = [name for name, each in tensors.items() if each.offset <= last and each.offset + each.num_bytes > first]
+    return f"tensors {', '.join(inside[:SHOWN_TENSORS])}" if inside else "the header"

@@ -21,7 +21,7 @@ from furlong.diagnosis.postmortem.log_text import LogText
 from furlong.diagnosis.postmortem.signatures import match_signatures
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.wiring.cluster_parts import checkpoint_folders
+from furlong.wiring.cluster import checkpoint_folders
 
 SETTING = RankSettings(
     build="", config_json="", folder="", num_rollout=1, cwd="", path=(), log_level="INFO",

@@ -16,7 +16,7 @@ from furlong.config.hooks import function_paths
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError
 from furlong.rewards.verifiers import REWARDS
-from furlong.wiring.cluster_parts import check_known_to_ranks
+from furlong.wiring.cluster import check_known_to_ranks
 
 
 def test_every_verifier_is_known() -> None:

@@ -10,7 +10,7 @@ import pytest
 from furlong.interfaces import DeviceSharing
 from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.wiring.build import Built
-from furlong.wiring.engine_parts import ServingParts
+from furlong.wiring.engine import ServingParts
 
 
 def closing(closed: list[str], name: str, *, is_async: bool = True) -> Any:

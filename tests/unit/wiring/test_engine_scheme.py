@@ -12,7 +12,7 @@ from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled
 from furlong.quantization.int4 import Int4Groups
 from furlong.quickstart.quickstart import model_folder
 from furlong.tools.quantize_folder import quantize_folder
-from furlong.wiring.training_parts import engine_scheme
+from furlong.wiring.training import engine_scheme
 
 REARRANGED = [Int4Groups(32), Fp8Scaled("channel", torch.bfloat16)]
 

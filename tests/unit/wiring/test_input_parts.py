@@ -10,8 +10,8 @@ import pytest
 
 from furlong.config import parse
 from furlong.files.run_inputs import RunInputs
-from furlong.wiring.input_parts import prompt_files
-from furlong.wiring.rollout_parts import prompt_paths
+from furlong.wiring.build import prompt_files
+from furlong.wiring.rollout import prompt_paths
 
 
 def write_rows(path: Path) -> None:

@@ -1,24 +1,38 @@
-"""Builds the data source, and the rollout with its rewards and evaluation sets."""
+"""Builds the data source, the rollout with its rewards, agents and sessions, and what `furlong eval` drives."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from furlong.chat.messages import KeyFunction, key_of
+from furlong.chat.parsers.parsed_reply import ToolParser
+from furlong.chat.parsers.registry import PARSERS
 from furlong.chat.template_boundary import ChatFormat
+from furlong.config.args_view import Args
 from furlong.config.checks.engine_checks import is_started
-from furlong.config.checks.environment_specs import parse_environments
+from furlong.config.checks.environment_specs import parse_env_workers, parse_environments
 from furlong.config.checks.model_rules import returns_routes, routing_of
 from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.evaluation import EvalSpec
-from furlong.config.sections import Config
-from furlong.core.sample import Group
+from furlong.config.hooks import Hooks, usable_hooks
+from furlong.config.sections import Config, SessionFlags
+from furlong.core.addresses import host_and_port
+from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
+from furlong.core.sample import Group, Sample
 from furlong.core.user_functions import load_function
+from furlong.core.user_modules import import_module_of
 from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger
@@ -27,11 +41,17 @@ from furlong.data.prompt import Prompt, PromptFormat
 from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
 from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError
+from furlong.inference.chat_endpoint import NO_LIMIT, ChatEndpoint
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.wire_chat import WireTokenizer
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
 from furlong.models.hf_config import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
+from furlong.rollout.agent import complete_request, policy
+from furlong.rollout.agent_hooks import AgentHooks
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episode_limits import EpisodeLimits
+from furlong.rollout.episode_load import EpisodeLoad
 from furlong.rollout.eval_rollout import EvalSet
 from furlong.rollout.generate import Generation
 from furlong.rollout.group_order import GroupOrder, ReplayedOrder
@@ -40,12 +60,17 @@ from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
+from furlong.sessions.samples import Leaves
+from furlong.sessions.session import SessionSettings
 from furlong.tools.run_diff import replay_problem
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile, read_rows
-from furlong.wiring.run_context import RunContext
-from furlong.wiring.session_parts import session_leaves, session_settings
+from furlong.wiring.context import RunContext
+
+if TYPE_CHECKING:
+    from furlong.inference.server.gateway import Gateway
+    from furlong.sessions.session_server import SessionServer
 
 ORDER = "order.jsonl"
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
@@ -373,3 +398,193 @@ def _reward(context: RunContext, rm_type: str | None, custom: str | None) -> Gro
     )
     context.rewards.append(reward)
     return reward
+
+
+def session_settings(flags: SessionFlags, hooks: Hooks) -> SessionSettings:
+    """Return the settings of all sessions."""
+    key: KeyFunction = partial(key_of, match="strict") if flags.session_match == "strict" else key_of
+    parser: ToolParser | None = PARSERS.get(flags.session_tool_parser) or hooks.session_tool_parser
+    return SessionSettings(hooks.session_match or key, cast("Any", flags.session_history), parser)
+
+
+def session_leaves(flags: SessionFlags, hooks: Hooks) -> Leaves:
+    """Return which leaves are trained on."""
+    return hooks.session_leaves or cast("Any", flags.session_leaves)
+
+
+def build_agent_hooks(context: RunContext) -> AgentHooks | None:
+    """Return `setup` and `teardown` beside the agent function, and those of the classes of environments.
+
+    None without agents, environments and generate functions.
+    """
+    flags = context.config.session
+    if context.hooks.custom_generate_function is None:
+        return None
+    owners: dict[str, Any] = {}
+    if flags.agent_function_path is not None:
+        owners["--agent-function-path"] = import_module_of(flags.agent_function_path)
+    for spec in parse_environments(flags.environment):
+        owners[f"--environment {spec.path}"] = load_function(spec.path)
+    has_processes = bool(owners) and parse_env_workers(flags.env_workers)[0] == "process"
+    return AgentHooks(owners, context.args, has_processes=has_processes)
+
+
+def build_session_server(
+    context: RunContext, specs: Sequence[EvalSpec], opened: contextlib.ExitStack
+) -> SessionServer | None:
+    """Open the port of the session server; None if the run has no generate function. `opened` gets its cleanup."""
+    functions = [context.hooks.custom_generate_function, *(spec.custom_generate_function_path for spec in specs)]
+    if context.tokenizer is None or all(function is None for function in functions):
+        return None
+    from furlong.sessions.session_offers import SessionOffers  # import a web server, which most runs do not need
+    from furlong.sessions.session_server import SessionServer
+
+    flags = context.config.session
+    server = SessionServer(
+        host=flags.session_server_host,
+        port=flags.session_server_port,
+        model_name=str(context.model_dir),
+        client_sampling=flags.session_client_sampling,
+        offers=SessionOffers(os.environ.get(SESSIONS_KEY_VARIABLE)) if flags.online_sessions else None,
+    )
+    opened.callback(lambda: asyncio.run(server.close()))
+    if flags.online_sessions:
+        logger.info("applications take sessions with POST http://%s/sessions", host_and_port(*server.address))
+    logger.info("sessions of agents: http://%s:%d", *server.address)
+    return server
+
+
+MODEL = "actor"  # name of the trained model for `get_model_url`, as in slime
+
+
+def build_gateway(
+    context: RunContext, engine: Engine, specs: Sequence[EvalSpec], opened: contextlib.ExitStack
+) -> Gateway | None:
+    """Open the port of the endpoint; None if no function of the run could post to it. `opened` gets its cleanup."""
+    if context.config.cluster.sglang_router_ip is not None:  # of engines that the run did not start
+        return None
+    if not _may_post(context.hooks) and all(spec.custom_generate_function_path is None for spec in specs):
+        return None
+    from furlong.inference.server.gateway import Gateway  # imports a web server, which most runs do not need
+
+    gateway = Gateway(
+        partial(complete_request, engine),
+        encode=lambda text: list(context.tokenizer.encode(text)),
+        facts={"model_path": str(context.model_dir), "tokenizer_path": str(context.model_dir), "is_generation": True},
+        api_key=context.config.cluster.sglang_api_key,
+    )
+    opened.callback(lambda: asyncio.run(gateway.close()))
+    logger.info("args.sglang_router_ip and args.sglang_router_port: %s:%d answers /generate", *gateway.address)
+    return gateway
+
+
+def _may_post(hooks: Hooks) -> bool:
+    functions = (hooks.custom_generate_function, hooks.rollout_function, hooks.eval_function, hooks.custom_rm)
+    return any(function is not None for function in (*functions, hooks.data_source))
+
+
+SINGLE_TURN = "furlong.wiring.rollout:single_turn"
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """A chat endpoint. extra: fields added to each request."""
+
+    base_url: str
+    model: str
+    key: str | None
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluation sets, and what answers their requests."""
+
+    sets: Sequence[EvalSet]
+    engine: Engine
+    context: RunContext
+    server: SessionServer | None
+    hooks: AgentHooks | None
+
+    async def start(self) -> None:
+        """Load reward functions and answer requests of agents."""
+        for reward in self.context.rewards:
+            await reward.start()
+        if self.hooks is not None:
+            await self.hooks.set_up()
+        if self.server is not None:
+            await self.server.start()
+
+    async def close(self) -> None:
+        """Stop processes and connections."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self.hooks is not None:
+                stack.push_async_callback(self.hooks.tear_down)
+            for reward in self.context.rewards:
+                stack.push_async_callback(reward.close)
+            stack.push_async_callback(self.engine.close)
+            if self.server is not None:
+                stack.push_async_callback(self.server.close)
+
+
+def build_evaluation(config: Config, specs: Sequence[EvalSpec], endpoint: EndpointOptions | None) -> Evaluation:
+    """Read the sets, and load the model or open the endpoint. Raises ConfigError and DataError."""
+    context = _context(config, endpoint)
+    with contextlib.ExitStack() as opened:
+        server = build_session_server(context, specs, opened)
+        context = dataclasses.replace(context, session_server=server)
+        if endpoint is not None:
+            concurrency = config.rollout.max_concurrent_episodes or 32
+            engine: Engine = ChatEndpoint(
+                endpoint.base_url, endpoint.model, key=endpoint.key, extra=endpoint.extra, concurrency=concurrency
+            )
+            specs = [_over_chat(spec) for spec in specs]
+        else:
+            engine = EmbeddedEngine(
+                context.model_dir,
+                dtype=context.dtype,
+                device=context.device,
+                num_slots=config.cluster.embedded_num_slots,
+                context_len=config.rollout.rollout_max_context_len,
+                tokenizer=context.tokenizer,
+            )
+        opened.callback(lambda: asyncio.run(engine.close()))
+        sets = [build_eval_set(context, engine, spec) for spec in specs]
+        hooks = build_agent_hooks(context)
+        opened.pop_all()
+    return Evaluation(sets, engine, context, server, hooks)
+
+
+def _context(config: Config, endpoint: EndpointOptions | None) -> RunContext:
+    if endpoint is None:
+        return RunContext.read(config, usable_hooks(config), Path())
+    tokenizer = WireTokenizer()
+    return RunContext(
+        config=config,
+        hooks=usable_hooks(config),
+        args=Args(config),
+        folder=Path(),
+        model_dir=Path(endpoint.model),
+        tokenizer=tokenizer,
+        context_len=NO_LIMIT,
+        vocab_size=len(tokenizer),
+        device="cpu",
+        dtype=torch.float32,
+        dumps=RolloutDumps(None),
+        load=EpisodeLoad(config.rollout.max_concurrent_episodes),
+    )
+
+
+def _over_chat(spec: EvalSpec) -> EvalSpec:
+    """Return the set with a generate function: single turns are chats, too, where ids are unknown."""
+    return dataclasses.replace(
+        spec, custom_generate_function_path=spec.custom_generate_function_path or SINGLE_TURN, max_prompt_len=None
+    )
+
+
+async def single_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:  # noqa: ARG001  slime's signature
+    """Answer the sample's prompt once."""
+    prompt: Any = sample.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    await policy().chat(messages, tools=sample.tools)
+    return sample

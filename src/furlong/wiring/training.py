@@ -55,7 +55,7 @@ from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings, MegatronHooks
 from furlong.training.worker import RoundHooks, RoundWorker
 from furlong.weight_sync.transports.transport import Transport, TransportContext
-from furlong.wiring.run_context import RunContext
+from furlong.wiring.context import RunContext
 
 if TYPE_CHECKING:
     from furlong.cluster.ray_trainer import RayTrainer

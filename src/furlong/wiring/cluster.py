@@ -27,8 +27,8 @@ from furlong.machine import chosen_log_level
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.remote_sync import RankSync
-from furlong.wiring.run_context import RunContext
-from furlong.wiring.training_parts import (
+from furlong.wiring.context import RunContext
+from furlong.wiring.training import (
     build_packing,
     build_sizes,
     build_transport,
@@ -100,7 +100,7 @@ def build_ray_trainer(
     config, flags = context.config, context.config.cluster
     num_ranks = len(cluster.placement.trainers)
     setting = RankSettings(
-        build="furlong.wiring.cluster_parts:build_rank",
+        build="furlong.wiring.cluster:build_rank",
         config_json=config_to_json(config),
         folder=str(context.folder.resolve()),
         num_rollout=num_rollout,

@@ -32,9 +32,9 @@ from furlong.models.hf_config import vocabulary_size
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
-from furlong.wiring.cluster_parts import Cluster
-from furlong.wiring.run_context import RunContext
-from furlong.wiring.training_parts import TrainingParts, build_transport, engine_scheme
+from furlong.wiring.cluster import Cluster
+from furlong.wiring.context import RunContext
+from furlong.wiring.training import TrainingParts, build_transport, engine_scheme
 
 SPARE_FILES = 256  # open files of this process besides connections
 

@@ -25,7 +25,7 @@ from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 from furlong.tracking.sample_tables import TRAINED, SampleTables
 
-if TYPE_CHECKING:  # imports a web server, which most runs do not need
+if TYPE_CHECKING:
     from furlong.sessions.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
