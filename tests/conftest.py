@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -93,16 +93,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker is left alone with one of them at the end."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Compare a test's diagnoses with the transcripts in docs/troubleshooting.md."""
-    import fault_recorder
-
-    if not fault_recorder.rows_of(item) or item.config.pluginmanager.has_plugin("fault_recorder"):
-        return (yield)
-    with fault_recorder.listening(item) as transcript:
-        result = yield
-    fault_recorder.compare(item, transcript)
-    return result

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import faulty_engines
-from faults_marker import fault, typed
+from faults_marker import fault
 from faulty_engines import closes_connections_of, hangs_in
 from forked_engines import ForkedEngines
 from furlong.catalogue import CATALOGUE
@@ -75,7 +75,6 @@ def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals
     """Train four rollouts on two engines that receive one signal each; returns the folder of the run."""
     data = write_prompts(folder / "prompts.jsonl")
     saboteur = Saboteur(engines, folder / "run", after, *signals)
-    typed("furlong train ... --rollout-num-gpus 2 --use-fault-tolerance")
     argv = flags(
         model, data, folder / "run", engine="embedded", rollout_num_gpus=2, num_rollout=4, use_fault_tolerance=True,
         rollout_health_check_interval=0.3, rollout_health_check_timeout=4, rollout_max_response_len=24,
@@ -282,7 +281,6 @@ def test_without_fault_tolerance_a_stopped_engine_is_reported_and_a_dead_one_end
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    typed("furlong train ... --rollout-num-gpus 1")
     argv = flags(model, data, folder, rollout_num_gpus=1, num_rollout=2)
     with pytest.raises(
         EngineError, match=r"(?s)was ended by signal 9; the last lines of its log.*--use-fault-tolerance"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from diagnosed_runs import told
-from faults_marker import fault, typed
+from faults_marker import fault
 from forked_ray import RayWorkers
 from furlong.cli import main
 from furlong.files.atomic import PARTIAL
@@ -94,7 +94,6 @@ def test_a_rank_that_is_slow_or_stops_is_named_and_a_signal_ends_the_run_that_wa
     ranks = ranks_of(run)
     assert len(ranks) == 2
     slow_down(ranks[0], lambda: "RANK01" in told(run.folder / "run"))
-    typed("furlong doctor --run run")
     capsys.readouterr()
     main(["doctor", "--run", str(run.folder / "run")])
     said = " ".join(capsys.readouterr().out.split())

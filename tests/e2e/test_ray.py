@@ -14,7 +14,7 @@ import pytest
 
 import killing_reward
 from diagnosed_runs import told
-from faults_marker import fault, typed
+from faults_marker import fault
 from forked_ray import RayWorkers
 from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.config.topology import Topology
@@ -157,7 +157,6 @@ def test_a_run_that_waits_for_slots_names_them(cluster, recorded, tmp_path, monk
 
     monkeypatch.setattr(placement, "REPORT_S", 1.0)
     others = placement.place(Topology(gpus_per_node=1, num_engine_gpus=3), timeout_s=30, on_event=lambda *_, **__: None)
-    typed("furlong train ... --rollout-num-gpus 1 --placement-timeout 2")
     argv: list[Any] = flags(
         recorded / "model", recorded / "prompts.jsonl", tmp_path / "run", rollout_num_gpus=1, placement_timeout=2,
         actor_num_nodes=2,

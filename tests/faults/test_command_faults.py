@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_zoo import write_jsonl
-from faults_marker import fault, typed
+from faults_marker import fault
 from furlong.cli import main
 from furlong.models.tokenizer import build_tokenizer
 from runs import write_model, write_prompts
@@ -26,7 +26,6 @@ def look(capsys):
     """Run a command with --json; return its exit code and the ids of its findings."""
 
     def run(*words: object) -> tuple[int, list[str]]:
-        typed("furlong", *words)
         code = main([*map(str, words), "--json"])
         return code, [finding["id"] for finding in json.loads(capsys.readouterr().out)["findings"]]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import faulty_hooks
 from confined import REFUSED, on_a_small_disk, with_little_memory
 from diagnosed_runs import arithmetic, run, told
-from faults_marker import fault, typed
+from faults_marker import fault
 from furlong import cli
 from furlong.quickstart.quickstart import model_folder
 from furlong.training.fsdp.backend import FsdpBackend
@@ -28,7 +28,6 @@ from runs import Child, flags, write_model, write_prompts
 
 def examine(folder, capsys):
     capsys.readouterr()
-    typed("furlong doctor --run", folder)
     code = cli.main(["doctor", "--run", str(folder), "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -102,7 +101,6 @@ def test_a_missing_server_is_refused_by_doctor_and_run_alike(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
     words = arithmetic(tmp_path / "run", num_rollout=1, rollout_external_engine_addrs=address)
-    typed("furlong doctor ... --rollout-external-engine-addrs", address)
     assert cli.main(["doctor", *words]) == 1
     reported = capsys.readouterr().out
     assert "[ENG05] no engine answers" in reported

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from faults_marker import fault, typed
+from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.tools import model_folder as checkpoint
 from furlong.tools.model_folder import read_model
@@ -27,7 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check_model(folder: Path, **named: str) -> list[Diagnosis]:
-    typed("furlong check", folder)
     return checkpoint.check_model(folder, **named)
 
 

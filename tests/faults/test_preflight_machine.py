@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from faults.world import names, only
-from faults_marker import fault, typed
+from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.cli import main
 from furlong.cluster.cluster_probe import _refusal
@@ -146,7 +146,6 @@ def test_more_gpus_than_there_are(world):
     (world.folder / "nvidiactl").touch()
 
     def look(count: int) -> list[Diagnosis]:
-        typed("furlong doctor ... --actor-num-gpus-per-node", count)
         resolved, _ = examine(flags(world.model, world.data, world.folder, actor_num_gpus_per_node=count))
         return list(machine.gpus(machine.PreflightContext(resolved.config), world.folder))
 
@@ -180,7 +179,6 @@ def test_a_port_that_another_process_has(tmp_path, capsys):
     ) as other:
         assert other.stdout is not None
         port = int(other.stdout.readline())
-        typed("furlong serve --model-path model --port", port)
         found = taken_port("--port", "127.0.0.1", port)
         assert found is not None
         assert (found.id, found.evidence["pid"]) == ("GPU03", other.pid)

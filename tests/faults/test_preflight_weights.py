@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
 from calibrated_folders import write_calibrated
-from faults.score_healthy import FAMILIES, family_folder
 from faults.world import names, only
 from faults_marker import fault
 from furlong.errors import CheckpointError, ConfigError
@@ -24,6 +25,7 @@ from furlong.models.hf_model import load_model
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.int4 import Int4Groups
 from furlong.tools.quantize_folder import quantize_folder
+from models_zoo import family_config
 from runs import write_model
 from stored_models import dense_layer, write_safetensors, write_stored_model
 
@@ -208,6 +210,34 @@ def test_tensors_that_do_not_fit_config_json(world, own):
     assert names(found.finding, "missing", "model.norm.weight")
     save_file(tensors | {"model.norm.weight": norm}, own / "model.safetensors", {"format": "pt"})
     assert world.look(hf_checkpoint=own) == []
+
+
+FAMILIES = ("qwen2-sliding", "qwen3", "llama", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
+
+
+@functools.cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="furlong-families-")
+
+
+@functools.cache
+def family_folder(name: str) -> Path:
+    """Return a tiny random model of a family with a tokenizer and a chat template."""
+    from transformers import GenerationConfig
+
+    from furlong.models.hf_model import build_model, save_model
+    from furlong.models.tokenizer import EOS, IM_END, PAD, SPECIALS, build_tokenizer
+
+    folder, tokenizer, config = Path(_folders().name) / name, build_tokenizer(), family_config(name)
+    config.vocab_size = -(-len(tokenizer) // 8) * 8
+    config.eos_token_id, config.pad_token_id = SPECIALS.index(IM_END), SPECIALS.index(PAD)
+    model = build_model(config, seed=0)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[SPECIALS.index(IM_END), SPECIALS.index(EOS)], pad_token_id=SPECIALS.index(PAD)
+    )
+    save_model(model, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import faulty_hooks
 import rewards_zoo
 from diagnosed_runs import arithmetic, events, run, told
-from faults_marker import fault, typed
+from faults_marker import fault
 from furlong.cli import main_train
 from furlong.config.command_line import config_from_values
 from furlong.core.weights import checksum
@@ -427,7 +427,6 @@ def test_a_matrix_that_is_all_zero_where_it_arrived(tmp_path, monkeypatch, capsy
         return sums | {n: checksum(torch.zeros_like(w)) for n, w in source.open() if n.endswith("0.mlp.up_proj.weight")}
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", skips)
-    typed("furlong train ...")
     assert main_train(arithmetic(tmp_path / "run")) == 1
     message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
     assert message.startswith("[SYNC02] weight_sync version 0: 1 ")
@@ -445,7 +444,6 @@ def test_weights_that_arrive_changed(tmp_path, monkeypatch, capsys):
         return sums | {name: value[::-1] for name, value in sums.items() if name.endswith("q_proj.weight")}
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", twisted)
-    typed("furlong train ...")
     assert main_train(arithmetic(tmp_path / "run")) == 1
     message = capsys.readouterr().err.split("furlong: SyncError: ")[1]
     assert message.startswith("[CKPT03] weight_sync version 0: ")

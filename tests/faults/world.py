@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults_marker import typed
 from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import preflight
-from furlong.inference.supervisor.server_launch import argv_from_options
 from furlong.run.checks import findings_before_run
 from runs import flags
 
@@ -28,7 +26,6 @@ class World:
 
     def look(self, **changes: Any) -> list[Diagnosis]:
         """The diagnoses of the healthy command with these flags."""
-        typed("furlong doctor ...", *argv_from_options(changes))
         resolved, problems = examine(flags(self.model, self.data, self.folder / "run", **changes))
         return preflight(resolved.config, problems)
 

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from faults_marker import typed
 from furlong.cli import main_train
-from furlong.inference.supervisor.server_launch import argv_from_options
 from furlong.quickstart.addition import problems, write_prompts
 from furlong.quickstart.quickstart import model_folder
 from runs import flags
@@ -42,6 +40,5 @@ def told(folder: Path) -> dict[str, Event]:
 
 def run(folder: Path, *more: Any, **changes: Any) -> tuple[int, dict[str, Event]]:
     """Run like `train.py`, and return the exit code and the diagnoses."""
-    typed("furlong train ...", *argv_from_options(changes), *more)
     code = main_train(arithmetic(folder, *more, **changes))
     return code, told(folder)

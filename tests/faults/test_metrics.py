@@ -1,11 +1,64 @@
-"""Faults of runs, as metrics, events and logs, for the score of diagnoses."""
+"""Metrics and events of runs: each faulty story gets its diagnosis and remedy, each healthy one none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from diagnosis_score import Case, happened, log, steps
+import pytest
+
+from furlong.catalogue import Diagnosis
+from furlong.config.command_line import config_from_values
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
+
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A story, the row that it gets ("" for a healthy one), and words of the remedy, separated by `|`."""
+
+    name: str
+    row: str
+    diagnose: Callable[[], Sequence[Diagnosis]]
+    remedy: str = ""
+    without: str = ""
+
+
+def steps(
+    name: str,
+    row: str,
+    metrics: Sequence[Mapping[str, float]],
+    flags: Flags | None = None,
+    *,
+    has_template: bool = True,
+    sizes: tuple[int, int] = (151_936, 1_500_000_000),
+    remedy: str = "",
+    without: str = "",
+) -> Case:
+    """The metrics of a run's first steps. sizes: vocabulary and parameters of the model."""
+
+    def diagnose() -> list[Diagnosis]:
+        suite = MonitorSuite(MONITORS, RunFacts(config_from_values(dict(flags or {})), has_template, *sizes))
+        return [each for number, values in enumerate(metrics, 1) for each in suite.step(number, values)]
+
+    return Case(name, row, diagnose, remedy, without)
+
+
+def happened(
+    name: str, row: str, events: Sequence[Flags], flags: Flags | None = None, *, remedy: str = "", without: str = ""
+) -> Case:
+    """The events of a run."""
+
+    def diagnose() -> list[Diagnosis]:
+        suite = MonitorSuite(MONITORS, RunFacts(config_from_values(dict(flags or {}))))
+        return [each for event in events for each in suite.event(event)]
+
+    return Case(name, row, diagnose, remedy, without)
+
 
 GAP = "train/train_rollout_logprob_abs_diff"
 CUSTOM = {"custom_generate_function_path": "own.py:generate"}
@@ -187,71 +240,107 @@ MACHINES = (
              remedy="run.log"),
 )  # fmt: skip
 
-
-def _traceback(function: str, error: str, file: str = "furlong/training/worker.py") -> str:
-    return f'Traceback (most recent call last):\n  File "{file}", line 9, in {function}\n    call()\n{error}\n'
-
-
-CUDA_OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
-    "of which 1.00 GiB is free."
-)
-SRT = "sglang/srt/"
-
-LOGS = (
-    log("memory in the backward pass", "MEM02", _traceback("forward_backward", CUDA_OOM), {"max_tokens_per_gpu": 8192},
-        remedy="--max-tokens-per-gpu 4096|--recompute-activations"),
-    log("memory with large micro-batches", "MEM02", _traceback("forward_backward", CUDA_OOM), {"micro_batch_size": 8},
-        remedy="--micro-batch-size 4"),
-    log("memory of CUDA graphs", "MEM02", _traceback("init_cuda_graphs", CUDA_OOM, f"{SRT}cuda_graph_runner.py"),
-        remedy="--sglang-mem-fraction-static|--sglang-cuda-graph-max-bs"),
-    log("memory at the second step", "MEM03", _traceback("forward_backward", CUDA_OOM), {"colocate": True},
-        num_steps=1, remedy="--offload-optimizer-states"),
-    log("memory that an engine does not get back", "MEM03",
-        "[torch_memory_saver.cpp] CUresult error result=2 out of memory file=core.cpp func=resume line=1",
-        remedy="--sglang-mem-fraction-static"),
-    log("a share too small for the weights", "MEM02",
-        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
-        remedy="raise --sglang-mem-fraction-static"),
-    log("memory of others on the GPU", "GPU04", "ValueError: The memory capacity is unbalanced. Some GPUs may be used",
-        remedy="nvidia-smi|CUDA_VISIBLE_DEVICES"),
-    log("host memory in training", "MEM02",
-        _traceback("optim_step", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried "
-                   "to allocate 8589934592 bytes.")),
-    log("host memory of generation on a CPU", "MEM02",
-        _traceback("generate", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 "
-                   "bytes.", "furlong/inference/embedded/slot_batch.py"),
-        {"engine": "embedded"}, without="--recompute-activations|--max-tokens-per-gpu"),
-    log("a machine that runs out of memory", "MEM02",
-        "Ray ended it, as its machine ran low on memory (0.96 used)", remedy="--num-reward-workers"),
-    log("an illegal memory access", "ENG01",
-        _traceback("forward", "RuntimeError: CUDA error: an illegal memory access was encountered", f"{SRT}model.py"),
-        remedy="--sglang-mem-fraction-static|CUDA_LAUNCH_BLOCKING=1"),
-    log("a broken compiler cache", "ENG02",
-        _traceback("load", "json.decoder.JSONDecodeError: Expecting value", "torch/_inductor/codecache.py"),
-        remedy="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"),
-    log("an engine that is not up", "ENG05", "HTTPConnectionPool: Max retries exceeded with url: /get_model_info",
-        remedy="wait"),
-    log("an engine whose port is taken", "ENG05 GPU03",
-        "Max retries exceeded with url: /get_model_info\n[Errno 98] address already in use", remedy="port",
-        also="GPU03"),
-    log("a port that is taken", "GPU03", "OSError: [Errno 98] Address already in use ('127.0.0.1', 8265)",
-        remedy="another port"),
-    log("a killed engine", "ENG03", "engine 0 at http://127.0.0.1:1: process 7 was ended by signal 9",
-        {"engine": "sglang"}, remedy="--use-fault-tolerance|oom", without="--sglang-disable-cuda-graph"),
-    log("a killed trainer rank", "ENG03", "ray.exceptions.ActorDiedError: The actor died: Trainer rank 1",
-        without="--use-fault-tolerance"),
-    log("a collective that times out", "SYNC01",
-        "[rank1] Watchdog caught collective operation timeout: WorkNCCL(OpType=BROADCAST)",
-        remedy="--distributed-timeout-minutes"),
-    log("gloo that times out", "SYNC01",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation"),
-    log("logits that are not finite", "NUM04", "EngineError: logits of request 12 are not finite", remedy="--lr"),
-    log("a full disk", "DISK01", _traceback("save", "OSError: [Errno 28] No space left on device: '/ckpt/w'")),
-    log("a quota", "DISK01", "OSError: [Errno 122] Disk quota exceeded"),
-    log("a limit on file sizes", "DISK01", "OSError: [Errno 27] File too large", remedy="ulimit -f"),
-    log("GPUs that did not come", "GPU02", "waiting for placement: 8 GPUs are missing 4 of them",
-        remedy="--placement-timeout"),
+STALE = {"rollout/staleness/max": 1.0, "rollout/staleness/mean": 1.0}
+HEALTHY = (
+    steps("a third of the responses cut off", "", [{"rollout/truncated_ratio": 0.7}] * 4),
+    steps("KL of kernels", "", [{"train/kl_loss": 5e-5}], KL),
+    steps("KL after training", "", [{"train/kl_loss": 0.0}, {"train/kl_loss": 0.4}], KL),
+    steps("a warm start and its reference", "", [{"train/kl_loss": 0.5}],
+          KL | {"hf_checkpoint": "base", "load": "sft", "finetune": True}),
+    steps("a gap of bfloat16", "", [{GAP: 7e-3}] * 5),
+    steps("a gap of stale samples", "", [{GAP: 0.08} | STALE] * 12, {"async_buffer_size": 1}),
+    steps("a first gradient of 9", "", [{"train/grad_norm": 9.0}]),
+    steps("gradients that vary", "", [{"train/grad_norm": norm} for norm in (1, 2, 0.5, 3, 1, 1, 2, 1, 0.7, 4, 1)]),
+    steps("gradients of 0 in between", "", [{"train/grad_norm": norm} for norm in (0, 1, 0, 1, 0, 1, 1, 0, 1, 1, 1.5)]),
+    steps("hard data", "", [{"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.0, "rollout/reward_range": 0.0}] * 2
+          + GOOD),
+    steps("rewards that rise", "", [{"rollout/zero_std_frac": 0.3, "rollout/raw_reward": i / 40,
+                                     "rollout/reward_range": 1.0} for i in range(40)]),
+    steps("rewards that dip", "", [*GOOD, *[row | {"rollout/raw_reward": 0.3} for row in GOOD], *GOOD]),
+    steps("likely responses", "", [{"rollout/log_probs": -0.4}]),
+    steps("a base model without a template", "", [{"rollout/log_probs": -1.6}], has_template=False),
+    steps("SmolLM2-135M-Instruct in its own format", "", [{"rollout/log_probs": -2.0}], {"apply_chat_template": True},
+          sizes=(49_152, 134_515_008)),
+    steps("samples within the bound", "", [STALE] * 10, {"async_buffer_size": 1}),
+    steps("a fast reward", "", [{"perf/reward_wait_time": 0.2, "perf/rollout_time": 10.0, "perf/wait_time_ratio": 0.8}]
+          * 5),
+    steps("balanced engines", "", [{"engine/requests/max": 12.0, "engine/requests/mean": 9.0}] * 10),
+    steps("short weight updates", "", [{"perf/update_weights_time": 8.0, "perf/step_time": 90.0}] * 5),
+    steps("memory that stays", "", [{"memory/engine_kept_frac": 0.06, "memory/trainer_peak_frac": 0.7}] * 10),
+    steps("host memory that settles", "", [{"perf/host_memory_frac": min(0.3 + 0.01 * i, 0.36)} for i in range(60)]),
+    steps("experts that mostly agree", "", [{"train/routing_agreement": 0.97}] * 3),
+    happened("norms that do not change in bfloat16", "", [COMPARED | {"unchanged": ["model.norm.weight"]}] * 6),
+    happened("experts without tokens once", "", [COMPARED] * 2 + [COMPARED | {"unchanged": []}] * 4),
+    happened("ranks in step", "", [RANKS | {"layers_s": [0.5] * 4, "per_cost_s": [0.5] * 4}] * 10),
 )  # fmt: skip
 
-CASES: tuple[Case, ...] = (*ROLLOUTS, *NUMBERS, *MACHINES, *LOGS)
+FEW = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+INSTRUCT = {"has_template": True, "sizes": (49_152, 134_515_008)}
+ROUNDED = {"selftest/share/numerics": 1.0, "selftest/logp_rounding_limit": 0.08}
+FLAT = {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.0, "rollout/reward_range": 0.0}
+MEASURED = (
+    steps("SmolLM2: questions at temperature 0.7", "", [{"rollout/log_probs": -0.93}], {"rollout_temperature": 0.7},
+          **INSTRUCT),
+    steps("SmolLM2: chat, bfloat16", "", [{"rollout/log_probs": -2.56}], {"bf16": True}, **INSTRUCT),
+    steps("SmolLM2: chat, temperature 1.2", "", [{"rollout/log_probs": -3.75}], {"rollout_temperature": 1.2},
+          **INSTRUCT),
+    steps("SmolLM2: text to continue", "", [{"rollout/log_probs": -2.49}], **INSTRUCT),
+    steps("SmolLM2: questions without a chat format", "", [{"rollout/log_probs": -3.66}], **INSTRUCT),
+    steps("a base model at temperature 1.2", "", [{"rollout/log_probs": -3.77}], {"rollout_temperature": 1.2}),
+    steps("a model of characters", "", [{"rollout/log_probs": -1.4}], sizes=(64, 5_000_000)),
+    steps("SmolLM2: a gap of bfloat16", "", [{GAP: 0.038} | ROUNDED, *[{GAP: 0.041}] * 20], {"bf16": True}, **INSTRUCT),
+    steps("a gap of bfloat16 at temperature 0.5", "", [{GAP: 0.039} | ROUNDED, {GAP: 0.054}],
+          {"bf16": True, "rollout_temperature": 0.5}),
+    steps("a gap of bfloat16 in a model with large logits", "",
+          [{GAP: 0.041} | ROUNDED | {"selftest/logp_max_diff": 1.6}, {GAP: 0.068}], {"bf16": True}),
+    steps("an engine in bfloat16, with importance sampling", "", [{GAP: 0.05, "selftest/share/numerics": 1.0}],
+          {"embedded_dtype": "bfloat16", "use_tis": True}),
+    steps("four of four responses cut off", "", [{"rollout/truncated_ratio": 1.0}, {"rollout/truncated_ratio": 0.5}],
+          FEW),
+    steps("15 of 16 responses cut off once", "", [{"rollout/truncated_ratio": 0.9375},
+                                                 {"rollout/truncated_ratio": 0.625}],
+          {"rollout_batch_size": 4, "n_samples_per_prompt": 4}),
+    steps("a context that fills up later", "", [{"rollout/truncated_ratio": 0.4}] * 5
+          + [{"rollout/truncated_ratio": 0.95}] * 5, {"rollout_max_response_len": 64}),
+    steps("hard data in small batches", "", [FLAT] * 12 + [FLAT | {"rollout/zero_std_frac": 0.5,
+                                                                   "rollout/raw_reward": 0.25}], FEW),
+    steps("four samples a step that vary", "", [
+        {"rollout/zero_std_frac": 0.5, "rollout/raw_reward": reward, "rollout/reward_range": 1.0}
+        for reward in [0.5, 0.25, 0.0] * 5 + [0.0, 0.25, 0.0, 0.0, 0.0] + [0.25, 0.0, 0.5] * 5 + [0.0] * 5], FEW),
+    steps("rewards of -1 and 1", "", [{"rollout/zero_std_frac": 0.2, "rollout/raw_reward": (-1) ** i * 0.05,
+                                      "rollout/reward_range": 2.0} for i in range(40)]),
+    steps("rewards of 100 with their spread divided out", "", [{"train/grad_norm": 6.0, "rollout/reward_range": 100.0,
+                                                                "rollout/zero_std_frac": 0.1,
+                                                                "rollout/raw_reward": 40.0}] * 5),
+    steps("an entropy bonus while the reward rises", "", [
+        {"rollout/zero_std_frac": 0.3, "rollout/raw_reward": 0.3 + i / 100, "rollout/reward_range": 1.0}
+        for i in range(30)], {"entropy_coef": 0.05}),
+    steps("a KL loss with a large weight that holds the policy", "", [
+        {"rollout/zero_std_frac": 0.3, "rollout/raw_reward": 0.5, "rollout/reward_range": 1.0, "train/kl_loss": 0.0}
+    ] * 20, KL | {"kl_loss_coef": 10.0}),
+    steps("solved at last", "", [{"rollout/zero_std_frac": 0.9, "rollout/raw_reward": 0.98,
+                                  "rollout/reward_range": 1.0}] * 30),
+    steps("one sample per prompt, all wrong twice", "", [FLAT | {"rollout/zero_std_frac": 1.0}] * 2 + GOOD,
+          {"n_samples_per_prompt": 1, "rollout_batch_size": 16}),
+    steps("demonstrations with a constant reward", "", [FLAT] * 9, {"loss_type": "sft_loss"}),
+    steps("one reward call in a thousand times out", "", [{"rollout/reward_timed_out": 1.0}],
+          {"rollout_batch_size": 128, "n_samples_per_prompt": 8}),
+    steps("one generation in a thousand fails", "", [{"rollout/generate_failed": 1.0}],
+          {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "custom_generate_function_path": "own.py:generate"}),
+)  # fmt: skip
+
+FAULTY = (*ROLLOUTS, *NUMBERS, *MACHINES)
+
+
+@pytest.mark.parametrize("case", FAULTY, ids=lambda case: f"{case.row}: {case.name}")
+def test_a_faulty_run_gets_its_diagnosis_and_no_other(case: Case) -> None:
+    found = [each for each in case.diagnose() if each.severity != "info" or each.id == case.row]
+    assert {each.id for each in found} == {case.row}
+    said = found[0].cause + found[0].remedy
+    assert [word for word in case.remedy.split("|") if word not in found[0].remedy] == []
+    assert not case.without or case.without not in said
+
+
+def test_healthy_runs_get_none() -> None:
+    found = {case.name: [d.text() for d in case.diagnose() if d.severity != "info"] for case in HEALTHY + MEASURED}
+    assert {name: texts for name, texts in found.items() if texts} == {}
