@@ -79,7 +79,6 @@ LONGEST = (
     "test_quantized.py",
     "test_signals.py",
     "test_running.py",
-    "test_hook_attacks.py",
     "test_serve_attacks.py",
     "test_ray_job.py",
     "test_launch_scripts.py",

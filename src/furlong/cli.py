@@ -11,21 +11,17 @@ from typing import Any
 
 from furlong.commands.output import problems_text, show
 from furlong.commands.train import train
-from furlong.core.sigterm import sigterm_unwinds
+from furlong.core.process_end import EXIT_WITHIN_S, end_children, exit_within, sigterm_unwinds
 from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, EndedBySignal, FurlongError
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its summary, and the module and name of the function that runs it.
-
-    runs_user_code: processes that user code started are killed after it.
-    """
+    """A command: its summary, and the module and name of the function that runs it."""
 
     summary: str
     target: str
-    runs_user_code: bool = False
 
 
 GROUPS: dict[str, dict[str, Command]] = {
@@ -37,16 +33,12 @@ GROUPS: dict[str, dict[str, Command]] = {
         "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train:train"),
     },
     "check before a run": {
-        "doctor": Command(
-            "check a launch command without starting it", "furlong.commands.doctor:doctor", runs_user_code=True
-        ),
+        "doctor": Command("check a launch command without starting it", "furlong.commands.doctor:doctor"),
         "plan": Command("predict the GPU memory of each phase", "furlong.commands.plan:plan"),
         "data": Command(
             "check every row of the data, or tokenize it to a file", "furlong.commands.data_and_reward:data"
         ),
-        "reward": Command(
-            "test a reward function on rows of the data", "furlong.commands.data_and_reward:reward", runs_user_code=True
-        ),
+        "reward": Command("test a reward function on rows of the data", "furlong.commands.data_and_reward:reward"),
         "template": Command("test a chat template over several turns", "furlong.commands.template:template"),
         "check": Command(
             "check the files and values of a model or checkpoint", "furlong.commands.weight_folders:check"
@@ -67,7 +59,6 @@ GROUPS: dict[str, dict[str, Command]] = {
         "eval": Command(
             "evaluate a model on data, tasks and environments",
             "furlong.commands.evaluate:evaluate",
-            runs_user_code=True,
         ),
         "serve": Command("serve a model with SGLang's and OpenAI's APIs", "furlong.commands.serve:serve"),
         "convert": Command(
@@ -98,13 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def call() -> int:
         check_encoding(words)
-        run = getattr(import_module(module), function)
-        if not command.runs_user_code or "--run" in words:
-            return run(words[1:])
-        from furlong.core.user_processes import ending_user_processes
-
-        with ending_user_processes():
-            return run(words[1:])
+        return getattr(import_module(module), function)(words[1:])
 
     return _run(f"furlong {words[0]}", call, owns_process=argv is None)
 
@@ -166,10 +151,9 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
 
 
 def _leave(code: int, *, owns_process: bool) -> int:
-    """Return the exit code. If user code was imported, its threads and pools cannot keep the process running."""
-    if owns_process and "furlong.core.user_processes" in sys.modules:
-        from furlong.core.process_exit import EXIT_WITHIN_S, exit_within
-
+    """Return the exit code. If user code was imported, its processes and threads cannot keep this one running."""
+    if owns_process and "furlong.core.user_modules" in sys.modules:
+        end_children()
         exit_within(EXIT_WITHIN_S, code)
     return code
 

@@ -10,7 +10,7 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.diagnosis.postmortem.run_examination import examine
-from runs import MARK, Child, finish, flags, marked_processes, num_rows, rows, start, write_prompts
+from runs import Child, finish, flags, num_rows, rows, start, write_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -142,21 +142,3 @@ def test_a_stopped_script_prints_one_line(argv, tmp_path):
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("furlong: interrupted")
     assert out == ""
-
-
-def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(argv, tmp_path):
-    folder, temporary = tmp_path / "stopped", tmp_path / "temporary"
-    temporary.mkdir()
-    process = start(["train", *argv(folder)], folder, variables={"TMPDIR": str(temporary), MARK: str(folder)})
-    try:
-        deadline = time.monotonic() + 60
-        while not list(temporary.glob("furlong-import-*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for _ in range(3):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.02)
-    finally:
-        got, _, err = finish(process)
-    assert (got, err) == (143, "furlong train: ended by SIGTERM\n")
-    assert not list(temporary.glob("furlong-*"))
-    assert marked_processes(str(folder)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +18,8 @@ def train(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
         show(help_text(about, width=terminal_width(80, 110)))
         return 0
     from furlong.config.command_line import examine
-    from furlong.core.c_exit import c_exit_fails
-    from furlong.core.process_exit import fatal_signals_print_stacks
-    from furlong.core.user_code import exits_raise
-    from furlong.core.user_processes import ending_user_processes
     from furlong.run.launch import run
 
-    with exits_raise(), c_exit_fails(), fatal_signals_print_stacks(), ending_user_processes():
-        run(*examine(words, preset=preset), owns_process=True)
+    faulthandler.enable(2)
+    run(*examine(words, preset=preset))
     return 0

@@ -189,6 +189,12 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
     ),
 )  # fmt: skip
 
+OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had
+    "refused",
+    ("--hook-import-timeout", "modules of functions are imported in this process, not in a trial process first", _OMIT),
+    ("--hook-memory-reserve", "the memory that functions take is not watched", "use the limits of the control group"),
+)
+
 # furlong's flag, and its names in other programs.
 _OTHER_NAMES = {
     "--hf-checkpoint": "--model --model-path --model-name-or-path --base-model --pretrain --pretrained-model",
@@ -222,7 +228,7 @@ _OTHER_NAMES = {
 }
 FURLONG_NAMES = {name: flag for flag, names in _OTHER_NAMES.items() for name in names.split()}
 
-_EXACT = {name: row for row in (*MILES, *SLIME) for name in row.names if not name.endswith("*")}
+_EXACT = {name: row for row in (*MILES, *SLIME, *OWN) for name in row.names if not name.endswith("*")}
 _PREFIXES = {name[:-1]: row for row in (*SLIME, *MILES) for name in row.names if name.endswith("*")}
 
 

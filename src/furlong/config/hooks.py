@@ -18,7 +18,6 @@ from furlong.config.checks.environment_specs import class_path, class_problems, 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.sections.sessions import TOOL_PARSERS
-from furlong.core.process_guard import location_of, process_guard
 from furlong.core.sample import Sample
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.core.user_functions import Function, accepted_keywords, load_function, reward_style
@@ -223,11 +222,8 @@ def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
     return {name: (value,) if isinstance(value, str) else value or () for name, value in values.items()}
 
 
-def load_hooks(config: Config, refused: Mapping[str, str] | None = None) -> tuple[Hooks, list[str]]:
-    """Load all user functions and check their signatures. Returns the hooks and every problem.
-
-    `refused` are problems of paths whose modules must not be imported here (`core.import_trial`).
-    """
+def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
+    """Load all user functions and check their signatures. Returns the hooks and every problem."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
     paths_by_name = function_paths(config)
     loaded: dict[str, Any] = {}
@@ -238,9 +234,6 @@ def load_hooks(config: Config, refused: Mapping[str, str] | None = None) -> tupl
         functions: list[Function] = []
         num_problems = len(problems)
         for path in paths_by_name[name]:
-            if refused and path in refused:
-                problems.append(f"{hook.flag} {refused[path]}")
-                continue
             if hook.names and not set(path) & {":", "."}:
                 problems.append(f"{hook.flag} {path} is none of {', '.join(hook.names)}, and not a function; name one")
                 continue
@@ -276,15 +269,11 @@ def usable_hooks(config: Config) -> Hooks:
     if problems:
         raise ConfigError(*problems)
     wrapped: dict[Function, Function] = {}  # one function may serve two flags, and must stay one object
-    process_guard.functions.clear()
     for name, hook in HOOKS.items():
         loaded = getattr(hooks, name)
         for function in loaded if isinstance(loaded, tuple) else (loaded,):
-            if function is None:
-                continue
-            where = f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
-            process_guard.functions.setdefault(hook.flag, []).append(f"{where} ({location_of(function)})")
-            if name not in _CAUGHT_BY_CALLER and function not in wrapped:
+            if function is not None and name not in _CAUGHT_BY_CALLER and function not in wrapped:
+                where = f"{hook.flag}: {getattr(function, '__qualname__', repr(function))}"
                 wrapped[function] = with_hook_errors(function, where)
     values: dict[str, Any] = {}
     for name, loaded in vars(hooks).items():

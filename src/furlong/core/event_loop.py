@@ -1,72 +1,23 @@
-"""Where user code blocks the event loop, and coroutines that end together."""
+"""Run coroutines as a group, call blocking functions in daemon threads, and find code that blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
-from collections.abc import Coroutine, Iterable
-from types import FrameType
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from furlong.core.user_code import is_user_file
+from furlong.core.user_code import frame_place, user_frame
 
 T = TypeVar("T")
-
-
-class LoopProbe:
-    """Finds out whether the event loop runs. Call it from another thread than that of the loop, the main thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._has_run = threading.Event()
-        self._has_run.set()
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the loop has run since the last call of `blocked_at`."""
-        return self._has_run.is_set()
-
-    def blocked_at(self) -> str | None:
-        """Return the user's line that the loop has run since the last call; None if there is none, or if it runs."""
-        if not self._has_run.is_set():
-            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
-            frame = user_frame(frames.get(threading.main_thread().ident or 0))
-            return None if frame is None else place_of(frame)
-        self._has_run.clear()
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._has_run.set)
-        return None
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of user code that the event loop called; None if it runs none."""
-    found: FrameType | None = None
-    while frame is not None:
-        if is_event_loop(frame):
-            return found
-        if found is None and is_user_file(frame.f_code.co_filename):
-            found = frame
-        frame = frame.f_back
-    return None
-
-
-def is_event_loop(frame: FrameType) -> bool:
-    """Return whether this is the frame of the event loop itself."""
-    code = frame.f_code
-    return code.co_name == "run_forever" and code.co_filename.endswith("asyncio/base_events.py")
-
-
-def place_of(frame: FrameType) -> str:
-    """Return `function (file:line)` of a frame."""
-    code = frame.f_code
-    return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results in order.
 
-    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates.
+    If one raises, or this call is cancelled, the others are cancelled and awaited before the error propagates. Unlike
+    `asyncio.TaskGroup`, it raises the error itself.
 
     >>> async def plus_one(number: int) -> int:
     ...     return number + 1
@@ -81,3 +32,47 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             if not task.cancelling():  # a second cancel would interrupt its cleanup
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def call_in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    """Run `call` in a new daemon thread; the future is (value, exception). Called on an event loop.
+
+    A call that hangs occupies its thread until the process ends, and cannot block its exit.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(result: tuple[Any, BaseException | None]) -> None:
+        if not answer.done():
+            answer.set_result(result)
+
+    def run() -> None:
+        try:
+            result = (call(), None)
+        except BaseException as error:  # noqa: BLE001  passed to the event loop, where it becomes an outcome
+            result = (None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+class LoopProbe:
+    """Finds out whether the event loop runs. Call it from another thread than that of the loop, the main thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._has_run = threading.Event()
+        self._has_run.set()
+
+    def blocked_at(self) -> str | None:
+        """Return the user's line that the loop has run since the last call; None if there is none, or if it runs."""
+        if not self._has_run.is_set():
+            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
+            frame = user_frame(frames.get(threading.main_thread().ident or 0))
+            return None if frame is None else frame_place(frame)
+        self._has_run.clear()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._has_run.set)
+        return None

@@ -6,18 +6,13 @@ import ast
 import hashlib
 import importlib
 import importlib.util
-import logging
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from furlong.core import slime_modules
-from furlong.core.forked_processes import forks_end_here
-from furlong.core.log_state import LogState
 from furlong.core.user_code import describe_exception, message_of, place_of
 from furlong.errors import ConfigError, EndedBySignal
-
-logger = logging.getLogger(__name__)
 
 
 def split_path(path: str) -> tuple[str, tuple[str, ...]]:
@@ -52,18 +47,11 @@ def imported_name(module_name: str) -> str:
 def import_module_of(path: str) -> ModuleType:
     """Import the module or file of a function's path, which may import `slime.*` (`core.slime_modules`).
 
-    An import that silences the log is undone in that, with a warning. Raises ConfigError if the module does not exist,
-    raises or exits.
+    Raises ConfigError if the module does not exist, raises or exits.
     """
     slime_modules.install()
     module_name, _ = split_path(path)
-    log = LogState()
-    try:
-        with forks_end_here():
-            return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
-    finally:
-        if silenced := log.repair():
-            logger.warning("importing %s: %s; undone", module_name, " and ".join(silenced))
+    return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
 
 
 def _module(path: str, name: str) -> ModuleType:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.core.user_code import is_async, is_raised_by_user
 from furlong.environments.protocol import Message, Observation, Step, Task
 from furlong.errors import ConfigError, InfraError

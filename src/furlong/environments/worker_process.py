@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from furlong import errors
-from furlong.core.forked_processes import forks_end_here, forks_leave_loop
 from furlong.core.json_lines import decode_line, encode_line
 from furlong.core.process_tree import close_in_forked_children
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import changed_fields
-from furlong.core.user_code import describe_exception, exit_process, exits_raise, is_async, message_of
+from furlong.core.user_code import describe_exception, is_async, message_of
 from furlong.core.user_functions import load_function
 from furlong.environments.protocol import Task
 from furlong.environments.returned_values import (
@@ -58,8 +57,7 @@ def main() -> None:
     os.close(null)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper here
     close_in_forked_children(source, sink)
-    with exits_raise():
-        EnvironmentWorker(os.fdopen(source, "rb", closefd=False), sink).serve()
+    EnvironmentWorker(os.fdopen(source, "rb", closefd=False), sink).serve()
 
 
 def remote_error(name: str, text: str) -> Exception:
@@ -135,8 +133,7 @@ class EnvironmentWorker:
                 continue
             self._write({"started": call.id})
             try:
-                with forks_end_here():
-                    answer = {"value": call.form(call.function())}
+                answer = {"value": call.form(call.function())}
             except BaseException as error:  # noqa: BLE001  the run raises it
                 answer = {"error": error_fields(error)}
             self._withdrawn.discard(call.id)
@@ -159,8 +156,7 @@ class EnvironmentWorker:
         for number in steps:
             self._write({"started": number})
         try:
-            with forks_end_here():
-                value = batch.step_many(list(steps.values())) if steps else []
+            value = batch.step_many(list(steps.values())) if steps else []
             results = checked_steps(value, len(steps), batch.path)
         except BaseException as error:  # noqa: BLE001  the run raises it
             results = [error] * len(steps)
@@ -170,9 +166,8 @@ class EnvironmentWorker:
             self._answer(number, {"error": error_fields(result)} if is_error else {"value": json_from_step(result)})
 
     def _run_loop(self) -> None:
-        with forks_leave_loop(self._loop):
-            self._loop.run_forever()
-        exit_process(1)  # a task of user code has ended the loop
+        self._loop.run_forever()
+        os._exit(1)  # a task of user code has ended the loop
 
     def _listen(self) -> None:
         """Read messages until the run ends."""
@@ -187,8 +182,8 @@ class EnvironmentWorker:
                     self._receive(message)
         except BaseException:  # noqa: BLE001  nothing would be answered any more
             traceback.print_exc()
-            exit_process(1)
-        exit_process(0)
+            os._exit(1)
+        os._exit(0)
 
     def _receive(self, message: Message) -> None:
         """Begin a call: at once if it is async, otherwise after those before it."""
@@ -284,8 +279,7 @@ class EnvironmentWorker:
         if call.reports_start:
             self._write({"started": call.id})
         try:
-            with forks_end_here():
-                answer = {"value": call.form(await call.function())}
+            answer = {"value": call.form(await call.function())}
         except BaseException as error:  # noqa: BLE001  the run raises it
             answer = {"error": error_fields(error)}
         del self._tasks[call.id]

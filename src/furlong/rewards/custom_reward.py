@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
-from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample
-from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
+from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, location_of
 from furlong.core.user_functions import RewardStyle, load_function, reward_style
 from furlong.errors import ConfigError, RewardError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.bounded_reply import ReplyError, read_json
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.core.text import redact_credentials

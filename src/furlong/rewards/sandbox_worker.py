@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import dataclasses
-import errno
-import functools
 import os
 import resource
 import signal
 import struct
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
@@ -25,15 +22,11 @@ from typing import Any
 
 import orjson
 
-from furlong.core.event_loop import place_of, user_frame
-from furlong.core.forked_processes import forks_end_here, forks_leave_loop
 from furlong.core.outcome import Outcome
-from furlong.core.process_guard import location_of
-from furlong.core.process_state import ProcessState
 from furlong.core.process_tree import close_in_forked_children, die_with_parent, end_group_at_end_of
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import changed_fields
-from furlong.core.user_code import LOOP_STOPPED, describe_exception, exit_process, exits_raise
+from furlong.core.user_code import describe_exception, frame_place, location_of, user_frame
 from furlong.rewards.custom_reward import CustomReward, load_reward
 
 HEADER = struct.Struct(">I")
@@ -52,8 +45,7 @@ def main() -> None:
     die_with_parent(setup["parent_pid"])
     end_group_at_end_of(setup["run_pipe"])
     close_in_forked_children(source, sink)
-    with exits_raise():
-        _run(setup, source, _writer(sink))
+    _run(setup, source, _writer(sink))
 
 
 def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
@@ -66,53 +58,18 @@ def _run(setup: Message, source: int, write: Callable[[Message], None]) -> None:
         return
     write({"style": function.style, "is_async": function.is_async, "where": location_of(function.call)})
     signal.signal(signal.SIGUSR1, lambda _, frame: _report_hang(write, frame))
-    state = ProcessState(is_worker=True)
-    function = dataclasses.replace(function, call=_restoring(function.call, state))
     args = SandboxArgs(setup["args"], setup["omitted"])
-    try:
-        asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"], state), source))
-    except (RuntimeError, OSError, asyncio.CancelledError) as error:
-        if str(error) == LOOP_STOPPED:
-            what = "stopped the event loop of its process; do not call stop()"
-        elif isinstance(error, asyncio.CancelledError):
-            what = "cancelled the tasks of its process; cancel only those that it starts"
-        elif isinstance(error, OSError) and error.errno == errno.EBADF:
-            what = "closed descriptors of its process; close only those that it opens"
-        else:
-            raise
-        sys.stderr.write(f"the reward function ({location_of(function.call)}) {what}\n")
-        exit_process(1)
-
-
-def _restoring(call: Callable[..., Any], state: ProcessState) -> Callable[..., Any]:
-    """Wrap a function to undo its replacements of functions at once, which furlong needs to report them."""
-
-    async def awaited(value: Awaitable[Any]) -> Any:
-        try:
-            return await value
-        finally:
-            state.restore_functions()
-
-    @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            value = call(*args, **kwargs)
-        finally:
-            state.restore_functions()
-        return awaited(value) if isinstance(value, Awaitable) else value  # pyright: ignore[reportUnknownArgumentType]
-
-    return called
+    asyncio.run(_serve(_RewardCall(function, args, write, setup["timeout_s"]), source))
 
 
 @dataclass(frozen=True)
 class _RewardCall:
-    """How to answer a request: the function, its `args`, where replies go, the limit, and the state before any call."""
+    """How to answer a request: the function, its `args`, where replies go, and the limit."""
 
     function: CustomReward
     args: SandboxArgs
     write: Callable[[Message], None]
     timeout_s: float
-    state: ProcessState
 
 
 async def _serve(call: _RewardCall, source: int) -> None:
@@ -121,14 +78,13 @@ async def _serve(call: _RewardCall, source: int) -> None:
     loop = asyncio.get_running_loop()
     threading.Thread(target=_listen, args=(source, loop, requests), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
-    with forks_leave_loop(loop):
-        while True:
-            request = await requests.get()
-            task = asyncio.create_task(_answer(call, request))
-            running.add(task)
-            task.add_done_callback(running.discard)
-            if not call.function.is_async:
-                await task
+    while True:
+        request = await requests.get()
+        task = asyncio.create_task(_answer(call, request))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        if not call.function.is_async:
+            await task
 
 
 def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[Message]) -> None:
@@ -137,16 +93,16 @@ def _listen(source: int, loop: asyncio.AbstractEventLoop, requests: asyncio.Queu
         while (request := _read(source)) is not None:
             loop.call_soon_threadsafe(requests.put_nowait, request)
     except OSError:  # user code closed the pipe
-        exit_process(1)
-    exit_process(0)
+        os._exit(1)
+    os._exit(0)
 
 
 async def _answer(call: _RewardCall, request: Message) -> None:
-    """Score the samples of a request and reply. A worker whose state the function changed ends after its reply."""
+    """Score the samples of a request and reply."""
     _REQUEST.set(request["id"])
     before = orjson.loads(encode_frame(request["samples"])[HEADER.size :])  # a copy: user code may change its samples
     samples = [Sample.from_dict(data) for data in request["samples"]]
-    scoring = asyncio.create_task(_score(call, samples))
+    scoring = asyncio.create_task(call.function.score(call.args, samples))
     done, _ = await asyncio.wait({scoring}, timeout=call.timeout_s if call.function.is_async else None)
     if done:
         outcomes = scoring.result()
@@ -154,12 +110,6 @@ async def _answer(call: _RewardCall, request: Message) -> None:
         scoring.cancel()
         details = f"it did not return from {location_of(call.function.call)}"
         outcomes = [Outcome.timed_out(call.timeout_s, details=details)] * len(samples)
-    if changed := call.state.changes():
-        where = location_of(call.function.call)
-        reason = f"the reward function ({where}) changed its process: {' and '.join(changed)}; undo it, or use a child"
-        call.state.restore()  # the reply needs what it changed
-        _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
-        exit_process(1)
     try:
         changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
         _reply(call.write, request["id"], outcomes, changes)
@@ -167,12 +117,6 @@ async def _answer(call: _RewardCall, request: Message) -> None:
         where = location_of(call.function.call)
         reason = f"the reward or the changed sample cannot be returned from the sandbox: {error} ({where})"
         _reply(call.write, request["id"], [Outcome.failed(reason)] * len(samples), [{} for _ in samples])
-
-
-async def _score(call: _RewardCall, samples: list[Sample]) -> list[Outcome]:
-    """Call the function. A process that it forked and that returns from it ends here."""
-    with forks_end_here():
-        return await call.function.score(call.args, samples)
 
 
 def _reply(
@@ -191,8 +135,8 @@ def _report_hang(write: Callable[[Message], None], frame: FrameType | None) -> N
     A Python signal handler runs in the context of the interrupted code, so the context variable identifies the request.
     """
     user = user_frame(frame)
-    write({"hung": _REQUEST.get(), "where": "" if user is None else place_of(user)})
-    exit_process(1)
+    write({"hung": _REQUEST.get(), "where": "" if user is None else frame_place(user)})
+    os._exit(1)
 
 
 def _take_over_pipes() -> tuple[int, int]:

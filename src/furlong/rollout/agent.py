@@ -25,15 +25,11 @@ from numbers import Integral, Real
 from typing import Any
 
 from furlong.config.args_view import Args
-from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.hooks import HOOKS, check_signature
-from furlong.core.import_trial import ImportTrial
-from furlong.core.process_guard import ProcessChangedError, process_guard
 from furlong.core.routing import extend_routes
 from furlong.core.sample import UNKNOWN_VERSION, Sample, Status
-from furlong.core.user_code import is_raised_by_user, is_user_file, message_of, release_memory
+from furlong.core.user_code import is_raised_by_user, message_of
 from furlong.core.user_functions import Function, load_function
-from furlong.environments.sample_keys import ENVIRONMENT
 from furlong.errors import ConfigError, RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.asked_context import ContextDifference, context_differences
@@ -43,7 +39,6 @@ from furlong.rollout.current_policy import policy as policy  # user code may imp
 from furlong.rollout.policy import Policy, dict_from_params
 from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED, UNSAMPLED
 
-IMPORT_TIMEOUT_S = 60.0  # of the module of a generate function that a sample names
 MAX_LOG_PROB = 1e-2  # above 0, for rounding in engines
 MAX_ID, MAX_VERSION = 2**63 - 1, 2**31 - 1  # of the integers that a batch stores
 
@@ -62,12 +57,7 @@ async def complete_request(engine: Engine, ids: list[int], params: SamplingParam
 
 @functools.cache
 def load_generate_function(path: str) -> Function:
-    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature.
-
-    Its module is imported in a child process first, as are those that flags name.
-    """
-    for problem in ImportTrial([path], timeout_s=IMPORT_TIMEOUT_S).problems().values():
-        raise ConfigError(f"Sample.generate_function_path {problem}")
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
     function = load_function(path)
     if problem := check_signature(HOOKS["custom_generate_function"], function):
         raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
@@ -80,18 +70,6 @@ class GenerateFunctionError(Exception):
     def __init__(self, cause: BaseException) -> None:
         super().__init__(message_of(cause))
         self.cause = cause
-
-
-def _user_function(function: Function, args: Any, sample: Sample) -> tuple[Function, str]:
-    """Return the user's function or class that a generate function runs, and its name in messages."""
-    if is_user_file(getattr(function, "__code__", _user_function.__code__).co_filename):
-        return function, "the custom generate function"
-    if getattr(args, "agent_function_path", None) is not None:
-        return load_function(args.agent_function_path), "the agent function"
-    if specs := parse_environments(getattr(args, "environment", ())):
-        named = [spec for spec in specs if spec.name == sample.metadata.get(ENVIRONMENT)]
-        return load_function((named or specs)[0].path), "the environment"
-    return function, "the custom generate function"
 
 
 async def call_generate_function(
@@ -115,17 +93,11 @@ async def call_generate_function(
         _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = current.set(policy)
-    users = _user_function(function, args, sample)
-    process_guard.begin(*users)
     try:
-        result = await timer.timed(
-            lambda: function(args, sample, sampling_params, **extra),
-            after_step=lambda: process_guard.check(*users, is_step=True),
-        )
+        result = await timer.timed(lambda: function(args, sample, sampling_params, **extra))
     except BaseException as error:
-        if isinstance(error, ProcessChangedError) or not is_raised_by_user(error):
+        if not is_raised_by_user(error):
             raise
-        release_memory(error)
         raise GenerateFunctionError(error) from error
     finally:
         current.reset(token)

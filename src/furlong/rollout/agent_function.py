@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.sample import Sample
-from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.core.user_code import describe_exception, is_raised_by_user
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.environments.sample_keys import AGENT_ERROR
@@ -137,7 +138,7 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     It gets a temporary directory, which is deleted when it ends, and its processes are killed then.
     Raises RolloutError if it exits with another code than 0 or exceeds a limit.
     """
-    folder = make_scratch_folder("furlong-agent-")
+    folder = tempfile.mkdtemp(prefix="furlong-agent-")
     try:
         ended = await run_supervised(
             ["/bin/sh", "-c", command],
@@ -147,7 +148,7 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
             limits=limits,
         )
     finally:
-        await asyncio.to_thread(remove_scratch_folder, folder)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     if ended.code != 0:
         shown = ended.stderr.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
         raise RolloutError(f"--agent-command ended ({ended.ending}): {shown or 'it wrote nothing to stderr'}")

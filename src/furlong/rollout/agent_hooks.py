@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.core.user_modules import import_module_of
-from furlong.core.user_processes import UserProcessReaper
 from furlong.errors import HookError
 from furlong.rollout.environment_workers import close_environment_workers
 
@@ -19,19 +18,16 @@ class AgentHooks:
     """Calls `setup` of each module or class before the first episode, and `teardown` at the end of the run.
 
     owners: by the flag that names them, for messages. Functions may be async; others run in a thread. `tear_down` is
-    also called if the run fails or gets SIGTERM. Errors are HookErrors. Processes that agents start in this process
-    are killed if it is killed with SIGKILL. has_processes: whether episodes run in other processes, which do not see
-    what `setup` assigns.
+    also called if the run fails or gets SIGTERM. Errors are HookErrors. has_processes: whether episodes run in other
+    processes, which do not see what `setup` assigns.
     """
 
     def __init__(self, owners: Mapping[str, Any], args: Any, *, has_processes: bool = False) -> None:
         self._owners, self._args, self._has_processes = dict(owners), args, has_processes
         self._done: list[str] = []
-        self._reaper: UserProcessReaper | None = None
 
     async def set_up(self) -> None:
         """Call `setup(args)` of each owner."""
-        self._reaper = UserProcessReaper()
         for name, owner in self._owners.items():
             self._done.append(name)  # what a failed setup has started needs its teardown
             before = _assigned(owner)
@@ -50,13 +46,6 @@ class AgentHooks:
         The first error is raised.
         """
         await close_environment_workers()
-        try:
-            await self._call_teardowns()
-        finally:
-            if self._reaper is not None:
-                self._reaper.close()
-
-    async def _call_teardowns(self) -> None:
         names, self._done = self._done[::-1], []
         results = [
             (await asyncio.gather(self._call(name, self._owners[name], "teardown"), return_exceptions=True))[0]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from time import perf_counter
 from typing import Any, TypeVar
-
-from furlong.core.forked_processes import end_if_forked
-from furlong.core.process_guard import process_guard
 
 T = TypeVar("T")
 
@@ -27,14 +22,13 @@ class BlockingTimer:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def timed(self, function: Callable[[], Awaitable[T]], after_step: Callable[[], object] = lambda: None) -> T:
-        """Await `function()`, timing each step between two awaits; calls `after_step` after each."""
+    async def timed(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Await `function()`, timing each step between two awaits."""
 
         async def call() -> T:
             return await function()
 
-        process_guard.begin()
-        return await _Steps(call(), self, after_step)
+        return await _Steps(call(), self)
 
     def count(self, seconds: float) -> None:
         """Add the duration of one step."""
@@ -45,10 +39,8 @@ class BlockingTimer:
 class _Steps(Generator[Any, Any, T]):
     """Runs a coroutine step by step. It is exposed as `cr_await`, so that tools can follow what a task waits for."""
 
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, T], timer: BlockingTimer, after_step: Callable[[], object]
-    ) -> None:
-        self.cr_await, self._timer, self._after_step = coroutine, timer, after_step
+    def __init__(self, coroutine: Coroutine[Any, Any, T], timer: BlockingTimer) -> None:
+        self.cr_await, self._timer = coroutine, timer
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self
@@ -62,19 +54,8 @@ class _Steps(Generator[Any, Any, T]):
         return self._timed(self.cr_await.throw, *error)
 
     def _timed(self, step: Callable[..., Any], *values: Any) -> Any:
-        started, pid = perf_counter(), os.getpid()
+        started = perf_counter()
         try:
             return step(*values)
         finally:
-            end_if_forked(pid)
             self._timer.count(perf_counter() - started)
-            try:
-                self._after_step()
-            except BaseException:
-                self._end()
-                raise
-
-    def _end(self) -> None:
-        """End the coroutine where it waits: nothing will run it again, and its requests would stay open."""
-        with contextlib.suppress(Exception):  # of its own clean-up, which may not await
-            self.cr_await.close()

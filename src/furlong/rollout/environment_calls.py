@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import apply_changes
 from furlong.core.user_code import is_async

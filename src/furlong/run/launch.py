@@ -7,20 +7,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.catalogue import Diagnosis, Problem
 from furlong.config.command_line import Resolved
 from furlong.config.sections import CheckpointFlags, Config
-from furlong.core.forked_processes import forks_leave_loop
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
-from furlong.core.process_guard import process_guard
-from furlong.core.user_code import before_exit, exits_fail_the_run
-from furlong.core.user_processes import ending_user_processes
-from furlong.errors import ConfigError, DiagnosisError, FurlongError, HookError, TerminatedError
+from furlong.core.user_code import describe_exception, passes, place_of
+from furlong.errors import ConfigError, DiagnosisError, EndedBySignal, FurlongError, HookError, TerminatedError
 from furlong.files.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.machine import (
     Threads,
@@ -31,17 +27,10 @@ from furlong.machine import (
     set_threads,
 )
 from furlong.run.checks import findings_before_run
-from furlong.run.end_signals import EXIT_CODES, EndSignals, Reason
 from furlong.run.run_folder import lock_save_folder, log_changed_flags, run_folder, write_config
-from furlong.run.run_records import (
-    explain_errors,
-    log_run,
-    record_outcome,
-    record_thread_errors,
-    trace_processes,
-)
-from furlong.run.witness import witnessed
-from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, RUN_STARTS, EventLog
+from furlong.run.run_records import explain_errors, log_run, record_outcome, trace_processes
+from furlong.run.signals import EXIT_CODES, EndSignals, Reason
+from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
     from furlong.diagnosis.hang_watchdog import HangWatchdog
@@ -72,15 +61,14 @@ class Interrupt:
             self._end(reason)
 
 
-def run(resolved: Resolved, problems: Sequence[Problem] = (), *, owns_process: bool = False) -> int:
+def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     """Check the configuration, create the run directory and train; returns the number of rollouts trained.
 
     `problems` are those of reading the flags. Raises ConfigError with all of them and with every error of the preflight
-    before anything is written; SystemExit with code 143 after SIGTERM has ended the run. `owns_process`: nothing but
-    the run starts processes in this process, so that those which are left are killed at its end.
+    before anything is written; SystemExit with code 143 after SIGTERM has ended the run.
     """
     findings = check_before_run(resolved, problems)
-    return run_in_folder(run_folder(resolved), resolved, findings, owns_process=owns_process)
+    return run_in_folder(run_folder(resolved), resolved, findings)
 
 
 def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
@@ -92,24 +80,14 @@ def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> li
 
 
 def run_in_folder(
-    folder: Path,
-    resolved: Resolved,
-    findings: Sequence[Diagnosis],
-    interrupt: Interrupt | None = None,
-    *,
-    owns_process: bool = False,
+    folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], interrupt: Interrupt | None = None
 ) -> int:
     """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
     config = resolved.config
     disable_nccl_cumem()
     limit_malloc_arenas()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
-    saving = lock_save_folder(config.checkpoint.save)
-    ending = ending_user_processes() if owns_process else contextlib.nullcontext()
-    beside = _witnessed(folder / RUN_LOG) if owns_process else contextlib.nullcontext()
-    logging_run = log_run(config.track.log_level, folder / RUN_LOG)
-    with process_guard.blaming(), logging_run, beside, ending, saving, fixed:
-        is_async = bool(config.rollout.async_buffer_size)
+    with log_run(config.track.log_level, folder / RUN_LOG), lock_save_folder(config.checkpoint.save), fixed:
         log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
             write_config(folder, resolved)  # the one of recorded steps is kept until this run continues from them
@@ -117,38 +95,44 @@ def run_in_folder(
         with explain_errors(resolved, folder) as memory, trace_processes(folder, enabled=config.debug.trace):
             with import_without_gc("furlong.wiring.build"):
                 raise_gc_threshold(config.data.rollout_batch_size * config.data.n_samples_per_prompt)
-                chosen = choose_threads(config.cluster.num_threads, num_parts=2 if is_async else 1)
+                num_parts = 2 if config.rollout.async_buffer_size else 1
+                chosen = choose_threads(config.cluster.num_threads, num_parts=num_parts)
                 threads = set_threads(_resume_thread_count(chosen, config.checkpoint))
-                from furlong.run.device_sizes import sized_for_device  # after the threads are set: they import torch
+                # after the threads are set: they import torch
+                from furlong.diagnosis.hang_watchdog import HangWatchdog
+                from furlong.run.device_sizes import sized_for_device
                 from furlong.wiring.build import build
-
             resolved = sized_for_device(resolved)
-            config = resolved.config
-
             memory.record_baseline()
-            count = f"{threads.count} thread{'s' * (threads.count != 1)}"
-            logger.info("%s %s; %s: %s", RUN_STARTS, folder, count, threads.reason)
-            if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
-                logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
-            for line in resolved.lines:
-                logger.info("%s", line)
-            for finding in findings:
-                level = logging.WARNING if finding.severity == "warning" else logging.INFO
-                logger.log(level, "%s", finding.text())
-            with process_guard.watching(each_call=True), _building_watchdog(folder, resolved):
+            _log_start(folder, resolved, findings, threads)
+            fault = resolved.config.fault
+            with HangWatchdog(folder, seconds=fault.hang_timeout, stops=fault.on_hang) as hang:
                 built = build(resolved, folder)
-            with process_guard.watching():
-                return _run_built(built, resolved, folder, findings, threads, interrupt or Interrupt())
+                hang.observe(built.watch, depths=built.queues, stacks=built.parts.trainer.stack_traces)
+                try:
+                    with record_outcome(built.watch, findings, threads=threads.count), EndSignals() as signals:
+                        return _run_loop(built, resolved, folder, hang, (signals, interrupt or Interrupt()))
+                except TerminatedError as error:
+                    logger.warning("ended by %s; %s", error, _resume_hint(resolved.config))
+                    code = next(code for reason, code in EXIT_CODES.items() if reason == str(error))
+                    raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(code)) from None
+                except KeyboardInterrupt:
+                    logger.warning("ended by Ctrl-C; %s", _resume_hint(resolved.config))
+                    raise
+                finally:
+                    built.close_files()
 
 
-@contextlib.contextmanager
-def _witnessed(log: Path) -> Generator[None]:
-    """Have a process beside the run that reports a sudden end with the user code that was called last."""
-    with witnessed(log, before_exit) as process_guard.note:
-        try:
-            yield
-        finally:
-            process_guard.note = None
+def _log_start(folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], threads: Threads) -> None:
+    config = resolved.config
+    count = f"{threads.count} thread{'s' * (threads.count != 1)}"
+    logger.info("%s %s; %s: %s", RUN_STARTS, folder, count, threads.reason)
+    if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
+        logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
+    for line in resolved.lines:
+        logger.info("%s", line)
+    for finding in findings:
+        logger.log(logging.WARNING if finding.severity == "warning" else logging.INFO, "%s", finding.text())
 
 
 def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
@@ -158,83 +142,6 @@ def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
         return threads
     count = saved_num_threads(folder, step=flags.ckpt_step)
     return threads if count is None else Threads(count, f"as in {flags.load}, which is resumed", is_given=True)
-
-
-class _BuildObserver:
-    """Records what the watchdog reports before the run has an observer."""
-
-    stop_requested = False
-
-    def __init__(self, events: Path) -> None:
-        self._events = events
-
-    def notify(self, event: str, **fields: Any) -> None:
-        """Record the event, and log a hang."""
-        if event == "hang":
-            logger.error("no progress for %s s while the run is built: %s; all stack traces are in %s",
-                         fields["seconds"], fields["doing"], fields["report"])  # fmt: skip
-        with contextlib.closing(EventLog(self._events)) as log:
-            log.write(event, **fields)
-
-
-def _building_watchdog(folder: Path, resolved: Resolved) -> HangWatchdog:
-    """Return the watchdog of user code that is called while the parts of the run are built."""
-    from furlong.diagnosis.hang_watchdog import HangWatchdog
-
-    fault = resolved.config.fault
-    return HangWatchdog(
-        folder,
-        seconds=fault.hang_timeout,
-        observer=_BuildObserver(folder / EVENTS),
-        stops="warn" if fault.on_hang == "warn" else "stop-user-code",  # loading a large model makes no progress either
-        grace_s=0,
-    )
-
-
-def _run_built(
-    built: Built,
-    resolved: Resolved,
-    folder: Path,
-    findings: Sequence[Diagnosis],
-    threads: Threads,
-    interrupt: Interrupt,
-) -> int:
-    """Run the loop under the hang watchdog and record the outcome; closes the files in any case."""
-    from furlong.diagnosis.hang_watchdog import HangWatchdog
-    from furlong.diagnosis.memory_watchdog import MemoryWatchdog
-
-    fault = resolved.config.fault
-    hang = HangWatchdog(
-        folder,
-        seconds=fault.hang_timeout,
-        observer=built.watch,
-        stops=fault.on_hang,
-        depths=built.queues,
-        stacks=built.parts.trainer.stack_traces,
-    )
-    try:
-        with (
-            record_outcome(built.watch, findings, threads=threads.count),
-            record_thread_errors(built.watch),
-            hang,
-            MemoryWatchdog(reserve=fault.hook_memory_reserve, observer=built.watch),
-            exits_fail_the_run(),
-            EndSignals() as signals,
-        ):
-            started = time.monotonic()
-            begin = partial(write_config, folder, resolved)
-            step = asyncio.run(_driven(built, hang, (signals, interrupt), on_start=begin))
-            logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
-            return step
-    except TerminatedError as error:
-        logger.warning("ended by %s; %s", error, _resume_hint(resolved.config))
-        code = next(code for reason, code in EXIT_CODES.items() if reason == str(error))
-        raise (KeyboardInterrupt() if str(error) == "Ctrl-C" else SystemExit(code)) from None
-    except KeyboardInterrupt:
-        logger.warning("ended by Ctrl-C; %s", _resume_hint(resolved.config))
-        raise
-    finally:
-        built.close_files()
 
 
 def _resume_hint(config: Config) -> str:
@@ -248,6 +155,29 @@ def _resume_hint(config: Config) -> str:
             "command starts from the beginning"
         )
     return f"resume from the last checkpoint with the same command and --load {save}"
+
+
+def _run_loop(
+    built: Built, resolved: Resolved, folder: Path, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt]
+) -> int:
+    """Run the event loop. What user code raises outside of the functions that flags name becomes a HookError.
+
+    Examples are `sys.exit()` in a task that a generate function created, which ends the event loop, and an error in the
+    backward pass of a loss function's own operator.
+    """
+    started = time.monotonic()
+    try:
+        step = asyncio.run(_drive(built, hang, ends, on_start=lambda: write_config(folder, resolved)))
+    except SystemExit as error:
+        if isinstance(error, EndedBySignal):
+            raise
+        raise HookError(f"user code ended the run: {describe_exception(error)}; raise an exception instead") from error
+    except Exception as error:
+        if passes(error) or not place_of(error):
+            raise
+        raise HookError(f"user code raised {describe_exception(error)}") from error
+    logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
+    return step
 
 
 class _EarlyEnd:
@@ -283,21 +213,6 @@ class _EarlyEnd:
         return None
 
 
-async def _driven(
-    built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
-) -> int:
-    """`_drive`, with the event loop protected from what user code does to it."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context.get("task") is not task:  # the run's own error is raised, also if user code stopped the loop
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
-    with forks_leave_loop(loop):
-        return await _drive(built, hang, ends, on_start=on_start)
-
-
 async def _drive(
     built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
 ) -> int:
@@ -308,7 +223,7 @@ async def _drive(
     """
     from furlong.loop.train import train
 
-    task = asyncio.current_task()
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     hang.attach(task)
     early = _EarlyEnd(built, task)
@@ -319,7 +234,6 @@ async def _drive(
         built.ledger.begin()
         built.checkpoints.record_changes(built.parts)
 
-    loop = asyncio.get_running_loop()
     for each in ends:
         each.attach(lambda reason: loop.call_soon_threadsafe(early.request, reason))
     try:
@@ -334,8 +248,6 @@ async def _drive(
     except asyncio.CancelledError:
         if (error := early.error()) is not None:
             raise error from None
-        if caller := process_guard.last_called():
-            raise HookError(f"user code cancelled the task of the run; {caller} was called last") from None
         raise
     finally:
         early.is_closing = True  # a signal from now on would replace the error that ended the run, and so would a hang

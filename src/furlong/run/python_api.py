@@ -15,12 +15,11 @@ from typing import Any, TypeVar, cast
 from furlong.catalogue import Problem
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.sections import Config
-from furlong.core.user_code import exits_raise
 from furlong.errors import ConfigError
-from furlong.run.end_signals import EXIT_CODES
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
 from furlong.run.notebook import REFRESH_S, LiveDisplay, Picture, open_display, plot_runs, run_html
 from furlong.run.run_folder import run_folder
+from furlong.run.signals import EXIT_CODES
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
 T = TypeVar("T")
@@ -134,17 +133,16 @@ def train(**flags: Any) -> Run:
     FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
     """
     resolved, problems = _resolve(flags)
-    with exits_raise():
-        findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
-        folder, interrupt = run_folder(resolved), Interrupt()
+    findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
+    folder, interrupt = run_folder(resolved), Interrupt()
 
-        def start() -> int:
-            return run_in_folder(folder, resolved, findings, interrupt)
+    def start() -> int:
+        return run_in_folder(folder, resolved, findings, interrupt)
 
-        if _is_loop_running():
-            _call_in_thread(start, interrupt, open_display(folder, resolved.config.data.num_rollout))
-        else:
-            start()
+    if _is_loop_running():
+        _call_in_thread(start, interrupt, open_display(folder, resolved.config.data.num_rollout))
+    else:
+        start()
     return Run(folder)
 
 

@@ -120,8 +120,16 @@ class _RunLog(logging.FileHandler):
 def record_outcome(observer: Observer, findings: Sequence[Diagnosis], **facts: object) -> Generator[None]:
     """Record the start of a run, the findings of the preflight and the outcome in `events.jsonl`.
 
-    A killed run has a start without an outcome.
+    A killed run has a start without an outcome. Exceptions that end a thread meanwhile are logged and recorded.
     """
+
+    def record_thread_error(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            name = f"thread {args.thread.name if args.thread is not None else 'unknown'}"
+            logger.error("%s ended", name, exc_info=args.exc_value)
+            observer.notify("worker_died", worker=name, error=args.exc_type.__name__, message=str(args.exc_value))
+
+    threading.excepthook, before = record_thread_error, threading.excepthook
     observer.notify("start", version=__version__, process=os.getpid(), machine=socket.gethostname(), **facts)
     for finding in findings:
         observer.notify("diagnosis", **finding.record())
@@ -141,25 +149,6 @@ def record_outcome(observer: Observer, findings: Sequence[Diagnosis], **facts: o
         raise
     else:
         observer.notify("end")
-
-
-@contextlib.contextmanager
-def record_thread_errors(observer: Observer) -> Generator[None]:
-    """Log and record exceptions that end a thread, such as one started by user code."""
-    before = threading.excepthook
-
-    def report(args: threading.ExceptHookArgs) -> None:
-        name = args.thread.name if args.thread is not None else "a thread"
-        if args.exc_type is SystemExit:
-            return
-        logger.error("thread %s ended", name, exc_info=args.exc_value)
-        observer.notify(
-            "worker_died", worker=f"thread {name}", error=args.exc_type.__name__, message=str(args.exc_value)
-        )
-
-    threading.excepthook = report
-    try:
-        yield
     finally:
         threading.excepthook = before
 

@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from furlong.core.scratch_folder import make_scratch_folder, remove_scratch_folder
 from furlong.errors import DataError, InfraError
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
 from furlong.sandboxes.supervised_process import Isolation, ProcessLimits, run_supervised
@@ -47,7 +48,7 @@ class SubprocessSandbox:
     async def open(self) -> None:
         """Make the directory, and find out what the kernel isolates. Raises InfraError."""
         try:
-            self._root = make_scratch_folder(PREFIX)
+            self._root = tempfile.mkdtemp(prefix=PREFIX)
             os.mkdir(os.path.join(self._root, WORK))
         except OSError as error:
             raise InfraError(f"a sandbox needs a temporary directory: {error}; free space, or set TMPDIR") from error
@@ -91,7 +92,7 @@ class SubprocessSandbox:
         """Delete the directory."""
         root, self._root = self._root, None
         if root is not None:
-            await asyncio.to_thread(remove_scratch_folder, root)
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
     def _opened(self) -> str:
         if self._root is None:

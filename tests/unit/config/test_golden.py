@@ -11,6 +11,7 @@ import pytest
 from furlong.config import Config, parse
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
 from furlong.config.compat import MILES, SLIME, VALUES, find_refusal
+from furlong.config.compat import OWN as REMOVED
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.passthrough import find
 from furlong.errors import ConfigError
@@ -82,6 +83,13 @@ def test_a_flag_of_miles_names_the_alternative() -> None:
     assert verdicts == ["refused", "not-yet"]
 
 
+def test_a_flag_that_was_removed_is_refused_with_its_reason() -> None:
+    for row in REMOVED:
+        for flag in row.names:
+            with pytest.raises(ConfigError, match=f"{flag} is not accepted: "):
+                parse([flag, "1"])
+
+
 def test_no_flag_is_both_taken_and_turned_down() -> None:
     flags = (*SPECS, CONFIG_FLAG, OVERRIDE_FLAG)
     assert [flag for flag in flags if find_refusal(flag)] == []
@@ -90,7 +98,7 @@ def test_no_flag_is_both_taken_and_turned_down() -> None:
 def test_refusals_point_only_at_flags_that_exist() -> None:
     named = [
         word.strip(";,.`()")
-        for row in (*SLIME, *MILES, *VALUES.values())
+        for row in (*SLIME, *MILES, *REMOVED, *VALUES.values())
         for word in f"{row.reason} {row.instead}".split()
         if word.startswith("--") and word not in ("--run", "--logdir")  # of doctor and of TensorBoard
     ]

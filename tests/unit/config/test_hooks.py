@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import pickle
 import sys
 import textwrap
@@ -20,7 +19,6 @@ from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks, check_signature, load_hooks
 from furlong.config.sections.sessions import TOOL_PARSERS
 from furlong.core.user_functions import load_function, reward_style
-from furlong.core.user_modules import import_module_of
 from furlong.errors import ConfigError
 
 SPECS = flag_specs(Config)
@@ -251,13 +249,3 @@ def test_hooks_are_loaded_with_all_problems_at_once(write: Callable[[str, str], 
 
 def test_no_flag_no_hook() -> None:
     assert load_hooks(Config()) == (Hooks(), [])
-
-
-def test_an_import_that_silences_the_log_is_undone_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "silencing.py"
-    file.write_text("import logging\nlogging.disable(logging.CRITICAL)\n\ndef f(): ...\n")
-    import_module_of(f"{file}:f")
-    assert f"importing {file}: it disabled logging up to level CRITICAL; undone" in caplog.messages
-    assert logging.root.manager.disable == logging.NOTSET

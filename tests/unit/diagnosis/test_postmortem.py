@@ -18,7 +18,6 @@ from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import pack_micro_batch
-from furlong.core.process_guard import ProcessChangedError
 from furlong.diagnosis.postmortem.log_text import LogText, phase_of
 from furlong.diagnosis.postmortem.out_of_memory import OutOfMemoryReport
 from furlong.diagnosis.postmortem.run_examination import examine, explain
@@ -341,8 +340,6 @@ SGLANG_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50
     ("error", "id"),
     [
         (HookError("--rollout-function-path: rollout raised URLError: Connection refused\n  own.py:3 in f"), "HOOK01"),
-        (ProcessChangedError("--buffer-filter-path: f (own.py:3) changed the process of the run: it closed descriptor "
-                             "19; OSError: [Errno 9] Bad file descriptor"), "HOOK01"),
         (RolloutError("[REW03] rollout 2: every sample failed: 32x an illegal memory access was encountered\n"
                       "  What scores fails.\n  mend what scores"), "REW03"),
         (RolloutError("[HOOK01] rollout 0: every sample failed: 8x engine 3 died\n  It fails.\n  mend it"), "HOOK01"),

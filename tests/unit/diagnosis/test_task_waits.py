@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.tracing import Heartbeat
 from furlong.diagnosis import hang_watchdog
@@ -212,36 +210,15 @@ def test_a_standstill_is_noted_once_long_before_it_counts_as_a_hang(
     assert events.hang == {}
 
 
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_user_code_in_other_threads_is_named_unless_it_stood_there_before_the_run(
-    tmp_path: Path, *, is_earlier: bool
-) -> None:
-    def sleeps() -> None:
-        time.sleep(1.5)
-
-    async def waits() -> None:
-        if is_earlier:
-            await asyncio.sleep(1.5)
-        else:
-            await call_in_thread(sleeps, name="step")
-
-    events = Events()
-
+def test_user_code_in_other_threads_is_named(tmp_path: Path) -> None:
     async def run(hang: HangWatchdog) -> None:
-        task = asyncio.create_task(waits())
-        hang.attach(task)
+        hang.attach(task := asyncio.create_task(waits()))
         await task
 
-    def accept() -> None:
-        with listener.accept()[0]:
-            pass
+    async def waits() -> None:
+        await call_in_thread(lambda: time.sleep(1.5), name="step")
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=accept, daemon=True)
-        server.start()
-        with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
-            asyncio.run(run(hang))
-        socket.create_connection(listener.getsockname()).close()
-        server.join()
-    assert ("sleeps (diagnosis/test_task_waits.py:" in events.hang["doing"]) == (not is_earlier)
-    assert "accept" not in events.hang["doing"]
+    events = Events()
+    with HangWatchdog(tmp_path, seconds=SECONDS, observer=events) as hang:
+        asyncio.run(run(hang))
+    assert "waits.<locals>.<lambda> (diagnosis/test_task_waits.py:" in events.hang["doing"]

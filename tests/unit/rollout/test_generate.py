@@ -190,29 +190,3 @@ def test_errors_and_cancellation_reach_the_function_and_its_caller():
 
     asyncio.run(body())
     assert seen == ["cancelled"]
-
-
-@pytest.mark.parametrize("awaits_at_its_end", [False, True])
-def test_a_function_is_ended_by_an_error_of_the_check_between_its_steps(awaits_at_its_end):
-    ended: list[str] = []
-
-    async def request() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("request")
-
-    async def function() -> None:
-        try:
-            await request()
-        finally:
-            if awaits_at_its_end:
-                await asyncio.sleep(0)
-
-    def check() -> None:
-        raise ValueError("changed")
-
-    with pytest.raises(ValueError, match="changed") as caught:
-        asyncio.run(BlockingTimer().timed(function, after_step=check))
-    assert ended == ["request"]  # while the error, and so its frames, are alive
-    assert caught.value.__cause__ is None

@@ -153,12 +153,6 @@ class FaultFlags:
         10, "Maximum number of engine restarts per run.", within="[0, inf)", needs="use_fault_tolerance"
     )
     skip_bad_rows: bool = flag(False, "Skip and count rows that cannot be used. Without this flag they are an error.")
-    hook_import_timeout: float = flag(
-        60.0,
-        "Timeout of the imports of user modules that flags name, in seconds. They are imported in a child process "
-        "first.",
-        within="(0, inf)",
-    )
     reward_timeout: float = flag(30.0, "Timeout of a reward call, in seconds.", within="(0, inf)")
     generate_timeout: float | None = flag(
         None, "Timeout of the generation of one sample, in seconds. Default: no timeout.", within="(0, inf)"
@@ -180,15 +174,8 @@ class FaultFlags:
         "stop-user-code",
         "Action on a hang: `warn` logs it; `stop` also ends the run, with a checkpoint of the last step if --save is "
         "given and no rollout is in flight ahead of training; `stop-user-code` ends it if it waits for a function of "
-        "yours, which the log names after a sixth and a half of that time.",
+        "yours.",
         needs="hang_timeout",
-    )
-    hook_memory_reserve: float = flag(
-        0.02,
-        "Fraction of the memory of the machine or control group that functions of yours leave: one that runs when less "
-        "is left, and this process took the last tenth, ends the run with its line, before the kernel ends a process; "
-        "0 disables the check.",
-        within="[0, 0.5]",
     )
     on_diagnosis: Literal["warn", "stop", "strict"] = flag(
         "warn",

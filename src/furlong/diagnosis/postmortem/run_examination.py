@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.catalogue import Diagnosis, diagnosis, most_severe_first
-from furlong.core.process_guard import ProcessChangedError
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 from furlong.diagnosis.postmortem.signatures import (
@@ -238,7 +237,7 @@ def _match_all(
     for text in ordered:
         skipped = excluded if text.failure is not None else ()
         diagnoses += match_specific(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
-    if diagnoses or is_explained or failure.get("error") in HOOK_ERRORS:
+    if diagnoses or is_explained or failure.get("error") == HookError.__name__:
         return diagnoses
     return next(filter(None, (match_general(text, known=known) for text in ordered)), [])
 
@@ -248,7 +247,7 @@ def _since_start(log: str) -> str:
     return log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :]
 
 
-HOOK_ERRORS = (HookError.__name__, ProcessChangedError.__name__)  # which name the function themselves
+HOOK_ERRORS = (HookError.__name__, "ProcessChangedError")  # which name the function themselves
 AfterMemory = Callable[[BaseException], Mapping[str, Any]]
 
 
@@ -270,8 +269,7 @@ def explain(
         [text, *_log_texts(folder, flags, facts)], failure, known=known, is_explained=stated is not None
     )
     if isinstance(error, HookError) and not diagnoses:
-        what = "made this change" if isinstance(error, ProcessChangedError) else "raised it"
-        cause = f"The custom function {what}, or something that it calls."
+        cause = "The custom function raised it, or something that it calls."
         diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))
     log = _relevant_log(folder, diagnoses, failure)
     return diagnoses, last_words(log) if log.name != RUN_LOG else []

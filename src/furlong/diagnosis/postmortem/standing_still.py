@@ -41,8 +41,6 @@ PARTS = (  # text in the command line of a process, and what the process is
     ("environments.worker_process", "environment worker"),
     ("ray::TrainerRank", "trainer rank"),
     ("ray::", "process of Ray"),
-    ("run/witness.py", "watcher of the run's end"),
-    ("user_process_reaper.py", "watcher of user processes"),
 )
 NO_ANSWER = "A custom function, an engine or another process does not return."
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

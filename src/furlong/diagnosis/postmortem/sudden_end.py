@@ -59,7 +59,7 @@ def killed(run: RecordedRun) -> Diagnosis:
         + f" (last event: {last['event']})"
         + (f"; it stood still before: {stood.text}" if stood.text else ""),
         remedy="check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits, and, if the "
-        f"exit code was 0, for compiled code of your functions that calls exit or _exit; {stand}{resume}",
+        f"exit code was 0, for functions of yours that call os._exit; {stand}{resume}",
         evidence=evidence,
     )
 

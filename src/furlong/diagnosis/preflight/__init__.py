@@ -83,7 +83,6 @@ CHECKS: tuple[Check, ...] = (
     machine.training_fits,
 )
 
-NEED_USER_CODE = {flags.evaluation_sets, flags.user_functions, flags.tool_tokens, data.own_reward}
 # Rows of what a check refuses with an error of furlong; the first that fits.
 REFUSED_AS: dict[type[FurlongError], str] = {
     CheckpointError: "CKPT01",
@@ -97,25 +96,20 @@ REFUSED_AS: dict[type[FurlongError], str] = {
 def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
     """Run the checks and return their diagnoses, most severe first. `problems` are those of the flags themselves.
 
-    Modules of user functions are imported in a child process meanwhile, so the checks that need them run last. An input
-    that a check refuses with furlong's own error is reported as a problem of that input. Another exception is CHECK01,
-    unless there is an error already: the check may depend on what that error is about, and runs again once it is
-    corrected.
+    An input that a check refuses with furlong's own error is reported as a problem of that input. Another exception is
+    CHECK01, unless there is an error already: the check may depend on what that error is about, and runs again once it
+    is corrected.
     """
     context = PreflightContext(config, tuple(problems))
-    trial = context.import_trial  # starts the child process
     diagnoses: dict[Check, list[Diagnosis]] = {check: [] for check in checks}
     raised: list[tuple[Check, Exception]] = []
-    try:
-        for check in sorted(checks, key=lambda check: check in NEED_USER_CODE):
-            try:
-                diagnoses[check].extend(check(context))
-            except FurlongError as error:
-                diagnoses[check].extend(_refused(error))
-            except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
-                raised.append((check, error))
-    finally:
-        trial.close()
+    for check in checks:
+        try:
+            diagnoses[check].extend(check(context))
+        except FurlongError as error:
+            diagnoses[check].extend(_refused(error))
+        except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
+            raised.append((check, error))
     has_error = any(each.severity == "error" for found in diagnoses.values() for each in found)
     for check, error in raised:
         if has_error:

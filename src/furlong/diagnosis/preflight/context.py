@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -19,9 +18,8 @@ from furlong.catalogue import Problem
 from furlong.config.args_view import Args
 from furlong.config.checks.value_checks import prompt_file_problem, unreadable_file
 from furlong.config.evaluation import used_eval_specs
-from furlong.config.hooks import Hooks, function_paths, load_hooks
+from furlong.config.hooks import Hooks, load_hooks
 from furlong.config.sections import Config
-from furlong.core.import_trial import ImportTrial
 from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
@@ -121,18 +119,9 @@ class PreflightContext:
         return tokenizer
 
     @cached_property
-    def import_trial(self) -> ImportTrial:
-        """The import of the modules of custom functions in a child process, which the first access starts."""
-        paths = [path for paths in function_paths(self.config).values() for path in paths]
-        with contextlib.suppress(ConfigError):  # reported by flags.evaluation_sets
-            for spec in used_eval_specs(self.config):
-                paths += [path for path in (spec.custom_rm_path, spec.custom_generate_function_path) if path]
-        return ImportTrial(paths, timeout_s=self.config.fault.hook_import_timeout)
-
-    @cached_property
     def hooks(self) -> tuple[Hooks, list[str]]:
         """The custom functions, and the problems of loading them."""
-        return load_hooks(self.config, self.import_trial.problems())
+        return load_hooks(self.config)
 
     @cached_property
     def args(self) -> Args:

@@ -11,8 +11,8 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
 from furlong.core.outcome import Outcome
-from furlong.core.process_guard import location_of
 from furlong.core.sample import Sample
+from furlong.core.user_code import location_of
 from furlong.data.prompt import Prompt, RejectedRow
 from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows

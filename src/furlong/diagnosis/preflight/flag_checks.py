@@ -86,8 +86,6 @@ def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
             if name is None or name in by_flags:  # reported with the flags
                 continue
             try:
-                if (refused := context.import_trial.problems().get(name)) is not None:
-                    raise ConfigError(refused)
                 load_function(name)
             except ConfigError as error:
                 yield from_problem(f"--eval-config {path}, set {spec.name}: {error}", row=row)

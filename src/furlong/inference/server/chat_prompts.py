@@ -17,7 +17,7 @@ import orjson
 from furlong.chat.messages import MessageError, check_extras
 from furlong.chat.prompt_size import longest_token, num_chars
 from furlong.core.chat_template import apply_template, template_messages
-from furlong.core.daemon_calls import call_in_thread
+from furlong.core.event_loop import call_in_thread
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.bodies import off_loop

@@ -1,8 +1,9 @@
-"""SIGTERM ends commands in good order, and reaches processes that user code forks."""
+"""SIGTERM ends commands in good order, and nothing that user code started outlives them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from furlong.core.sigterm import EXIT_CODE
-from furlong.run.end_signals import EndSignals
+from furlong.core.process_end import SIGTERM_CODE, end_children
+from furlong.run.signals import EndSignals
 
 COMMAND = """
 import sys, tempfile, time
@@ -25,13 +26,17 @@ def slow():
         {wait}
 sys.exit(cli._run("furlong slow", slow, owns_process=True))
 """
+THREAD = """
+import sys, threading, time
+from furlong import cli
+import furlong.core.user_modules
+cli.EXIT_WITHIN_S = 0.1
+threading.Thread(target=time.sleep, args=(60,), name="mine").start()
+sys.exit(cli._run("furlong slow", lambda: 3, owns_process=True))
+"""
 
 
-@pytest.mark.parametrize(
-    "wait",
-    ["time.sleep(60)", "import threading; threading.Event().wait()", "while True: pass"],
-    ids=["sleep", "wait", "loop"],
-)
+@pytest.mark.parametrize("wait", ["time.sleep(60)", "while True: pass"], ids=["sleep", "loop"])
 def test_a_command_deletes_its_temporary_files(wait):
     words = [sys.executable, "-c", COMMAND.format(wait=wait)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -41,9 +46,15 @@ def test_a_command_deletes_its_temporary_files(wait):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.01)
         _, error = process.communicate(timeout=10)
-    assert process.returncode == EXIT_CODE
+    assert process.returncode == SIGTERM_CODE
     assert error == "furlong slow: ended by SIGTERM\n"
     assert not Path(folder).exists()
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process():
+    done = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 3
+    assert "exiting without waiting for mine" in done.stderr
 
 
 def test_a_pool_that_user_code_forks_can_be_ended():
@@ -74,3 +85,13 @@ def test_a_closed_terminal_ends_a_run_in_good_order_but_not_under_nohup(handler,
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ends == expected
+
+
+def test_children_of_user_code_are_killed_with_theirs_and_named(caplog):
+    words = ["sh", "-c", "sleep 61.25 & wait"]
+    with subprocess.Popen(words) as process, caplog.at_level(logging.WARNING):
+        time.sleep(0.1)
+        end_children()
+        process.wait(5)
+    assert f"sh -c 'sleep 61.25 & wait' (process {process.pid})" in caplog.text
+    assert "killed 2 processes that user code had started" in caplog.text
