@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": INTERFACES,
     "rewards": INTERFACES,
     "tracking": INTERFACES,
-    "weight_sync": INTERFACES | {"process_group", "sglang_layout"},
+    "weight_sync": INTERFACES | {"process_group", "sglang_layout", "inference"},
     "inference": INTERFACES | {"models", "process_group", "sglang_layout", "chat"},
     "training": INTERFACES | {"models", "algo", "machine"},
     "sessions": INTERFACES | {"chat", "inference"},

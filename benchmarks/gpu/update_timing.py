@@ -19,8 +19,8 @@ from furlong.weight_sync.remote_sync import RemoteSync
 from furlong.weight_sync.verification import WeightVerifier
 from furlong.weight_sync.weight_record import WeightRecord
 
-Verification = Literal["off", "before", "beside"]
-VERIFICATIONS: tuple[Verification, ...] = ("off", "before", "beside")
+Verification = Literal["off", "before", "during"]
+VERIFICATIONS: tuple[Verification, ...] = ("off", "before", "during")
 
 STAGES = {  # span names of `core.tracing`, and their labels
     "read bucket": "read tensors, including recording",
@@ -58,7 +58,7 @@ class Series:
     def show(self) -> None:
         """Print the medians and stages."""
         num_bytes = self.reports[0].num_bytes
-        later = f", verified {statistics.median(self.later_s):.4f} s later" if self.verify == "beside" else ""
+        later = f", verified {statistics.median(self.later_s):.4f} s later" if self.verify == "during" else ""
         print(
             f"{self.way:5s} verification {self.verify:6s}: median {self.median:.4f} s  "
             f"{num_bytes / self.median / 1e9:.2f} GB/s  verify {self.verify_share:.1%}{later}"
@@ -76,7 +76,7 @@ class Series:
 async def time_updates(
     sync: RemoteSync, change: Callable[[], None], way: str, rounds: int, verify: Verification, *, shows: bool = True
 ) -> Series:
-    """Update weights `rounds` times after one warm-up; `verify="beside"` needs a `sync` that verifies while serving."""
+    """Update weights `rounds` times after one warm-up; `verify="during"` needs a `sync` that verifies while serving."""
     reports: list[SyncReport] = []
     later_s: list[float] = []
     with (

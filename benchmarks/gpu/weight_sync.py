@@ -13,7 +13,7 @@ connects; it is printed but not counted.
 
 The time of an update starts with reading the first tensor. It ends with comparing the last checksum, or, when
 verification runs during serving, with loading the last tensor. `--verify` selects when to verify: `before` serving,
-`beside` it (during serving), or `off`, which only this script supports, as the reference. The cost of verification is
+`during` serving, or `off`, which only this script supports, as the reference. The cost of verification is
 the difference from `off`, as a share of an update and, with `--step-s`, of a training step. `verify` is the time that
 this process spends on verification or waits for it, overlapped with sending where possible. Stages overlap; `rest` is
 time outside of all stages. `trainer's checksums alone` is their time without a server.
@@ -165,7 +165,7 @@ async def up(engine: ServerProcess, timeout_s: float) -> SglangServer:
 
 def sync_to(server: SglangServer, weights: Any, transport: Transport, verify: Verification) -> LocalSync:
     """Return a sync that sends `weights` to one server."""
-    return LocalSync(weights, servers_of(server), transport, verify_while_serving=verify == "beside")
+    return LocalSync(weights, servers_of(server), transport, verify_while_serving=verify == "during")
 
 
 def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> float:
@@ -177,7 +177,6 @@ def checksums_alone(weights: Weights, server: SglangServer, rounds: int) -> floa
         sent = record_for([server])
         for _ in sent.recording(weights.weights()).open():
             pass
-        sent.start()
         sent.finish()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
@@ -329,7 +328,7 @@ async def update_from_rank(args: argparse.Namespace, trainer: Any, ranks: Ranks)
     found: list[Series] = []
     for verify in args.verify:
         if ranks.rank == 0:
-            sync = RemoteSync(rank, servers_of(server), name=name, verify_while_serving=verify == "beside")
+            sync = RemoteSync(rank, servers_of(server), name=name, verify_while_serving=verify == "during")
             found.append(await time_updates(sync, change, name, args.rounds, verify))
             found[-1].show()
         else:

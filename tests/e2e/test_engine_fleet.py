@@ -38,7 +38,7 @@ def children_of_this_process() -> list[str]:
 def test_two_started_servers_reproduce_the_run_of_the_embedded_engine(model, data, embedded, tmp_path):
     (samples, _), folder = sampled(
         model, data, tmp_path, engine="embedded", rollout_num_gpus=2, update_weight_transport="disk",
-        sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct", update_weight_proof="beside",
+        sglang_api_key="secret", sglang_router_strategy="manual" if ROUTER else "direct", verify_weights="during",
     )  # fmt: skip
     assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
     for got, want in zip(samples, embedded[0], strict=True):

@@ -8,7 +8,7 @@ import torch
 from fakes_sglang import device_checksum, engine_checksums, held_by
 from furlong.core.device_checksum import TILE_WORDS, Checksums, is_kernel_usable
 from furlong.core.weights import EngineSharding, WeightSource
-from furlong.sglang_layout.fused_checksums import expected
+from furlong.sglang_layout.layout_checksums import expected
 from furlong.weight_sync.weight_record import WeightRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -56,7 +56,6 @@ def test_experts_one_by_one_have_the_checksums_of_the_tensors_that_they_make(siz
         sent = WeightRecord(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
         for _ in sent.recording(WeightSource(lambda: reversed(state.items()), is_live=is_live)).open():
             pass
-        sent.start()
         sent.finish()
         assert sent.checksums == right
         assert (sent.wrong, sent.unhashed) == ({}, {})
@@ -81,11 +80,10 @@ def test_every_process_has_the_checksums_of_its_share(width, num_kv_heads, is_li
     source = WeightSource(given.items, is_live=is_live, num_kv_heads=num_kv_heads)
     for _ in sent.recording(source).open():
         pass
-    sent.start()
     for tensor in given.values():  # the next optimizer step
         tensor.zero_()
     sent.finish()
-    assert not sent.uncut
+    assert not sent.unknown_tp_sizes
     for layout in layouts:
         for rank in range(layout.tp_size):
             held = held_by(
@@ -148,7 +146,6 @@ def test_weights_may_change_and_go_as_soon_as_they_were_sent(is_live):
     rows = {name: tensor[:2].cpu() for name, tensor in state.items()}
     for _ in sent.recording(WeightSource(state.items, is_live=is_live)).open():
         pass
-    sent.start()
     for tensor in state.values():  # the next optimizer step, and the trainer's sleep
         tensor.zero_()
     del tensor

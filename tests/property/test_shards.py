@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_sglang import Sglang
+from furlong.core.device_checksum import Checksums
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.sglang_layout import shard_checksums as shards_module
-from furlong.weight_sync import weight_record as record_module
 from furlong.weight_sync.verification import WeightVerifier, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
@@ -68,7 +67,7 @@ class Server(Sglang):
         return [(rank, tensors | self.wrong.get(rank, {})) for rank, tensors in super().ranks()]
 
 
-def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
+def verify(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
     """Return the verification result of one weight update."""
 
     async def body():
@@ -76,7 +75,6 @@ def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
         source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads, num_experts=num_experts)
         for _ in sent.recording(source).open():
             pass
-        sent.start()
         sent.finish()
         assert sent.checksums
         try:
@@ -88,7 +86,7 @@ def prove(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
     return asyncio.run(body())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]),
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
@@ -122,11 +120,8 @@ def test_every_tensor_of_every_process_is_compared(
     if is_tied:
         for server in servers:
             server.missing = [HEAD]
-    with (
-        mock.patch.object(record_module, "FLUSH_BYTES", flush_bytes),
-        mock.patch.object(shards_module, "COPY_BYTES", flush_bytes),
-    ):
-        assert prove(servers, items, num_kv_heads=num_kv_heads, is_live=is_live) == EVERY
+    with mock.patch.object(Checksums.__init__, "__kwdefaults__", {"flush_bytes": flush_bytes}):
+        assert verify(servers, items, num_kv_heads=num_kv_heads, is_live=is_live) == EVERY
     assert servers[0].shown == servers[1].shown == []
 
 
@@ -137,11 +132,11 @@ WITH_EXPERTS = state_of("qwen3_moe")
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_whole_copies_of_a_server_are_compared_and_must_be_alike(tp_size):
     server = Server(STATE, tp_size=tp_size, dp_size=2)
-    assert prove([server], STATE.items()) == EVERY
+    assert verify([server], STATE.items()) == EVERY
     ranks = server.ranks()
     server.ranks = lambda: [*ranks[:-1], (tp_size - 1, ranks[-1][1] | {"model.norm.weight": torch.zeros(12)})]
     with pytest.raises(SyncError, match=rf"has copies of process {tp_size - 1} that differ in 1 tensors"):
-        prove([server], STATE.items())
+        verify([server], STATE.items())
 
 
 NAMES = [
@@ -152,14 +147,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("answer", [{}, {"dp_size": 2, "enable_dp_attention": True}])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_bit_of_one_process_is_found_and_it_and_the_tensor_are_named(name, answer):
-    server = Server(STATE, tp_size=2, **answer)
-    tensor = server.ranks()[1][1][name].clone()
-    tensor.view(torch.int16).view(-1)[-1] ^= 1
-    server.wrong = {1: {name: tensor}}
-    with pytest.raises(SyncError, match=rf"http://engine, process 1 of 2: .*1 differ \(first: {name}"):
-        prove([server], STATE.items())
+def test_a_wrong_bit_of_one_process_is_found_and_it_and_the_tensor_are_named(answer):
+    for name in NAMES:
+        server = Server(STATE, tp_size=2, **answer)
+        tensor = server.ranks()[1][1][name].clone()
+        tensor.view(torch.int16).view(-1)[-1] ^= 1
+        server.wrong = {1: {name: tensor}}
+        with pytest.raises(SyncError, match=rf"http://engine, process 1 of 2: .*1 differ \(first: {name}"):
+            verify([server], STATE.items())
 
 
 class Odd(Server):
@@ -181,8 +176,6 @@ def without_a_tensor(ranks):
     ("change", "words"),
     [
         (lambda ranks: ranks[:1], r"checksums of processes \[0\]"),
-        (lambda ranks: [ranks[0]] * 2, r"checksums of processes \[0\]"),
-        (lambda ranks: [*ranks, (2, ranks[0][1])], r"checksums of processes \[0, 1, 2\]"),
         (
             lambda ranks: [(1 - rank, of) for rank, of in ranks],
             r"process 0 of 2: .*of 17 tensors, 10 differ \(first: model.embed_tokens.weight",
@@ -196,7 +189,7 @@ def without_a_tensor(ranks):
 )
 def test_processes_that_are_missing_exchanged_or_unlike_their_copies_are_an_error(change, words):
     with pytest.raises(SyncError, match=f"http://engine.*{words}"):
-        prove([Odd(change, tp_size=2)], STATE.items())
+        verify([Odd(change, tp_size=2)], STATE.items())
 
 
 def test_processes_that_share_an_attention_in_another_order_are_an_error():
@@ -206,18 +199,16 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
         return [(rank, own[rank] | {part: own[rank // 2][part]}) for rank in own]
 
     attention = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
-    assert prove([Server(STATE, **attention)], STATE.items()) == EVERY
+    assert verify([Server(STATE, **attention)], STATE.items()) == EVERY
     with pytest.raises(SyncError, match=rf"process 1 of 4: .*1 differ \(first: {NAMES[3]}"):
-        prove([Odd(interleaved, **attention)], STATE.items())
+        verify([Odd(interleaved, **attention)], STATE.items())
 
 
 @pytest.mark.parametrize(
     ("answer", "family", "num_kv_heads", "words"),
     [
         ({"moe_dense_tp_size": 1}, "qwen3", 2, "may have tensors in another form (moe_dense_tp_size 1), so only rows"),
-        ({"attn_cp_size": 2}, "qwen3", 2, "may have tensors in another form (attn_cp_size 2), so only rows"),
         ({"tp_size": 1, "rl_on_policy_target": "fsdp"}, "qwen3", 2, "in another form (rl_on_policy_target fsdp), so"),
-        ({"tp_size": 1, "cpu_offload_gb": 8}, "qwen3", 2, "in another form (cpu_offload_gb 8), so only rows"),
         ({"dp_size": 2, "enable_dp_attention": True}, "llama", 2, "data-parallel attention in a model of the family"),
         ({}, "qwen3", None, "has shards of model.layers.0.self_attn.qkv_proj.weight"),
     ],
@@ -225,7 +216,7 @@ def test_processes_that_share_an_attention_in_another_order_are_an_error():
 def test_unknown_shards_are_compared_by_rows_with_a_warning(answer, family, num_kv_heads, words, caplog):
     server = Server(STATE, family, **{"tp_size": 2} | answer)
     with caplog.at_level(logging.WARNING):
-        assert "tensors compared by rows" in prove([server], STATE.items(), num_kv_heads=num_kv_heads)
+        assert "tensors compared by rows" in verify([server], STATE.items(), num_kv_heads=num_kv_heads)
     assert words in caplog.text
 
 
@@ -236,7 +227,7 @@ def test_unequal_shards_are_reported(caplog):
     server = Server(state, tp_size=2)
     server.ranks = lambda: [(0, {}), (1, {})]
     with caplog.at_level(logging.WARNING):
-        assert "tensors compared by rows" in prove([server], state.items())
+        assert "tensors compared by rows" in verify([server], state.items())
     assert "gate_up_proj.weight, which 2 processes cannot share: 19 is not a multiple of 2, so only rows" in caplog.text
 
 
@@ -248,7 +239,6 @@ def test_live_weights_may_change_once_their_shares_were_read():
         sent = record_for([server])
         for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
             pass
-        sent.start()
         for tensor in state.values():
             tensor.zero_()
         sent.finish()
@@ -258,29 +248,7 @@ def test_live_weights_may_change_once_their_shares_were_read():
     asyncio.run(server.close())
 
 
-def test_copies_of_columns_do_not_pile_up():
-    held = []
-    flush = shards_module.Checksums.flush
-
-    def watched(self):
-        held.append(self.waiting_bytes)
-        flush(self)
-
-    with (
-        mock.patch.object(shards_module, "COPY_BYTES", 4000),
-        mock.patch.object(shards_module.Checksums, "flush", watched),
-    ):
-        shards = shards_module.ShardChecksums(None)
-        for i in range(40):
-            shards.add(f"model.layers.{i}.mlp.down_proj.weight", [torch.zeros(8, 64, dtype=torch.bfloat16)], 2)
-        assert shards.waiting_bytes == 40 * 1024
-        assert not held
-        shards.flush()
-    assert 4000 <= max(held) < 4000 + 1024
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+@pytest.mark.parametrize(("index", "name"), [(0, "w13_weight"), (1, "w2_weight")])
 def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
     server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
     name = f"model.layers.1.mlp.experts.{name}"
@@ -288,7 +256,7 @@ def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
     tensor.view(torch.int16)[-1, -1, -1] ^= 1
     server.wrong = {index: {name: tensor}}
     with pytest.raises(SyncError, match=rf"http://engine, process {index} of 2: .*1 differ \(first: {name}"):
-        prove([server], WITH_EXPERTS.items())
+        verify([server], WITH_EXPERTS.items())
 
 
 def test_processes_that_have_the_experts_of_others_are_an_error():
@@ -296,14 +264,13 @@ def test_processes_that_have_the_experts_of_others_are_an_error():
     own = [{name: tensor for name, tensor in of.items() if ".experts." in name} for _, of in server.ranks()]
     server.wrong = {0: own[1], 1: own[0]}
     with pytest.raises(SyncError, match=r"process 0 of 2: .*4 differ \(first: model.layers.0.mlp.experts.w13_weight"):
-        prove([server], WITH_EXPERTS.items())
+        verify([server], WITH_EXPERTS.items())
 
 
 @pytest.mark.parametrize(
     ("answer", "num_experts", "words"),
     [
         ({"tp_size": 2}, EXPERTS, "splits each expert over 2 processes"),
-        ({"tp_size": 4, "ep_size": 2}, EXPERTS, "splits each expert over 2 processes"),
         (
             {"tp_size": 2, "ep_size": 2},
             None,
@@ -314,13 +281,12 @@ def test_processes_that_have_the_experts_of_others_are_an_error():
             EXPERTS,
             "rearranges experts (moe_a2a_backend deepep)",
         ),
-        ({"enable_eplb": True}, EXPERTS, "rearranges experts (enable_eplb True)"),
     ],
 )
 def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, words, caplog):
     server = Server(WITH_EXPERTS, "qwen3_moe", **answer)
     with caplog.at_level(logging.WARNING):
-        assert BUT_EXPERTS in prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+        assert BUT_EXPERTS in verify([server], WITH_EXPERTS.items(), num_experts=num_experts)
     said = f"weight_sync version 7: http://engine {words}, so for its experts only a change is checked"
     assert [record.getMessage() for record in caplog.records] == [said]
     assert server.shown == []
@@ -328,7 +294,7 @@ def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, w
     last = server.sharding.tp_size - 1
     server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
     with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
-        prove([server], WITH_EXPERTS.items(), num_experts=num_experts)
+        verify([server], WITH_EXPERTS.items(), num_experts=num_experts)
 
 
 def first_stage(ranks):
@@ -339,21 +305,21 @@ def first_stage(ranks):
 
 
 @pytest.mark.parametrize(
-    ("state", "family", "but"), [(STATE, "qwen3", ""), (WITH_EXPERTS, "qwen3_moe", " but those of experts")]
+    ("state", "family", "but", "tp_size"),
+    [(STATE, "qwen3", "", 1), (WITH_EXPERTS, "qwen3_moe", " but those of experts", 2)],
 )
-@pytest.mark.parametrize("tp_size", [1, 2])
 def test_only_the_first_pipeline_stage_is_compared(tp_size, state, family, but):
     answer = {"tp_size": tp_size, "pp_size": 2}
     server = Odd(first_stage, state, family, **answer)
     but = but if tp_size > 1 else ""
-    assert prove([server], state.items()).startswith(f"every checksum of the first of 2 stages{but} verified")
+    assert verify([server], state.items()).startswith(f"every checksum of the first of 2 stages{but} verified")
     server.wrong = {tp_size - 1: {NAMES[-3]: torch.zeros(6)} | {EMBEDDING: torch.zeros(3)}}
     with pytest.raises(SyncError, match=r"http://engine.*1 differ \(first: model.embed_tokens.weight"):
-        prove([server], state.items())
+        verify([server], state.items())
     server = Odd(
         lambda ranks: [(rank, of | {"model.extra": torch.zeros(3)}) for rank, of in first_stage(ranks)], state, family
     )
-    assert "tensors compared by rows" in prove([server], state.items())
+    assert "tensors compared by rows" in verify([server], state.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -369,7 +335,6 @@ def test_an_unchanged_first_pipeline_stage_is_healthy(family):
             sent = record_for([server])
             for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
                 pass
-            sent.start()
             await proof.check([server], sent, 7)
 
     asyncio.run(body())
@@ -388,7 +353,6 @@ def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_the
                 WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)
             ).open():
                 pass
-            sent.start()
             await proof.check([server], sent, 7)
 
     with pytest.raises(SyncError, match="http://engine did not change, unlike the trainer's"):

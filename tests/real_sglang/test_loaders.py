@@ -18,7 +18,7 @@ import forked_sglang
 from furlong.core.weights import UNSHARDED
 from furlong.files.model_manifest import write_model_manifest
 from furlong.models.hf_model import build_model, save_model
-from furlong.sglang_layout.fused_checksums import DENSE, WITH_EXPERTS, FusedChecksums, expected
+from furlong.sglang_layout.layout_checksums import DENSE, WITH_EXPERTS, LayoutChecksums, expected
 from models_zoo import family_config
 from runs import REPOSITORY
 from sglang_on_cpu import SITE, STAND_INS, skip_without_it
@@ -72,7 +72,7 @@ def loaded(tmp_path_factory):
 @pytest.mark.parametrize("family", LOADERS)
 def test_sglang_has_the_tensors_that_are_expected_of_it(family, loaded):
     folder, stored = loaded[family]
-    sums = FusedChecksums(frozenset({torch.bfloat16}))
+    sums = LayoutChecksums(frozenset({torch.bfloat16}))
     for name, tensor in load_file(folder / "model.safetensors").items():
         sums.add(name, tensor)
     right = sums.digests()

@@ -31,15 +31,16 @@ from furlong.errors import (
     NoAnswerError,
     SyncError,
 )
+from furlong.inference.sglang.server import SglangServer
 from furlong.interfaces import Trainer, WeightSync
 from furlong.quantization.scheme import QuantizationScheme
-from furlong.weight_sync.transports.transport import Connect, Transport, WeightServer, late_fields
+from furlong.weight_sync.transports.transport import Connect, Transport, late_fields
 from furlong.weight_sync.verification import WeightVerifier, record_for
 from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
 
-Servers = Callable[[], Awaitable[Sequence[WeightServer]]]
+Servers = Callable[[], Awaitable[Sequence[SglangServer]]]
 WasLost = Callable[[Sequence[Any], Mapping[str, Loss]], Awaitable[bool]]  # (servers, losses of silent ones by URL)
 
 HANG = Loss("it hangs: no answer in time during a weight update", ENGINE_HANGS)
@@ -87,7 +88,7 @@ class RemoteSync(WeightSync):
     ) -> None:
         self._sender, self._servers, self._was_lost = sender, servers, was_lost
         self._name, self._timeout_s, self._verify_while_serving = name, timeout_s, verify_while_serving
-        self._verifying: tuple[Sequence[WeightServer], WeightRecord, int, asyncio.Task[str]] | None = None
+        self._verifying: tuple[Sequence[SglangServer], WeightRecord, int, asyncio.Task[str]] | None = None
         self._verifier = WeightVerifier()
         self._lock = asyncio.Lock()
         self._last_sent: tuple[int, WeightRecord] | None = None
@@ -137,7 +138,7 @@ class RemoteSync(WeightSync):
         logger.info("weight_sync verified: version %d, %s", version, compared or "no engine with it is left")
         return sent.checksums
 
-    async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
+    async def load_into(self, server: SglangServer, version: int) -> SyncReport | None:
         """Load the latest weights into one server that was restarted.
 
         Returns None if the transport had stored them, in which case only the version label is compared. Raises
@@ -169,7 +170,7 @@ class RemoteSync(WeightSync):
 
     async def _update(
         self,
-        servers: Sequence[WeightServer],
+        servers: Sequence[SglangServer],
         version: int,
         send: Callable[[Sequence[EngineAddress], int], Awaitable[WeightRecord]],
         *,
@@ -296,7 +297,6 @@ class RankSync:
                     await in_thread(lambda: _read_all(rest))
                 raise
         assert sent.is_read or self._rank > 0  # transports read their source to the end
-        sent.start()
         if self._rank == 0 and not sent.num_tensors:
             raise SyncError(f"weight_sync version {version}: the trainer has no tensors to send")
         return sent
@@ -336,10 +336,10 @@ class LocalSync(RemoteSync):
         scheme: QuantizationScheme | None = None,
         **options: Any,
     ) -> None:
-        self._clients: dict[str, WeightServer] = {}
+        self._clients: dict[str, SglangServer] = {}
         self._rank = RankSync(trainer.weights, transport, connect=self._connect, scheme=scheme)
 
-        async def registered() -> Sequence[WeightServer]:
+        async def registered() -> Sequence[SglangServer]:
             in_use = await servers()
             self._clients |= {server.url: server for server in in_use}
             return in_use
@@ -356,11 +356,11 @@ class LocalSync(RemoteSync):
         self._last_sent = version, sent
         return report.checksums
 
-    async def load_into(self, server: WeightServer, version: int) -> SyncReport | None:
+    async def load_into(self, server: SglangServer, version: int) -> SyncReport | None:
         """`RemoteSync.load_into`, also for a server that is not in use yet."""
         self._clients[server.url] = server
         return await super().load_into(server, version)
 
     @contextlib.asynccontextmanager
-    async def _connect(self, addresses: Sequence[EngineAddress]) -> AsyncGenerator[Sequence[WeightServer]]:
+    async def _connect(self, addresses: Sequence[EngineAddress]) -> AsyncGenerator[Sequence[SglangServer]]:
         yield [self._clients[address.url] for address in addresses]

@@ -25,10 +25,18 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
-from furlong.sglang_layout.fused_checksums import APART, DENSE, WHOLE, WITH_EXPERTS, accepted, expected
-from furlong.sglang_layout.shard_checksums import HEAD, kind_of
+from furlong.inference.sglang.server import SglangServer
+from furlong.sglang_layout.layout_checksums import (
+    APART,
+    DENSE,
+    HEAD,
+    WHOLE,
+    WITH_EXPERTS,
+    accepted,
+    expected,
+    kind_of,
+)
 from furlong.weight_sync.transports.ipc import check_message
-from furlong.weight_sync.transports.transport import WeightServer
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
 
 logger = logging.getLogger(__name__)
@@ -53,10 +61,20 @@ def compare_checksums(
     extra = [name for name in loaded if name not in sent]
     if not (different or missing or extra):
         return
-    if zero := _all_zero(source, {name: loaded[name] for name in different}):
-        raise zero_weights_error(zero, version=version)
+    described: dict[str, str] = {}
+    if source is not None:
+        firsts, zero = {names[0] for names in (different, missing, extra) if names}, list[str]()
+        for name, tensor in source.open():
+            if name in firsts:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                norm = float(tensor.float().norm())
+                described[name] = f", {tuple(tensor.shape)} {dtype} of norm {norm:.4g} in the trainer"
+            if name in loaded and loaded[name] != sent.get(name) and loaded[name] == checksum(torch.zeros_like(tensor)):
+                zero.append(name)
+        if zero:
+            raise zero_weights_error(zero, version=version)
     parts = [
-        f"{len(names)} {what} (first: {names[0]}{_description(source, names[0])})"
+        f"{len(names)} {what} (first: {names[0]}{described.get(names[0], '')})"
         for what, names in (("differ", different), ("did not arrive", missing), ("were never sent", extra))
         if names
     ]
@@ -90,13 +108,6 @@ def _head_cause(loaded: Mapping[str, str], names: Sequence[str]) -> str | None:
     )
 
 
-def _all_zero(source: WeightSource | None, loaded: Mapping[str, str]) -> list[str]:
-    """Return the tensors whose checksum in the engine is that of all zeros."""
-    if source is None or not loaded:
-        return []
-    return [name for name, tensor in source.open() if loaded.get(name) == checksum(torch.zeros_like(tensor))]
-
-
 def zero_weights_error(names: Sequence[str], *, version: int) -> SyncError:
     """Make the error for tensors that are all zero in the engine but not in the trainer (SYNC02)."""
     problem = diagnosis(
@@ -109,17 +120,7 @@ def zero_weights_error(names: Sequence[str], *, version: int) -> SyncError:
     return SyncError(problem.text())
 
 
-def _description(source: WeightSource | None, name: str) -> str:
-    if source is None:
-        return ""
-    for each, tensor in source.open():
-        if each == name:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            return f", {tuple(tensor.shape)} {dtype} of norm {float(tensor.float().norm()):.4g} in the trainer"
-    return ""
-
-
-def record_for(servers: Sequence[WeightServer], *, is_quantized: bool = False) -> WeightRecord:
+def record_for(servers: Sequence[SglangServer], *, is_quantized: bool = False) -> WeightRecord:
     """Make an empty record of what verifying these servers will need."""
     dtypes = [server.checksum_dtype for server in servers]
     on_device = [server for server in servers if server.device_dtypes]
@@ -144,7 +145,7 @@ class WeightVerifier:
         self._compared: dict[str, bool] = {}  # by url, once all tensors were compared: whether it has an output layer
         self._warned: set[tuple[str, str]] = set()  # url and text of the warnings
 
-    async def check(self, servers: Sequence[WeightServer], sent: WeightRecord, version: int) -> str:
+    async def check(self, servers: Sequence[SglangServer], sent: WeightRecord, version: int) -> str:
         """Verify all servers; return a description of what was compared. Raises SyncError."""
         finished = in_thread(sent.finish)
         results = await asyncio.gather(*(self._check_one(server, sent, finished, version) for server in servers))
@@ -161,7 +162,7 @@ class WeightVerifier:
         return "; ".join(sorted({text for text, _ in results}))
 
     async def _check_one(
-        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
+        self, server: SglangServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> tuple[str, str]:
         """Verify one server; return what was compared, and the server's checksum over all tensors ("" if unknown)."""
         label = await server.served_version()
@@ -213,12 +214,12 @@ class WeightVerifier:
         return f"{compared}{also}", digest
 
     async def _compare_all(
-        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
+        self, server: SglangServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> tuple[str, str] | None:
-        """Compare every tensor in the server's layout, except experts in an unknown one; None if all of it is unknown.
+        """Compare all tensors in the server's layout; return what was compared, and the server's checksum over all.
 
-        Of a model with quantized weights, the others are compared.
-        Returns what was compared, and the server's checksum over all. With pipeline stages only the first is compared.
+        Experts whose layout is unknown are skipped, and so are quantized weights; returns None if no layout is known.
+        Only the first of several pipeline stages is compared.
         """
         family, sharding = self._families[server.url], server.sharding
         if why := _unknown_layout(server, family):
@@ -231,8 +232,8 @@ class WeightVerifier:
         for name, why in sent.unhashed.items():
             return self._only_rows(server, version, f"has {name}, which cannot be hashed: {why}")
         for count in (sharding.tp_size, sharding.attention_tp_size, sharding.head_tp_size):
-            if count in sent.uncut:
-                return self._only_rows(server, version, f"has shards {sent.uncut[count]}")
+            if count in sent.unknown_tp_sizes:
+                return self._only_rows(server, version, f"has {sent.unknown_tp_sizes[count]}")
         if unknown := _unknown_experts(server, family, sent):
             self._warn(server, version, f"{unknown}, so for its experts only a change is checked")
         by_rank = _by_rank(server, answers, version, without_experts=bool(unknown))
@@ -255,15 +256,15 @@ class WeightVerifier:
                 which = f", process {rank} of {sharding.tp_size}" if sharding.tp_size > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
         where = f" of the first of {server.num_stages} stages" if is_part else ""
-        if not unknown:
-            if not is_part:
-                self._compared[server.url] = HEAD in by_rank[0]
-            return f"every checksum{where} verified", digest
-        self._check_change(server, sent, digest, version)
-        return f"every checksum{where} but those of experts verified, a checksum of the engine's own", digest
+        if unknown:
+            self._check_change(server, sent, digest, version)
+            return f"every checksum{where} but those of experts verified, a checksum of the engine's own", digest
+        if not is_part:
+            self._compared[server.url] = HEAD in by_rank[0]
+        return f"every checksum{where} verified", digest
 
     async def _compare_by_loader(
-        self, server: WeightServer, sent: WeightRecord, finished: Awaitable[None], version: int
+        self, server: SglangServer, sent: WeightRecord, finished: Awaitable[None], version: int
     ) -> None:
         """Have the loader compare the tensors that are not quantized, whose names an earlier update has compared."""
         await finished
@@ -272,16 +273,16 @@ class WeightVerifier:
         with tracer.flight("engine's checksums", url=server.url):
             await server.load_handles([check_message(each) for each in right], version, is_last=True)
 
-    def _only_rows(self, server: WeightServer, version: int, why: str) -> None:
+    def _only_rows(self, server: SglangServer, version: int, why: str) -> None:
         self._warn(server, version, f"{why}, so only rows of its weights are compared")
 
-    def _warn(self, server: WeightServer, version: int, text: str) -> None:
+    def _warn(self, server: SglangServer, version: int, text: str) -> None:
         """Log a warning about a server, once."""
         if (server.url, text) not in self._warned:
             self._warned.add((server.url, text))
             logger.warning("weight_sync version %d: %s %s", version, server.url, text)
 
-    async def _compare_rows(self, server: WeightServer, sent: WeightRecord, version: int) -> int:
+    async def _compare_rows(self, server: SglangServer, sent: WeightRecord, version: int) -> int:
         """Compare the first rows of the sampled tensors; return for how many that was possible."""
         names = list(sent.rows)
         if server.sharding.tp_size > 1:  # only one-dimensional tensors are whole in each process
@@ -302,7 +303,7 @@ class WeightVerifier:
                 )
         return num_compared
 
-    async def _compare_change(self, server: WeightServer, sent: WeightRecord, version: int) -> str:
+    async def _compare_change(self, server: SglangServer, sent: WeightRecord, version: int) -> str:
         """Check that the server's checksum changed if the weights did; return it, "" if the server has none."""
         try:
             _, digest = await server.checksums()
@@ -314,7 +315,7 @@ class WeightVerifier:
         self._check_change(server, sent, digest, version)
         return digest
 
-    def _check_change(self, server: WeightServer, sent: WeightRecord, digest: str, version: int) -> None:
+    def _check_change(self, server: SglangServer, sent: WeightRecord, digest: str, version: int) -> None:
         """Raise SyncError if the server's checksum changed and the trainer's did not, or the other way round.
 
         With pipeline stages the checksum covers the first one, which may stay the same while others change.
@@ -331,7 +332,7 @@ class WeightVerifier:
             )
 
 
-def _unknown_layout(server: WeightServer, family: str) -> str:
+def _unknown_layout(server: SglangServer, family: str) -> str:
     """Return why it is unknown which tensors a server of this model family has; "" if it is known."""
     sharding = server.sharding
     if family not in DENSE | WITH_EXPERTS:
@@ -343,7 +344,7 @@ def _unknown_layout(server: WeightServer, family: str) -> str:
     return ""
 
 
-def _unknown_experts(server: WeightServer, family: str, sent: WeightRecord) -> str:
+def _unknown_experts(server: SglangServer, family: str, sent: WeightRecord) -> str:
     """Return why the layout of this server's experts is unknown; "" if it is known."""
     if family not in WITH_EXPERTS or not any(kind_of(name) == "experts" for name in sent.fused.get(WHOLE, {})):
         return ""
@@ -352,11 +353,11 @@ def _unknown_experts(server: WeightServer, family: str, sent: WeightRecord) -> s
     tp_size, ep_size = server.sharding.tp_size, server.sharding.ep_size
     if ep_size != tp_size:
         return f"splits each expert over {tp_size // ep_size} processes"
-    return f"has experts that {sent.uncut_experts[tp_size]}" if tp_size in sent.uncut_experts else ""
+    return f"has experts that {sent.unknown_ep_sizes[tp_size]}" if tp_size in sent.unknown_ep_sizes else ""
 
 
 def _by_rank(
-    server: WeightServer, answers: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
+    server: SglangServer, answers: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
 ) -> dict[int, dict[str, str]]:
     """Return the checksums of each process. Raises SyncError if one is missing, or reported with different values."""
     by_rank: dict[int, dict[str, str]] = {}

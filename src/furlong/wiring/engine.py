@@ -191,7 +191,7 @@ def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngin
     """Build what sends weights to servers, from the ranks on Ray or from the trainer in this process."""
     config, flags = context.config, context.config.sync
     timeout_s = max(TIMEOUT_S, 2 * flags.update_weight_timeout)  # more than for one bucket or folder
-    verify_while_serving = flags.update_weight_proof == "beside"
+    verify_while_serving = flags.verify_weights == "during"
     was_lost = engine.pool.any_lost if is_started(config) else None
     if training.ray_trainer is None:
         return LocalSync(

@@ -13,7 +13,7 @@ import furlong
 from fakes_sglang import device_checksum
 from furlong.core.device_checksum import TILE_WORDS, Checksums, _Table
 from furlong.inference.embedded.model_loading import source_from_folder
-from furlong.sglang_layout.fused_checksums import WHOLE, FusedChecksums
+from furlong.sglang_layout.layout_checksums import WHOLE, LayoutChecksums
 
 # /weights_checker of SGLang 0.5.16 on an H200, serving the quickstart's model.
 ANSWERED = {
@@ -34,7 +34,7 @@ WORD, WORD64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def test_checksums_of_the_quickstart_model_equal_those_of_sglang():
-    sums = FusedChecksums(frozenset([torch.bfloat16, torch.float32]))
+    sums = LayoutChecksums(frozenset([torch.bfloat16, torch.float32]))
     for name, tensor in source_from_folder(Path(furlong.__file__).parent / "quickstart" / "model").open():
         sums.add(name, tensor)
     result = sums.digests()[WHOLE]

@@ -15,7 +15,7 @@ from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.models.hf_model import named_tensors, on_disk, save_model
-from furlong.sglang_layout.fused_checksums import Place, place_of
+from furlong.sglang_layout.layout_checksums import Place, place_of
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from furlong.weight_sync.verification import WeightVerifier, record_for
@@ -78,16 +78,14 @@ def test_a_piece_has_its_place_by_its_name():
         assert place_of(f"model.layers.2.{other}") is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("answer", [{}, {"dtype": "auto"}, {"moe_runner_backend": "triton"}])
-def test_every_tensor_of_a_model_with_experts_is_compared(answer):
-    server = Sglang(STATE, **answer)
+def test_every_tensor_of_a_model_with_experts_is_compared():
+    server = Sglang(STATE, dtype="auto", moe_runner_backend="triton")
     assert LAST >= 3
     assert check(server, list(reversed(STATE.items())), times=2) == "every checksum verified"
     assert server.shown == []
 
 
-@pytest.mark.parametrize("piece", ["0.gate_proj", "1.up_proj", f"{LAST}.down_proj"])
+@pytest.mark.parametrize("piece", ["1.up_proj", f"{LAST}.down_proj"])
 def test_one_wrong_bit_of_an_expert_is_found(piece):
     stored = {name: tensor.clone() for name, tensor in STATE.items()}
     stored[f"{LAYER}.{piece}.weight"] = stored[f"{LAYER}.{piece}.weight"].bfloat16()
@@ -96,9 +94,7 @@ def test_one_wrong_bit_of_an_expert_is_found(piece):
         check(Sglang(stored), STATE.items())
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("2.gate_proj", "2.up_proj"), ("0.down_proj", "1.down_proj"), ("1.up_proj", f"{LAST}.up_proj")]
-)
+@pytest.mark.parametrize(("one", "other"), [("2.gate_proj", "2.up_proj"), ("0.down_proj", "1.down_proj")])
 def test_pieces_that_changed_places_are_found(one, other):
     one, other = f"{LAYER}.{one}.weight", f"{LAYER}.{other}.weight"
     with pytest.raises(SyncError, match="1 differ"):
@@ -109,7 +105,6 @@ def test_pieces_that_changed_places_are_found(one, other):
     ("number", "why"),
     [
         (0, "pieces are missing.*model.layers.0.mlp.experts.0"),
-        (1, "pieces are missing.*model.layers.0.mlp.experts.1"),
         (LAST, "2 differ"),
     ],
 )
@@ -153,9 +148,7 @@ def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
 @pytest.mark.parametrize(
     "option",
     [
-        {"moe_runner_backend": "flashinfer_trtllm"}, {"moe_runner_backend": "triton_kernel"},
-        {"moe_runner_backend": None}, {"moe_a2a_backend": "deepep"}, {"ep_num_redundant_experts": 2},
-        {"kt_weight_path": "/cpu"},
+        {"moe_runner_backend": "flashinfer_trtllm"}, {"ep_num_redundant_experts": 2},
     ],
 )  # fmt: skip
 def test_a_server_that_rearranges_experts_has_the_other_tensors_compared_and_one_warning(option, caplog):
@@ -169,10 +162,8 @@ def test_a_server_that_rearranges_experts_has_the_other_tensors_compared_and_one
     assert not server.shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
-def test_server_keeping_an_old_router_is_reported_once_in_every_comparison_mode(answer, caplog):
-    server = Sglang(STATE, **answer)
+def test_server_keeping_an_old_router_is_reported_once(caplog):
+    server = Sglang(STATE)
     with caplog.at_level(logging.WARNING):
         assert ROWS in check(server, STATE.items(), times=2, family="glm4_moe")
     said = [record.getMessage() for record in caplog.records]
@@ -182,13 +173,12 @@ def test_server_keeping_an_old_router_is_reported_once_in_every_comparison_mode(
     assert server.unused_weights("qwen3_moe") == ""
 
 
-@pytest.mark.parametrize("answer", [{}, {"tp_size": 8}])
-def test_a_server_with_an_output_layer_that_is_never_sent_is_an_error(answer):
+def test_a_server_with_an_output_layer_that_is_never_sent_is_an_error():
     tied = {name: tensor for name, tensor in STATE.items() if name != "lm_head.weight"}
     assert len(tied) < len(STATE)
     with pytest.raises(SyncError, match=r"http://engine .*lm_head.weight.*'qwen3_moe'"):
-        check(Sglang(STATE, **answer), tied.items())
-    assert check(Sglang(STATE, version="0.5.17", **answer), tied.items())
+        check(Sglang(STATE), tied.items())
+    assert check(Sglang(STATE, version="0.5.17"), tied.items())
     assert check(Sglang(tied), tied.items(), family="qwen3") == "every checksum verified"
 
 
@@ -207,7 +197,6 @@ def several_precisions():
     return {key: tensor.to(torch.float16 if key == name else torch.bfloat16) for key, tensor in STATE.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "why"),
     [
@@ -224,8 +213,7 @@ def test_experts_that_cannot_be_hashed_are_compared_by_rows_with_a_warning(state
     assert re.search(why, said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("state", [lambda: STATE, odd_state, several_precisions])
+@pytest.mark.parametrize("state", [lambda: STATE, odd_state])
 def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state):
     state, server = state(), Sglang(STATE, dtype="auto")
     before = digest(server, state.items())

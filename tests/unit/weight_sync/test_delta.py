@@ -1,4 +1,4 @@
-"""The codec of deltas, local checkpoints, and who gets a whole folder."""
+"""The codec of deltas, damaged ones, and who gets a whole folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from furlong.core import delta as codec
-from furlong.core.delta import Delta, DeltaWriter
-from furlong.core.weights import WeightSource
 from furlong.errors import EngineTimeoutError, SyncError
+from furlong.files import delta as codec
+from furlong.files.delta import Delta, DeltaWriter
 from furlong.inference.sglang.server import SglangServer
 from furlong.inference.sglang.server_info import ServerInfo
 from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DeltaTransport, VersionFolders
-from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint
+from furlong.weight_sync.transports.disk import DeltaTransport
 from served_engine import ScriptedServer, Untrained
 from transport_context import transport_context
 
@@ -99,65 +97,7 @@ def test_another_base_a_corrupt_file_and_another_dtype_are_refused(tmp_path):
         Delta.open(tmp_path / "d")
 
 
-def test_a_local_checkpoint_is_patched_in_place_and_only_from_its_base(tmp_path):
-    base = state_of(0)
-    new = stepped(base)
-    (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
-    whole = folders.write(WeightSource(base.items), 7)
-    local = LocalCheckpoint(tmp_path / "local")
-    assert local.version is None
-    local.seed(whole, 7)
-    written(tmp_path / "d", base, new)
-    local.apply(tmp_path / "d")
-    assert local.version == 8
-    loaded = {}
-    for path in sorted(local.folder.glob("*.safetensors")):
-        loaded |= load_file(path)
-    assert all(torch.equal(loaded[name], new[name]) for name in new)
-    with pytest.raises(SyncError, match=r"version 8\b.* applies to version"):
-        local.apply(tmp_path / "d")
-    folders.close()
-
-
-def test_a_patch_that_failed_leaves_no_version(tmp_path):
-    base = state_of(0)
-    (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
-    local = LocalCheckpoint(tmp_path / "local")
-    local.seed(folders.write(WeightSource(base.items), 7), 7)
-    written(tmp_path / "d", base, stepped(base))
-    (tmp_path / "d" / "delta.bin").write_bytes(b"")
-    with pytest.raises(SyncError, match="ends within"):
-        local.apply(tmp_path / "d")
-    assert local.version is None
-    folders.close()
-
-
-def test_a_local_checkpoint_replaces_no_folder_but_its_own(tmp_path):
-    base = state_of(0)
-    (tmp_path / "config.json").write_text("{}")
-    folders = VersionFolders(transport_context(2000, folder=tmp_path / "w"))
-    whole = folders.write(WeightSource(base.items), 7)
-    local = LocalCheckpoint(tmp_path / "model")
-    local.folder.mkdir()
-    local.seed(whole, 7)
-    written(tmp_path / "d", base, stepped(base))
-    (tmp_path / "d" / "delta.bin").write_bytes(b"")
-    with pytest.raises(SyncError, match="ends within"):
-        local.apply(tmp_path / "d")
-    local.seed(whole, 7)  # also where a patch was not completed
-    assert local.version == 7
-    (local.folder / "furlong_version.json").unlink()
-    with pytest.raises(SyncError, match=r"--update-weight-local-checkpoint-dir .*model "):
-        local.seed(whole, 8)
-    assert (local.folder / "config.json").is_file()
-    folders.close()
-
-
-@pytest.mark.parametrize("has_local", [True, False])
-def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local):
-    """And a server that has another version than the base gets all tensors."""
+def test_sglang_loads_a_whole_folder_after_a_delta(tmp_path):
     seen = []
     version = "1"
 
@@ -177,8 +117,7 @@ def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local
     server = ScriptedServer(answer)
     client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
     (tmp_path / "config.json").write_text("{}")
-    local = str(tmp_path / "local") if has_local else None
-    transport = DeltaTransport(transport_context(2000, folder=tmp_path / "w", local_checkpoint_dir=local))
+    transport = DeltaTransport(transport_context(2000, folder=tmp_path / "w"))
     trainer = Untrained(state_of(0))
 
     async def body():
@@ -196,7 +135,7 @@ def test_sglang_loads_the_local_checkpoint_or_a_whole_folder(tmp_path, has_local
         asyncio.run(body())
     finally:
         server.stop()
-    assert [name for name, _, _ in seen] == ["version_000001", "local" if has_local else "version_000002"]
+    assert [name for name, _, _ in seen] == ["version_000001", "version_000002"]
     assert {load_format for _, load_format, _ in seen} == {None}
     assert all(torch.equal(seen[1][2][name], tensor) for name, tensor in trainer.state.items())
 
@@ -212,3 +151,40 @@ def test_a_server_that_does_not_say_in_time_which_weights_it_has_is_the_one_that
     with pytest.raises(EngineTimeoutError) as caught:
         asyncio.run(transport._split([Hanging()], 1))
     assert caught.value.url == "http://silent"
+
+
+DAMAGES = {
+    "empty": lambda path, _: path.write_bytes(b""),
+    "half": lambda path, content: path.write_bytes(content[: len(content) // 2]),
+    "noise": lambda path, content: path.write_bytes(bytes(reversed(content))),
+    "list": lambda path, _: path.write_text("[1]"),
+    "folder": lambda path, _: (path.unlink(), path.mkdir()),
+    "missing": lambda path, _: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("file", ["delta.json", "delta.bin"])
+def test_a_damaged_delta_is_refused_with_the_file(tmp_path, file):
+    base = state_of(0)
+    for kind, damage in DAMAGES.items():
+        written(tmp_path / kind, base, stepped(base))
+        damage(tmp_path / kind / file, (tmp_path / kind / file).read_bytes())
+        with pytest.raises(SyncError, match=rf"{kind}/{file}.*--load"):
+            dict(Delta.open(tmp_path / kind).source(base.__getitem__).open())
+
+
+@pytest.mark.parametrize(("file", "encoding"), [("delta.json", "xor"), ("delta.bin", "overwrite")])
+def test_no_changed_byte_of_a_delta_gives_other_values(tmp_path, file, encoding):
+    base = state_of(0)
+    new = stepped(base)
+    written(tmp_path / "d", base, new, encoding)
+    content = (tmp_path / "d" / file).read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 30)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << (place % 8)
+        (tmp_path / "d" / file).write_bytes(changed)
+        try:
+            result = dict(Delta.open(tmp_path / "d").source(base.__getitem__).open())
+        except SyncError:
+            continue
+        assert all(torch.equal(result[name], new[name]) for name in new)

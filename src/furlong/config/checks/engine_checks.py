@@ -183,7 +183,7 @@ def _transport(config: Config) -> Iterator[str]:
         )
     elif sync.update_weight_mode == "delta" and not spec.can_send_deltas:
         yield f"--update-weight-mode delta is not supported by {transport}; add --update-weight-transport disk"
-    for name in ("update_weight_timeout", "update_weight_proof"):
+    for name in ("update_weight_timeout", "verify_weights"):
         if not spec.reaches_servers and getattr(sync, name) != specs[name].default:
             yield f"{specs[name].flag} is for servers, but --engine is embedded; remove it"
     yield from _sharing_problems(config)

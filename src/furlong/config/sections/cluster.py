@@ -185,21 +185,15 @@ class SyncFlags:
     update_weight_delta_checksum: Literal["xxh3-128", "adler32"] = flag(
         "xxh3-128", "Checksum of each tensor after a delta is applied.", needs="update_weight_mode=delta"
     )
-    update_weight_local_checkpoint_dir: str | None = flag(
-        None,
-        "Local directory from which SGLang servers on the trainer's machine load weights; each delta is applied to "
-        "it. Default: servers load the whole checkpoint.",
-        needs="update_weight_mode=delta",
-    )
     update_weight_timeout: float = flag(
         300.0,
         "Timeout of an engine for one bucket, or one directory, of a weight update, and for its checksums, in seconds.",
         within="(0, inf)",
     )
-    update_weight_proof: Literal["before", "beside"] = flag(
+    verify_weights: Literal["before", "during"] = flag(
         "before",
-        "When the weights in the engines are verified: `before` they generate, or while they generate (`beside`) but "
-        "before their samples are trained on.",
+        "When the weights in the engines are verified: `before` they generate, or `during` generation, but before "
+        "their samples are trained on.",
     )
     update_weight_disk_dir: str | None = flag(
         None,

@@ -18,9 +18,9 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from furlong.core.delta import Delta
 from furlong.core.shared_memory import open_shared
 from furlong.core.weights import NamedTensor, dtype_of
+from furlong.files.delta import Delta
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.model_loading import check_weight_files, source_from_folder
 from furlong.inference.request_error import RequestError

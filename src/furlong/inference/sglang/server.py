@@ -166,7 +166,7 @@ class SglangServer(SglangClient):
         await self.command("/continue_generation", timeout_s=PAUSE_S)
         self.is_paused = False
 
-    # -- implements weight_sync.transports.transport.WeightServer ---------------------------------------------------
+    # -- used by weight_sync ----------------------------------------------------------------------------------------
 
     @property
     def checksum_dtype(self) -> torch.dtype | None:
@@ -196,7 +196,7 @@ class SglangServer(SglangClient):
 
     @property
     def rearranges_tensors(self) -> str:
-        """Options that change tensor layouts from `sglang_layout.fused_checksums` and `shard_checksums`; "" if none."""
+        """Options that change tensor layouts from `sglang_layout.layout_checksums`; "" if none."""
         return self.info.layout_options
 
     @property
@@ -309,7 +309,7 @@ class SglangServer(SglangClient):
         await self.command("/update_weights_from_disk", timeout_s=None, model_path=folder, **self._options(version))
 
     async def update_from_delta(self, folder: str, version: int) -> None:
-        """Apply a `core.delta` folder to its weights; the server must see it under the same path."""
+        """Apply a `files.delta` folder to its weights; the server must see it under the same path."""
         await self.command(
             "/update_weights_from_disk",
             timeout_s=None,

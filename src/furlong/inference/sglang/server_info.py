@@ -18,8 +18,7 @@ class ServerInfo:
     """Settings of a server. With `has_dp_attention`, `dp_size` parts share the `tp_size` processes.
 
     expert_options: Options that change the memory layout of experts from that of `sglang_layout`; "" if none.
-    layout_options: Options that change the memory layout of tensors from that of `sglang_layout.fused_checksums` and
-        `sglang_layout.shard_checksums`; "" if there are none.
+    layout_options: Options that change the layout of tensors from that of `sglang_layout`; "" if none.
     returns_routes: Requests may ask for routed experts. True if the server does not report it; then it may refuse.
     speculation: Algorithm of speculative decoding; "" for none.
     kv_cache_dtype: SGLang's option; "auto" is the model's data type.

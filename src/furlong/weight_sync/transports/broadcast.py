@@ -23,14 +23,9 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
+from furlong.inference.sglang.server import SglangServer
 from furlong.process_group import join_group, wire_view
-from furlong.weight_sync.transports.transport import (
-    Connect,
-    Transport,
-    TransportContext,
-    WeightServer,
-    buckets_of,
-)
+from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext, buckets_of
 from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
@@ -61,7 +56,7 @@ class BroadcastTransport(Transport):
         logger.info("weights are sent by %s: trainer and engines %s on GPUs", self._backend, which)
 
     async def send(
-        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+        self, source: WeightSource, servers: Sequence[SglangServer], version: int, sent: WeightRecord
     ) -> None:
         """Broadcast bucket by bucket. Raises SyncError naming the bucket and the servers that failed."""
         del sent
@@ -80,7 +75,7 @@ class BroadcastTransport(Transport):
             async with connect(self._members) as servers:
                 await self._leave(servers)
 
-    async def _send(self, bucket: Bucket, servers: Sequence[WeightServer], version: int) -> None:
+    async def _send(self, bucket: Bucket, servers: Sequence[SglangServer], version: int) -> None:
         """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them fails."""
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
@@ -114,7 +109,7 @@ class BroadcastTransport(Transport):
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # checksums run on another stream
 
-    async def _regroup(self, servers: Sequence[WeightServer], version: int) -> None:
+    async def _regroup(self, servers: Sequence[SglangServer], version: int) -> None:
         """Create the group of this process and the ranks of all engines."""
         if self._group is not None:
             members = {member.url for member in self._members}
@@ -161,7 +156,7 @@ class BroadcastTransport(Transport):
         )  # fmt: skip
 
     async def _excusing_waiters(
-        self, error: BaseException, servers: Sequence[WeightServer], group: str
+        self, error: BaseException, servers: Sequence[SglangServer], group: str
     ) -> BaseException:
         """Return the error of calls without the servers that did not answer only because they waited for another one.
 
@@ -184,7 +179,7 @@ class BroadcastTransport(Transport):
         )
 
     @staticmethod
-    async def _answers_leave(server: WeightServer, group: str) -> bool:
+    async def _answers_leave(server: SglangServer, group: str) -> bool:
         """Ask a server to leave a group, and return whether it answers; it may refuse, or have left already."""
         try:
             await server.leave_group(group)
@@ -194,7 +189,7 @@ class BroadcastTransport(Transport):
             return True
         return True
 
-    async def _leave(self, servers: Sequence[WeightServer]) -> None:
+    async def _leave(self, servers: Sequence[SglangServer]) -> None:
         for server in servers:
             try:
                 await server.leave_group(self._group_name)

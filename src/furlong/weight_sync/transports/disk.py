@@ -1,9 +1,9 @@
 """Weight transports through a folder that trainer and engines see under the same path.
 
 `DiskTransport` writes a complete folder for every version. `DeltaTransport` does so for the first one only: afterwards
-rank 0 keeps a copy of what it sent last and writes the difference to it (`core.delta`). `furlong serve` applies the
-difference to its own weights. SGLang loads complete folders only, so a local checkpoint on its machine is updated and
-loaded. An engine whose version is not the previous one, or whose weights have another dtype, loads a complete folder.
+rank 0 keeps a copy of what it sent last and writes the difference to it (`files.delta`). `furlong serve` applies the
+difference to its own weights. SGLang loads complete folders only, and so does an engine whose version is not the
+previous one, or whose weights have another dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,19 +22,14 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from furlong.core.delta import DeltaWriter
 from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import SyncError
+from furlong.files.delta import DeltaWriter
 from furlong.files.model_manifest import MODEL_MANIFEST
+from furlong.inference.sglang.server import SglangServer
 from furlong.quantization.scheme import is_stored_part
-from furlong.weight_sync.transports.local_checkpoint import LocalCheckpoint
-from furlong.weight_sync.transports.transport import (
-    Connect,
-    Transport,
-    TransportContext,
-    WeightServer,
-)
+from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
 from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
@@ -140,7 +134,7 @@ class DiskTransport(Transport):
         self._last: tuple[int, Path] | None = None
 
     async def send(
-        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+        self, source: WeightSource, servers: Sequence[SglangServer], version: int, sent: WeightRecord
     ) -> None:
         """Write the folder of `version` and load it into all servers. Raises SyncError naming those that failed."""
         del sent
@@ -152,7 +146,7 @@ class DiskTransport(Transport):
         await self._load(servers, folder, version)
         await in_thread(lambda: self._folders.remove_others([folder]))
 
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+    async def resend(self, servers: Sequence[SglangServer], version: int) -> bool:
         """Load the folder of `version`, if it is the latest."""
         if self._last is None or self._last[0] != version:
             return False
@@ -164,34 +158,29 @@ class DiskTransport(Transport):
         del connect
         self._folders.close()
 
-    async def _publish(self, servers: Sequence[WeightServer], folder: Path) -> None:
+    async def _publish(self, servers: Sequence[SglangServer], folder: Path) -> None:
         """Call the user's function for a folder that is complete, with the addresses of its readers."""
         if (after_write := self._after_write) is not None:
             await in_thread(lambda: after_write(str(folder), [server.url for server in servers]))
 
-    async def _load(self, servers: Sequence[WeightServer], folder: Path, version: int) -> None:
+    async def _load(self, servers: Sequence[SglangServer], folder: Path, version: int) -> None:
         calls = {server.url: server.update_from_disk(str(folder), version) for server in servers}
         await self.call_servers(version, f"load {folder}", calls)
 
 
 class DeltaTransport(DiskTransport):
-    """Writes a complete folder for the first version and deltas for later ones.
-
-    With --update-weight-local-checkpoint-dir, a folder on the machine of SGLang servers is kept up to date for them.
-    """
+    """Writes a complete folder for the first version and deltas for later ones."""
 
     name = "disk delta"
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        local = self.flags.update_weight_local_checkpoint_dir
-        self._local = None if local is None else LocalCheckpoint(Path(local))
         self._base: dict[str, Tensor] = {}  # the weights sent as `_version`
         self._version: int | None = None
         self._whole: Path | None = None  # a complete folder of `_version`
 
     async def send(
-        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+        self, source: WeightSource, servers: Sequence[SglangServer], version: int, sent: WeightRecord
     ) -> None:
         """Write what changed and have every engine apply it. Raises SyncError naming the engines that failed."""
         base_version, self._version = self._version, None  # no base for another delta until this one is written
@@ -214,17 +203,11 @@ class DeltaTransport(DiskTransport):
         appliers, others = await self._split(servers, base_version)
         calls = {server.url: server.update_from_delta(str(folder), version) for server in appliers}
         await self.call_servers(version, f"apply {folder}", calls)
-        local, patched = self._local, False
-        if local is not None and any(server.checksum_dtype is None for server in others):
-            patched = await in_thread(lambda: local.catch_up(folder))
-            if patched:
-                at_local = [server for server in others if server.checksum_dtype is None]
-                await self._load(at_local, local.folder, version)
-        if behind := [server for server in others if not patched or server.checksum_dtype is not None]:
-            await self._load_whole(behind, version)
+        if others:
+            await self._load_whole(others, version)
         await in_thread(lambda: self._folders.remove_others([folder, self._whole]))
 
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+    async def resend(self, servers: Sequence[SglangServer], version: int) -> bool:
         """Load all tensors of `version`, if it is the latest."""
         if self._version != version:
             return False
@@ -232,11 +215,11 @@ class DeltaTransport(DiskTransport):
         return True
 
     async def _split(
-        self, servers: Sequence[WeightServer], base_version: int
-    ) -> tuple[list[WeightServer], list[WeightServer]]:
+        self, servers: Sequence[SglangServer], base_version: int
+    ) -> tuple[list[SglangServer], list[SglangServer]]:
         """Split the servers into those that can apply a delta to `base_version`, and the others."""
         dtypes = {tensor.dtype for name, tensor in self._base.items() if not is_stored_part(name, tensor.dtype)}
-        appliers: list[WeightServer] = []
+        appliers: list[SglangServer] = []
         for server in servers:
             if server.checksum_dtype is None:
                 continue
@@ -250,16 +233,13 @@ class DeltaTransport(DiskTransport):
                 )  # fmt: skip
         return appliers, [server for server in servers if server not in appliers]
 
-    async def _load_whole(self, servers: Sequence[WeightServer], version: int) -> None:
+    async def _load_whole(self, servers: Sequence[SglangServer], version: int) -> None:
         whole = self._whole
         if whole is None:
             base = WeightSource(self._base.items)
             written = await in_thread(lambda: self._write_whole(base, version, seed=False))
             whole = self._whole = written
             await self._publish(servers, whole)
-        if self._local is not None and any(server.checksum_dtype is None for server in servers):
-            local = self._local
-            await in_thread(partial(local.seed, whole, version))
         await self._load(servers, whole, version)
 
     def _write_whole(self, source: WeightSource, version: int, *, seed: bool) -> Path:

@@ -32,13 +32,9 @@ from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
+from furlong.inference.sglang.server import SglangServer
 from furlong.sglang_layout.quantized_loading import LOADER, check_header_of, header_of
-from furlong.weight_sync.transports.transport import (
-    Transport,
-    TransportContext,
-    WeightServer,
-    buckets_of,
-)
+from furlong.weight_sync.transports.transport import Transport, TransportContext, buckets_of
 from furlong.weight_sync.weight_record import WeightRecord
 
 logger = logging.getLogger(__name__)
@@ -87,7 +83,7 @@ class IpcTransport(Transport):
         self._peers = peers or RankMessages(rank=context.rank, world_size=context.world_size)
 
     async def send(
-        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+        self, source: WeightSource, servers: Sequence[SglangServer], version: int, sent: WeightRecord
     ) -> None:
         """Share bucket by bucket. Raises SyncError, on every rank, naming the bucket and the servers that failed."""
         del sent
@@ -111,16 +107,16 @@ class IpcTransport(Transport):
             await asyncio.gather(*pending, return_exceptions=True)
             packer.close()
 
-    def needs_shapes(self, servers: Sequence[WeightServer]) -> bool:
+    def needs_shapes(self, servers: Sequence[SglangServer]) -> bool:
         """Return False if all have furlong's loader, which knows them."""
         return not all(server.has_quantized_loader for server in servers)
 
-    def _led_servers(self, servers: Sequence[WeightServer], version: int) -> tuple[list[WeightServer], bool]:
+    def _led_servers(self, servers: Sequence[SglangServer], version: int) -> tuple[list[SglangServer], bool]:
         """Return the servers that this rank sends requests to, and whether buffers are POSIX shared memory."""
         kinds = {server.supports_shared_memory for server in servers}
         if len(kinds) > 1:
             raise SyncError(f"weight_sync version {version}: SGLang and furlong servers cannot be mixed over ipc")
-        led: list[WeightServer] = []
+        led: list[SglangServer] = []
         for server in servers:
             try:
                 end = server.first_rank + server.num_ranks
@@ -175,7 +171,7 @@ class IpcTransport(Transport):
         return [message] if self._peers.world_size == 1 else await in_thread(lambda: self._peers.exchange(message))
 
     async def _load(
-        self, led: Sequence[WeightServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
+        self, led: Sequence[SglangServer], messages: list[bytes], bucket: Bucket, version: int, *, is_shared: bool
     ) -> None:
         started = time.perf_counter()
         calls: dict[str, Any] = {}
@@ -219,7 +215,7 @@ class _SharedPacker:
 class _CudaPacker:
     """Two buffers of CUDA memory, freed after the update to leave room for the engine's cache."""
 
-    def __init__(self, servers: Sequence[WeightServer]) -> None:
+    def __init__(self, servers: Sequence[SglangServer]) -> None:
         self._buffers: list[Tensor | None] = [None, None]
         self._is_quantized = any(server.has_quantized_loader for server in servers)
         if self._is_quantized and not all(server.has_quantized_loader for server in servers):

@@ -1,4 +1,4 @@
-"""The interfaces of weight transports and of the engine servers that they send to."""
+"""The interface of weight transports, and what they share."""
 
 from __future__ import annotations
 
@@ -10,150 +10,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from furlong.config.sections import SyncFlags
 from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
-from furlong.core.weights import Bucket, EngineAddress, EngineSharding, NamedTensor, WeightSource
+from furlong.core.weights import Bucket, EngineAddress, WeightSource
 from furlong.errors import EngineError, NoAnswerError, SyncError
+from furlong.inference.sglang.server import SglangServer
 from furlong.weight_sync.weight_record import WeightRecord
 
-T = TypeVar("T")
-
-
-class WeightServer(Protocol):
-    """An engine server. Commands raise EngineError with the server's own message."""
-
-    @property
-    def url(self) -> str:
-        """Address of its HTTP API."""
-        ...
-
-    @property
-    def address(self) -> EngineAddress:
-        """Everything another process needs to connect to it."""
-        ...
-
-    @property
-    def checksum_dtype(self) -> torch.dtype | None:
-        """Precision of its weights if it reports `core.weights.checksum`s, else None."""
-        ...
-
-    @property
-    def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Possible precisions of its weights if it reports `core.device_checksum`s, else empty."""
-        ...
-
-    @property
-    def sharding(self) -> EngineSharding:
-        """How its processes shard the weights."""
-        ...
-
-    @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages. Only processes of the first one report checksums."""
-        ...
-
-    @property
-    def rearranges_tensors(self) -> str:
-        """Why its tensors may not have the layout in `sglang_layout`; "" if they do."""
-        ...
-
-    @property
-    def rearranges_experts(self) -> str:
-        """Why its experts may not have the layout in `sglang_layout`; "" if they do."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of tensor-parallel processes. Raises EngineError if it has other processes."""
-        ...
-
-    @property
-    def first_rank(self) -> int:
-        """The trainer rank on the GPU of its first process, if they share GPUs."""
-        ...
-
-    @property
-    def supports_shared_memory(self) -> bool:
-        """Whether it maps POSIX shared memory (`furlong serve`) rather than CUDA memory (SGLang)."""
-        ...
-
-    @property
-    def has_quantized_loader(self) -> bool:
-        """Whether it loads CUDA memory with `sglang_layout.quantized_loading`."""
-        ...
-
-    def begin_loading(self, version: int) -> None:
-        """Stop serving: its weights are about to change."""
-        ...
-
-    def finish_loading(self, version: int) -> None:
-        """Resume serving, with these weights."""
-        ...
-
-    async def served_version(self) -> str:
-        """Return the version label of the weights in use."""
-        ...
-
-    async def model_type(self) -> str:
-        """Return the `model_type` of its model's Hugging Face config."""
-        ...
-
-    def unused_weights(self, family: str) -> str:
-        """Return which weights the server does not use for this model family, and why; "" if it uses all."""
-        ...
-
-    def has_own_head(self, family: str) -> bool:
-        """Whether it keeps an untied output layer for this model family, whatever the config says."""
-        ...
-
-    async def checksums(self) -> tuple[dict[str, str], str]:
-        """Return checksums of its first process by its own tensor names, and one checksum over all processes."""
-        ...
-
-    async def all_checksums(self) -> tuple[list[tuple[int, dict[str, str]]], str]:
-        """Return (process, checksums) of each process, in any order and possibly repeated, and the one over all."""
-        ...
-
-    async def first_rows(self, name: str, rows: int) -> Tensor | None:
-        """Return the first rows of a tensor in float32; None if the server cannot show them."""
-        ...
-
-    async def update_from_disk(self, folder: str, version: int) -> None:
-        """Load a folder of safetensors files."""
-        ...
-
-    async def update_from_delta(self, folder: str, version: int) -> None:
-        """Apply a `core.delta` folder to its current weights."""
-        ...
-
-    async def join_group(self, *, name: str, address: str, port: int, rank: int, world_size: int, backend: str) -> None:
-        """Join a process group whose rank 0 is the trainer."""
-        ...
-
-    async def receive(self, group: str, tensors: Sequence[NamedTensor], version: int, *, is_last: bool) -> None:
-        """Receive these tensors in this order."""
-        ...
-
-    async def leave_group(self, name: str) -> None:
-        """Leave a process group."""
-        ...
-
-    async def load_shared(self, name: str, tensors: list[dict[str, Any]], version: int, *, is_last: bool) -> None:
-        """Load a `SharedBuffer`."""
-        ...
-
-    async def load_handles(self, handles: Sequence[bytes], version: int, *, is_last: bool) -> None:
-        """Load CUDA memory described by one IPC message per process."""
-        ...
-
-
-Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[WeightServer]]]
+Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[SglangServer]]]
 
 
 @dataclass(frozen=True)
@@ -190,19 +57,19 @@ class Transport(ABC):
 
     @abstractmethod
     async def send(
-        self, source: WeightSource, servers: Sequence[WeightServer], version: int, sent: WeightRecord
+        self, source: WeightSource, servers: Sequence[SglangServer], version: int, sent: WeightRecord
     ) -> None:
         """Load the weights into these servers. `sent` is recorded while `source` is read.
 
         Raises SyncError naming the bucket and the servers that failed or timed out.
         """
 
-    def needs_shapes(self, servers: Sequence[WeightServer]) -> bool:
+    def needs_shapes(self, servers: Sequence[SglangServer]) -> bool:
         """Whether these servers read the stored shapes of quantized weights, which are most of the small tensors."""
         del servers
         return True
 
-    async def resend(self, servers: Sequence[WeightServer], version: int) -> bool:
+    async def resend(self, servers: Sequence[SglangServer], version: int) -> bool:
         """Load `version` again from a stored copy, without the trainer. False if there is none (the default)."""
         del servers, version
         return False

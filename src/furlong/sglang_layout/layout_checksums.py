@@ -1,10 +1,15 @@
 """The checksums that an SGLang server should report for the weights it received, in the layout of its model.
 
 SGLang joins q, k and v of an attention, and gate and up of an MLP, into one tensor each, and pads the vocabulary with
-zeros to a multiple of 64. With several processes, each has a shard of most tensors (`shard_checksums`).
+zeros to a multiple of 64 rows.
 
-It receives experts one by one and stores those of a layer in two tensors: `w13_weight` [experts, 2 * width, hidden]
-contains the gate's rows and then the up projection's rows of each expert, `w2_weight` [experts, hidden, width] the down
+With several processes, each has a shard of most tensors (SGLang's `layers/linear.py` and
+`layers/vocab_parallel_embedding.py`): q, k, v, gate and up are each split by rows before they are joined; k and v,
+which may have fewer heads than there are processes, are replicated as needed. The padded vocabulary is split by rows,
+o and down by columns. A bias is split with rows; everything else is replicated.
+
+SGLang receives experts one by one and stores those of a layer in two tensors: `w13_weight` [experts, 2 * width, hidden]
+has the gate's rows and then the up projection's rows of each expert, `w2_weight` [experts, hidden, width] the down
 projections. This is also their order in memory, unless the server's MoE backend rearranges them
 (`layout_facts.PLAIN_EXPERTS`). All pieces of a tensor have the same size, so the position of a piece follows from its
 number.
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -22,9 +27,10 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import WORD_BYTES, Checksums
-from furlong.core.weights import UNSHARDED, EngineSharding, ShardKind, TensorShard
-from furlong.sglang_layout.shard_checksums import EMBEDDING, HEAD, VOCAB_MULTIPLE, ShardChecksums, kind_of
+from furlong.core.weights import UNSHARDED, EngineSharding, ShardKind, TensorShard, dtype_of
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VOCAB_MULTIPLE = 64
 NAME = re.compile(r"(.+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 WHOLES = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its names of the projections
@@ -115,11 +121,11 @@ Digests = Mapping[TensorShard, Mapping[str, list[str]]]
 """By shard and tensor name: the checksums that would be correct."""
 
 
-class FusedChecksums:
-    """Computes them on the device of the tensors.
+class LayoutChecksums:
+    """Computes them on the device of the tensors, for servers of several precisions and shardings at once.
 
-    Parts of joined tensors wait until all have been added; those of experts do not. Added tensors are read when the
-    caller flushes `sums` or calls `digests`, and must not change before that.
+    Parts of joined tensors wait until all have been added; those of experts do not. Added tensors are read by `flush`,
+    once enough are waiting, and by `digests`, and must not change before that.
 
     Args:
         dtypes: Precisions that a server may have the weights in. A tensor sent in a 16-bit one of them stays in it;
@@ -127,6 +133,10 @@ class FusedChecksums:
         shardings: Shardings of the servers. Every tensor is hashed whole, too.
         num_kv_heads: Number of key/value heads, if known.
         num_experts: Number of experts per layer, if known.
+
+    Attributes:
+        unknown_tp_sizes: By number of processes: the tensor whose shards have no known checksum, and why.
+        unknown_ep_sizes: By number of processes: why checksums of experts are unknown when split over them.
     """
 
     def __init__(
@@ -143,32 +153,20 @@ class FusedChecksums:
         }
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._stacks: dict[str, Stack] = {}
-        self._sums: dict[torch.dtype, Checksums] = {}
-        self._shards: dict[torch.dtype, ShardChecksums] = {}
-        self.uncut: dict[int, str] = {}
-        """By number of processes: the tensor whose shards have no known checksum, and why."""
-        self.uncut_experts: dict[int, str] = {}
-        """By number of processes: why checksums of experts are unknown when split over them."""
-
-    @property
-    def sums(self) -> list[Checksums | ShardChecksums]:
-        """The collectors of checksums."""
-        return [*self._sums.values(), *self._shards.values()]
-
-    def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this precision are hashed in place, without a copy in another one."""
-        return not dtype.is_floating_point or (dtype in self._dtypes and dtype.itemsize == 2)
+        self._sums = Checksums()  # each under "precision, shard index, shard count, name"
+        self.unknown_tp_sizes: dict[int, str] = {}
+        self.unknown_ep_sizes: dict[int, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one of the trainer's tensors."""
         if (place := place_of(name)) is not None:
             stack = self._stacks.setdefault(place.whole, Stack(place.whole))
-            if stack.take(place.index, name, tensor.shape, self._precisions(tensor.dtype)):
-                for sums, [piece] in self._in_precisions([tensor]):
-                    sums.add_piece(place.whole, piece, place.index * piece.nbytes)
-                    self._shard_piece(place, piece)
-            else:
+            if not stack.take(place.index, name, tensor.shape, self._precisions(tensor.dtype)):
                 self._hash(name, [tensor])
+                return
+            for [piece] in self._in_precisions([tensor]):
+                self._sums.add_piece(_key(place.whole, piece, WHOLE), piece, place.index * piece.nbytes)
+                self._add_to_shards(place, piece)
             return
         joined, part = _joined_name(name)
         if not part:
@@ -182,16 +180,17 @@ class FusedChecksums:
             self._hash(joined, [parts[each] for each in all_parts])
             del self._parts[joined]
 
+    def flush(self) -> None:
+        """Launch the reads of all tensors added so far."""
+        self._sums.flush()
+
     def digests(self) -> dict[TensorShard, dict[str, list[str]]]:
-        """Return the `Digests` of what was added, except for what `wrong`, `unhashed` and `uncut*` report."""
+        """Return the `Digests` of what was added, except for what `wrong`, `unhashed` and `unknown_*` report."""
         digests: dict[TensorShard, dict[str, list[str]]] = {WHOLE: {}}
-        for dtype, sums in self._sums.items():
-            for name, digest in sums.digests().items():
-                if name not in self._stacks or dtype in self._stacks[name].dtypes:
-                    digests[WHOLE].setdefault(name, []).append(digest)
-        for shards in self._shards.values():
-            for shard, name, digest in shards.digests():
-                digests.setdefault(shard, {}).setdefault(name, []).append(digest)
+        for key, digest in self._sums.digests().items():
+            dtype, index, count, name = key.split(" ", 3)
+            if name not in self._stacks or dtype_of(dtype) in self._stacks[name].dtypes:
+                digests.setdefault(TensorShard(int(index), int(count)), {}).setdefault(name, []).append(digest)
         return digests
 
     def wrong(self) -> dict[str, str]:
@@ -207,44 +206,44 @@ class FusedChecksums:
         counts = self._counts[kind_of(name)]
         if name == HEAD:
             counts = counts | self._counts["attention"]  # like the embedding, to which it may be tied
-        for sums, parts in self._in_precisions(tensors):
-            sums.add(name, _padded(parts[0]) if name in (EMBEDDING, HEAD) else parts)
+        for parts in self._in_precisions(tensors):
+            self._sums.add(_key(name, parts[0], WHOLE), _padded(parts[0]) if name in (EMBEDDING, HEAD) else parts)
             for count in counts:
                 try:
-                    self._shards_of(parts[0].dtype).add(name, parts, count)
+                    shards = split(name, parts, count, self._num_kv_heads)
                 except ValueError as error:
-                    self.uncut.setdefault(count, str(error))
+                    self.unknown_tp_sizes.setdefault(count, str(error))
+                    continue
+                for index, shard in enumerate(shards):
+                    self._sums.add(_key(name, parts[0], TensorShard(index, count)), shard)
 
-    def _shard_piece(self, place: Place, piece: Tensor) -> None:
-        """Add a piece for the process that has its expert."""
+    def _add_to_shards(self, place: Place, piece: Tensor) -> None:
+        """Add a piece for the processes that have its expert."""
         for count in self._counts["experts"]:
             if self._num_experts is None or self._num_experts % count:
                 number = "unknown" if self._num_experts is None else self._num_experts
-                self.uncut_experts.setdefault(
+                self.unknown_ep_sizes.setdefault(
                     count, f"cannot be split over {count} processes: their number is {number}"
                 )
                 continue
             index, first = divmod(place.index, self._num_experts // count * place.num_pieces)
             try:
-                self._shards_of(piece.dtype).add_piece(
-                    place.whole, TensorShard(index, count), piece, first * piece.nbytes
-                )
+                self._sums.add_piece(_key(place.whole, piece, TensorShard(index, count)), piece, first * piece.nbytes)
             except ValueError as error:
-                self.uncut_experts.setdefault(count, f"cannot be hashed by shard: {error}")
-
-    def _shards_of(self, dtype: torch.dtype) -> ShardChecksums:
-        return self._shards.setdefault(dtype, ShardChecksums(self._num_kv_heads))
+                self.unknown_ep_sizes.setdefault(count, f"cannot be hashed by shard: {error}")
 
     def _precisions(self, dtype: torch.dtype) -> list[torch.dtype]:
         """Return the precisions in which a server may store a tensor sent in `dtype`."""
-        return [dtype] if self.keeps(dtype) else self._dtypes
+        is_kept = not dtype.is_floating_point or (dtype in self._dtypes and dtype.itemsize == 2)
+        return [dtype] if is_kept else self._dtypes
 
-    def _in_precisions(self, tensors: list[Tensor]) -> Iterator[tuple[Checksums, list[Tensor]]]:
-        """Yield the collector of each possible precision, and the tensors in it."""
+    def _in_precisions(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         for dtype in self._precisions(tensors[0].dtype):
-            if dtype not in self._sums:
-                self._sums[dtype] = Checksums(flush_bytes=None)
-            yield self._sums[dtype], [t if t.dtype == dtype else t.detach().to(dtype) for t in tensors]
+            yield [t if t.dtype == dtype else t.detach().to(dtype) for t in tensors]
+
+
+def _key(name: str, tensor: Tensor, shard: TensorShard) -> str:
+    return f"{tensor.dtype} {shard.index} {shard.count} {name}"
 
 
 def expected(
@@ -275,6 +274,77 @@ def accepted(
         for name in right[WHOLE]
         if not (is_tied and name == HEAD) and not (without_experts and kind_of(name) == "experts")
     }
+
+
+def split(name: str, parts: Sequence[Tensor], count: int, num_kv_heads: int | None) -> list[list[Tensor]]:
+    """Split one of SGLang's tensors, given as the parts it is joined from, into shards, each a list of parts.
+
+    Raises ValueError if the shards would not be equal, or are not known.
+    """
+    cuts = cuts_of(name, [part.shape for part in parts], count, num_kv_heads)
+    if is_cut_by_columns(name):
+        [whole] = parts
+        return [[shard] for shard in whole.detach().unflatten(1, (count, -1)).transpose(0, 1).contiguous().unbind()]
+    cut = [part.detach().split(rows) for part, (_, rows) in zip(parts, cuts, strict=True)]
+    shards: list[list[Tensor]] = []
+    for index in range(count):
+        shard: list[Tensor] = []
+        for part, (num_cuts, rows) in zip(cut, cuts, strict=True):
+            place = index * num_cuts // count
+            shard += part[place : place + 1]
+            if missing := rows - sum(map(len, part[place : place + 1])):  # only for the vocabulary
+                shard.append(part[0].new_zeros(missing, *part[0].shape[1:]))
+        shards.append(shard)
+    return shards
+
+
+@functools.cache
+def kind_of(name: str) -> ShardKind:
+    """Return how one of SGLang's tensors is split, by its name."""
+    if name == HEAD:
+        return "head"
+    module, _, what = name.rpartition(".")
+    match module.rpartition(".")[2]:
+        case "experts":
+            return "experts"
+        case "embed_tokens" | "qkv_proj":
+            return "attention"
+        case "gate_up_proj":
+            return "mlp"
+        case "o_proj":
+            return "attention" if what == "weight" else "whole"
+        case "down_proj":
+            return "mlp" if what == "weight" else "whole"
+        case _:
+            return "whole"
+
+
+def is_cut_by_columns(name: str) -> bool:
+    """Whether this tensor is split by columns."""
+    return name.endswith((".o_proj.weight", ".down_proj.weight"))
+
+
+def cuts_of(name: str, shapes: Sequence[torch.Size], count: int, num_kv_heads: int | None) -> list[tuple[int, int]]:
+    """Return, for each part of a tensor, the number of distinct shards and their rows (or columns).
+
+    Raises ValueError if the shards would not be equal, or are not known.
+    """
+    sizes = [shape[1] if is_cut_by_columns(name) else shape[0] for shape in shapes]
+    cuts = [count] * len(sizes)
+    if name in (EMBEDDING, HEAD):
+        sizes = [-(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE for size in sizes]
+    elif ".qkv_proj." in name:
+        if num_kv_heads is None:
+            raise ValueError(f"shards of {name}, whose number of key/value heads is unknown")
+        cuts = [count, *[min(count, num_kv_heads)] * 2]
+        if count % cuts[-1] or num_kv_heads % cuts[-1]:
+            raise ValueError(f"shards of {name}, whose {num_kv_heads} key/value heads {count} processes cannot share")
+    for size, number in zip(sizes, cuts, strict=True):
+        if size % number:
+            raise ValueError(
+                f"shards of {name}, which {count} processes cannot share: {size} is not a multiple of {number}"
+            )
+    return [(number, size // number) for size, number in zip(sizes, cuts, strict=True)]
 
 
 @functools.cache
