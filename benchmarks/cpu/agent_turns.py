@@ -46,9 +46,8 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
-from furlong.rollout.generate import Generation
-from furlong.rollout.policy import Policy
-from furlong.rollout.sample_session import policy_of_sample
+from furlong.rollout.generation import Generation
+from furlong.rollout.policy import Policy, policy_of_sample
 from furlong.sessions.session_server import SessionServer
 
 OBSERVED, SAMPLED, EPISODES = 8, 2, 8

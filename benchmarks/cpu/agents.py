@@ -49,9 +49,8 @@ from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import train
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.episode_load import EpisodeLoad
-from furlong.rollout.generate import Generation
-from furlong.rollout.group_order import GroupOrder
+from furlong.rollout.episodes import EpisodeLoad
+from furlong.rollout.generation import Generation
 from furlong.rollout.group_pool import GroupPool
 from furlong.rollout.train_batch import Conversion
 
@@ -221,17 +220,16 @@ async def measure(arguments: argparse.Namespace, *, ahead: int, bound: int | Non
         sample.status = Status.COMPLETED
         return sample
 
-    order = GroupOrder()
     permits = None if bound is None else WANTED
     generation = Generation(
         engine, None, FixedReward(), SamplingParams(max_new_tokens=4096),
         hooks=Hooks(custom_generate_function=agent), load=EpisodeLoad(permits),
     )  # fmt: skip
-    pool = None if bound is None else GroupPool(batch_size, bound, "pace", order)
+    pool = None if bound is None else GroupPool(batch_size, bound, "pace")
     source = EndlessSource(arguments.samples_per_prompt)
     rollout = EngineRollout(
         generation=generation, source=source, ledger=log, conversion=Conversion(), flags=RolloutFlags(),
-        batch_size=batch_size, in_order=bound is None, order=order, pool=pool,
+        batch_size=batch_size, in_order=bound is None, pool=pool,
     )  # fmt: skip
     parts = Parts(
         trainer=trainer, sync=VersionSync(engine), rollout=rollout, source=source, ledger=log,

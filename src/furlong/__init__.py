@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         SyncError,
         TrainerError,
     )
-    from furlong.rollout.current_policy import policy
+    from furlong.rollout.agent import policy
     from furlong.run.python_api import Run, configure, train
 
 __all__ = [
@@ -96,7 +96,7 @@ _HOME = {
     "Sample": "core.sample",
     "configure": "run.python_api",
     "get_model_url": "config.args_view",
-    "policy": "rollout.current_policy",
+    "policy": "rollout.agent",
     "train": "run.python_api",
 }  # module of each public name; errors are in `furlong.errors`
 

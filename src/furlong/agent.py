@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from furlong.core.sample import Sample
 from furlong.errors import RolloutError
-from furlong.rollout.current_policy import policy
+from furlong.rollout.agent import policy
 
 if TYPE_CHECKING:
     from furlong.sessions.open_session import OpenSession

@@ -384,10 +384,6 @@ class RolloutPool(Protocol):
         """
         ...
 
-    async def before_update(self, version: int) -> None:
-        """Wait until weights may be updated to `version`: in a replayed run, until the recorded requests are done."""
-        ...
-
     def snapshot(self) -> list[tuple[str, Group]]:
         """Return copies of the groups in flight, each with its state, for `restore`."""
         ...

@@ -141,7 +141,6 @@ def test_log_probs_that_the_engine_did_not_compute(tmp_path):
     ("faulty", "cause", "word"),
     [
         (faulty_hooks.generate_at_other_temperature, "sampling_transform", "--rollout-temperature"),
-        (faulty_hooks.generate_with_other_ids, "retokenisation", "append_response_tokens"),
         (faulty_hooks.generate_with_flat_log_probs, "flat", "--check-weight-update-equal"),
         (faulty_hooks.generate_with_shifted_log_probs, "numerics", "--embedded-dtype auto"),
     ],
@@ -468,18 +467,20 @@ def test_a_norm_that_is_damaged(tmp_path):
     assert "TPL03" not in run(tmp_path / "mended", num_rollout=1)[1]
 
 
-@fault("NUM02")
-def test_a_history_that_is_cut_is_another_context_and_not_numerics(tmp_path):
-    faulty = {"num_rollout": 1, "custom_generate_function_path": hook(faulty_hooks.generate_with_cut_history)}
-    _, found = run(tmp_path / "run", **faulty)
-    event = found["NUM02"]
-    assert max(event["evidence"]["shares"], key=event["evidence"]["shares"].get) == "other_context"
-    assert event["evidence"]["rollout/other_context"] == rows(tmp_path / "run")[0]["rollout/other_context"] == 32
-    assert "another context" in event["cause"]
-    assert "precision" not in event["remedy"]
+@fault("HOOK01")
+@pytest.mark.parametrize(
+    ("faulty", "word"),
+    [
+        (faulty_hooks.generate_with_cut_history, "asked the engine with another context than it trains on"),
+        (faulty_hooks.generate_with_other_ids, "which the engine did not sample"),
+    ],
+)
+def test_samples_that_would_train_other_tokens_or_contexts_than_the_engines_fail(faulty, word, tmp_path):
+    code, _ = run(tmp_path / "run", num_rollout=1, custom_generate_function_path=hook(faulty))
     log = (tmp_path / "run" / "run.log").read_text()
-    assert log.count("asked the engine with another context") == 1
-    assert run(tmp_path / "mended", num_rollout=1, custom_generate_function_path=hook(faulty_hooks.generate)) == (0, {})
+    assert (code, "[HOOK01]" in log, word in log) == (1, True, True)
+    mended = {"custom_generate_function_path": hook(faulty_hooks.generate)}
+    assert run(tmp_path / "mended", num_rollout=1, **mended) == (0, {})
 
 
 def test_log_probs_with_a_minimum_length_are_those_before_stop_tokens_are_banned(tmp_path):

@@ -79,7 +79,7 @@ class SavedRun:
             readers[path] = lambda path=path: repr(load_samples(path, int(path.stem)))
         readers |= dict.fromkeys(sorted(self.exported.iterdir()), self.check)
         readers[self.folder / "bundle.zip"] = self.unpack
-        for name in ("config.json", "metrics.jsonl", "events.jsonl", "order.jsonl", "run.log"):
+        for name in ("config.json", "metrics.jsonl", "events.jsonl", "run.log"):
             readers[run / name] = self.report
         return readers
 

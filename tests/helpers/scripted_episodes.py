@@ -14,8 +14,9 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Hooks
 from furlong.core.sample import Group, Sample
 from furlong.interfaces import Reward, SamplingParams
-from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.generate import Generation, run_group
+from furlong.rollout.episodes import RewardWait
+from furlong.rollout.generate import run_group
+from furlong.rollout.generation import Generation
 
 
 @functools.cache

@@ -61,6 +61,8 @@ SLIME: tuple[Refusal, ...] = (
     ),
     *_rows(
         "refused",
+        ("--replay", "the completion order of prompt groups is not recorded",
+         "repeat a run with --async-buffer-size 0, or train on its dumps with --load-debug-rollout-data"),
         ("--http-proxy", "requests are sent to engines directly", _OMIT),
         ("--hf", "it is not a flag of training", "name the model with --hf-checkpoint"),
         ("--logdir", "it is a flag of TensorBoard", "run `tensorboard --logdir outputs/`; furlong's is --output-dir"),

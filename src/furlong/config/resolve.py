@@ -18,9 +18,9 @@ from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.transports import default_transport
 from furlong.errors import ConfigError
 
-AGENT_PATH = "furlong.rollout.agent_function:generate"  # runs the agents of --agent-function-path, --agent-command
-ONLINE_PATH = "furlong.rollout.online_episode:generate"
-ENVIRONMENT_PATH = "furlong.rollout.environment_episode:generate"
+AGENT_PATH = "furlong.rollout.agents:generate"  # runs the agents of --agent-function-path, --agent-command
+ONLINE_PATH = "furlong.rollout.agents:generate_online"
+ENVIRONMENT_PATH = "furlong.rollout.environments:generate"
 DEFAULT_MAX_TOKENS = 4096  # per micro-batch, if no flag sets the packing
 
 Derived = dict[str, tuple[Any, str]]

@@ -16,6 +16,8 @@ UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tok
 
 ROLE = "role"  # metadata: which of several agents of an episode the sample is of
 ROLE_GROUP = "role_group"  # metadata: the roles of one episode that the sample's role is compared with
+UNSAMPLED = "trained_unsampled_tokens"  # metadata: number of trained tokens that the engine did not sample
+OTHER_CONTEXT = "sampled_in_another_context"  # metadata: it failed as its tokens, or those before, are not the engine's
 UNNAMED_ROLE = "policy"  # the role of agents that name none
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from furlong.core.sample import Sample, Status, scalar_reward
 from furlong.environments.sample_keys import INFO, PARTS
 from furlong.errors import ConfigError
-from furlong.rollout.episode_limits import LIMIT
+from furlong.rollout.episodes import LIMIT
 from furlong.sessions.samples import LEAF, MESSAGES, TURNS
 
 FORMAT = 1

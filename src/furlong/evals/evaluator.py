@@ -11,9 +11,8 @@ from furlong.core.sample import Group, Sample
 from furlong.evals.eval_records import EvalFile, Record, records_of
 from furlong.evals.eval_summary import EvalSummary, summarize
 from furlong.inference.chat_endpoint import ChatEndpoint
-from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.eval_rollout import EvalSet
-from furlong.rollout.generate import run_group, session_of
+from furlong.rollout.episodes import RewardWait
+from furlong.rollout.generate import EvalSet, run_group, session_of
 from furlong.wiring.rollout import Evaluation
 
 Progress = Callable[[str, int, int], None]

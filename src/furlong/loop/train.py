@@ -107,7 +107,7 @@ async def _train_on(parts: Parts, batch: RolloutBatch, step: int) -> Metrics:
 
 async def _update(stream: RolloutStream, step: int, update_weights: WeightUpdater) -> Metrics:
     """Update the engines' weights while nothing is generated."""
-    async with stream.paused(step):
+    async with stream.paused():
         with tracer.span("update weights", version=step):
             return await update_weights(step)
 
@@ -146,7 +146,7 @@ async def _next(
     try:
         with tracer.span("wait for rollout", rollout=step):
             while await stream.needs_weights():
-                async with stream.paused(step):
+                async with stream.paused():
                     await update_weights(step)
             batch = await stream.next()
     except asyncio.CancelledError:
@@ -292,8 +292,8 @@ class RolloutStream:
         return self._pool is not None and bool(self._pool.snapshot())
 
     @contextlib.asynccontextmanager
-    async def paused(self, version: int) -> AsyncGenerator[None]:
-        """Pause generation during a weight update to `version`.
+    async def paused(self) -> AsyncGenerator[None]:
+        """Pause generation during a weight update.
 
         "finish" waits for every running rollout and evaluation, or, if rollouts share their groups, for the requests in
         the engine; "hold" and "abort" pause the engine within its next step, and its requests continue afterwards with
@@ -301,9 +301,7 @@ class RolloutStream:
         because all engines were lost, are not waited for.
         """
         starved = self._evaluation is not None and await self._waits_for_weights(self._evaluation)
-        if self._pool is not None and self._engine is not None:
-            await self._pool.before_update(version)
-        elif self._pause_mode == "finish" or self._engine is None:
+        if self._engine is None or (self._pool is None and self._pause_mode == "finish"):
             starved = starved or await self._waits_for_weights(*self._running)
             for task in self._running:
                 if task.done():

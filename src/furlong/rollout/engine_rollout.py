@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
@@ -22,22 +23,21 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger
-from furlong.rollout.eval_rollout import EvalSet, evaluate
+from furlong.rollout.episodes import SILENT
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
-from furlong.rollout.flight import Flight
-from furlong.rollout.generate import (
-    Generation,
-    has_failed,
-    is_finished,
-    reset_response,
-    run_group,
-    session_of,
+from furlong.rollout.generate import EvalSet, evaluate, has_failed, is_finished, reset_response, run_group, session_of
+from furlong.rollout.generation import Generation
+from furlong.rollout.group_pool import (
+    RESUMED,
+    Flight,
+    GroupPool,
+    is_stale,
+    mask_stale,
+    oldest_version,
+    without_responses,
 )
-from furlong.rollout.group_order import GroupOrder
-from furlong.rollout.group_pool import RESUMED, GroupPool, is_stale, mask_stale, oldest_version, without_responses
+from furlong.rollout.metrics import SampleReport
 from furlong.rollout.replay import source_for_samples_hook
-from furlong.rollout.rollout_report import all_failed, exceeds_context, throughput
-from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
@@ -93,7 +93,6 @@ class EngineRollout:
         eval_sets: Sequence[EvalSet] = (),
         report: SampleReport | None = None,
         on_groups: Callable[[int, list[Group]], None] | None = None,
-        order: GroupOrder | None = None,
         pool: GroupPool | None = None,
     ) -> None:
         self._generation, self._hooks = generation, generation.hooks
@@ -104,7 +103,6 @@ class EngineRollout:
         self._num_gpus, self._print_every = num_gpus, print_every
         self._eval_sets, self._on_groups = eval_sets, on_groups
         self._report = report or SampleReport()
-        self._order = generation.load.order = order or GroupOrder()
         self._pool = pool
         self._max_staleness, self._stale = flags.max_token_staleness, flags.stale_tokens
         self._restored: list[tuple[str, Group]] = []
@@ -118,17 +116,20 @@ class EngineRollout:
         self._give_back_restored()
         try:
             while len(state.kept) < self._batch_size:
-                await self._submit(state)
+                self._submit(state)
                 if not state.flight.running:
                     break
-                self._judge(state, *await self._next_finished(state))
-            if len(state.kept) < self._batch_size:
-                self._use_spares(state)
+                finished = await state.flight.next_finished(in_order=self._in_order)
+                assert finished is not None  # only pools wake
+                self._judge(state, *finished)
+            while state.spare and len(state.kept) < self._batch_size:
+                group = state.spare.pop(0)
+                self._ledger.generated(group, rollout_id)
+                state.kept.append(group)
         except BaseException:
             await state.flight.cancel()
             raise
         await self._stop(state)
-        self._order.ended(rollout_id)
         if len(state.kept) < self._batch_size:
             return self._end_of_data(state)
         return self._finish(state, state.kept, time.monotonic() - started)
@@ -149,11 +150,6 @@ class EngineRollout:
             self._continue_restored(self._pool)
             self._issue(self._pool)
             self._pool.flight.wake()
-
-    async def before_update(self, version: int) -> None:
-        """In a replayed run, wait until the requests that earlier weights answered are answered."""
-        if self._pool is not None:
-            await self._order.before_update(version, until=self._pool.end)
 
     def snapshot(self) -> list[tuple[str, Group]]:
         """Return copies of the groups in flight with their state."""
@@ -214,24 +210,18 @@ class EngineRollout:
             for group in pool.take_spares():
                 self._drop(state, group, "filter")
             state.data_s, pool.data_s = pool.data_s, 0.0
-            self._order.ended(rollout_id)
             if groups is None:
                 state.kept, pool.ready = pool.ready, []
                 return self._end_of_data(state)
             pool.next_rollout = rollout_id + 1
-            self._order.collected(rollout_id, groups)
             return self._finish(state, groups, pool.lap())
 
     async def _judge_next(self, state: _Round, pool: GroupPool) -> None:
         """Wait for a group to be complete, or for a change of admission."""
-        expected = self._order.next_judged(state.rollout_id)
-        if expected is not None and expected not in pool.flight.tasks and pool.data_ended:
-            raise _not_running(state.rollout_id, expected)
-        task = await pool.flight.next_finished(expected, in_order=False)
-        if task is None:
+        finished = await pool.flight.next_finished(in_order=False)
+        if finished is None:
             return
-        origin, group = pool.flight.take(task), task.result()
-        self._order.judged(state.rollout_id, origin, is_shared=True)
+        origin, group = finished
         self._judge(state, origin, group)
         pool.versions.pop(origin.index, None)
         if state.surplus:  # a function gave the group up: it is issued again
@@ -249,30 +239,21 @@ class EngineRollout:
                 pool.ready.append(group)
         return pool.choose(state.rollout_id)
 
-    async def _next_finished(self, state: _Round) -> tuple[Group, Group]:
-        """Wait for the group to judge next; return it as it was issued and finished. An error is raised at once."""
-        expected = self._order.next_judged(state.rollout_id)
-        if expected is not None and expected not in state.flight.tasks:
-            raise _not_running(state.rollout_id, expected)
-        task = await state.flight.next_finished(expected, in_order=self._in_order)
-        assert task is not None  # only pools wake
-        origin = state.flight.take(task)
-        self._order.judged(state.rollout_id, origin)
-        return origin, task.result()
-
-    async def _submit(self, state: _Round) -> None:
+    def _submit(self, state: _Round) -> None:
         """Submit groups, `submit_size` at a time, until those in flight, kept or spare can fill the batch."""
         size = self._batch_size
         while not state.data_ended and len(state.kept) + len(state.spare) + len(state.flight.running) < size:
-            await self._order.turn(state.rollout_id, "issued")
             started = time.perf_counter()
             groups = self._source.next_groups(self._submit_size)
             state.data_s += time.perf_counter() - started
-            self._order.issued(state.rollout_id, groups)
             state.data_ended = not groups
             self._ledger.issued(groups, state.rollout_id)
             for group in groups:
-                self._prepare_partial(group)
+                for sample in group.samples:  # partial responses
+                    if sample.response_length and self._mask_offpolicy:
+                        sample.loss_mask = [0] * sample.response_length
+                    if sample.status is Status.ABORTED:
+                        sample.status = Status.PENDING
                 self._start(state.flight, group, state.rollout_id)
 
     def _start(self, flight: Flight, group: Group, rollout_id: int) -> None:
@@ -285,18 +266,9 @@ class EngineRollout:
             rollout_id=rollout_id,
             continues=lambda: flight.is_collecting,
             wait=flight.wait,
-            cuts=self._order.cuts(rollout_id, group) if self._partial else None,
             began=None if pool is None else lambda: pool.began(group),
         )
         flight.submit(origin, work, name=f"rollout-{rollout_id}-group-{group.index}")
-
-    def _prepare_partial(self, group: Group) -> None:
-        """Mask the tokens of an earlier policy if requested, and let aborted samples continue."""
-        for sample in group.samples:
-            if sample.response_length and self._mask_offpolicy:
-                sample.loss_mask = [0] * sample.response_length
-            if sample.status is Status.ABORTED:
-                sample.status = Status.PENDING
 
     def _judge(self, state: _Round, origin: Group, group: Group) -> None:
         """Keep, spare or drop a finished group. Raises RolloutError if groups keep failing or being dropped."""
@@ -368,12 +340,6 @@ class EngineRollout:
             )  # fmt: skip
         self._ledger.dropped(group, reason)
 
-    def _use_spares(self, state: _Round) -> None:
-        while state.spare and len(state.kept) < self._batch_size:
-            group = state.spare.pop(0)
-            self._ledger.generated(group, state.rollout_id)
-            state.kept.append(group)
-
     async def _stop(self, state: _Round) -> None:
         """Abort what is still running and return it to the source."""
         flight = state.flight
@@ -383,7 +349,7 @@ class EngineRollout:
         if flight.running:
             is_custom = {task: self._generation.is_custom(group) for task, group in flight.running.items()}
             plain = [group for task, group in flight.running.items() if not is_custom[task]]
-            if plain and not (self._partial and self._order.is_replayed):
+            if plain:
                 await self._generation.engine.abort([session_of(s) for group in plain for s in group.samples])
             for task in flight.running:
                 if is_custom[task]:
@@ -399,8 +365,6 @@ class EngineRollout:
             flight.running.clear()
         if state.surplus:
             state.surplus.sort(key=lambda g: g.index)
-            await self._order.turn(state.rollout_id, "returned")
-            self._order.returned(state.rollout_id, state.surplus)
             self._return_surplus(state)
 
     def _return_surplus(self, state: _Round) -> None:
@@ -443,17 +407,24 @@ class EngineRollout:
         return batch
 
     def _metrics(self, state: _Round, groups: Sequence[Group], samples: Sequence[Sample], seconds: float) -> Metrics:
-        metrics = throughput(samples, seconds, self._num_gpus) | self._generation.load.take()
-        metrics |= {
+        longest_response = max((s.response_length for s in samples), default=0)
+        metrics = self._generation.load.take() | {
+            "perf/rollout_time": total(seconds),
+            "perf/tokens_per_gpu_per_sec": mean(sum(s.response_length for s in samples) / seconds / self._num_gpus),
+            "perf/effective_tokens_per_gpu_per_sec": mean(
+                sum(s.effective_response_length for s in samples) / seconds / self._num_gpus
+            ),
+            "perf/longest_sample_tokens_per_sec": mean(longest_response / seconds),
             "perf/data_time": total(state.data_s),
             "perf/reward_wait_time": total(state.flight.wait.take()),
         }
         if any(map(self._generation.is_custom, groups)):
-            metrics["perf/generate_held_time"] = total(self._generation.blocking.take())
+            metrics["perf/generate_held_time"] = total(self._generation.load.take_blocked())
         longest = self._generation.max_tokens or math.inf
         exceeded = [exceeds_context(sample) or len(sample.tokens) >= longest for sample in samples]
-        if samples and (self._generation.max_context_len is not None or any(exceeded)):
-            context = self._generation.max_context_len or math.inf
+        context_len = self._generation.flags.rollout_max_context_len
+        if samples and (context_len is not None or any(exceeded)):
+            context = context_len or math.inf
             full = [len(s.tokens) >= context or is_over for s, is_over in zip(samples, exceeded, strict=True)]
             metrics["rollout/context_full_frac"] = mean(sum(full) / len(full), len(full))
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": total(n) for reason, n in state.drops.items()}
@@ -475,13 +446,6 @@ async def _completed(group: Group) -> Group:
     return group
 
 
-def _not_running(rollout_id: int, expected: int) -> RolloutError:
-    return RolloutError(
-        f"rollout {rollout_id}: group {expected} must be judged next but is not running; use the flags, data and model "
-        "of the run that --replay names"
-    )
-
-
 def _tag(group: Group, rollout_id: int) -> None:
     """Record the rollout in which a response was started, under slime's name, for --buffer-filter-path."""
     for sample in group.samples:
@@ -495,3 +459,45 @@ def _reset(group: Group) -> None:
     """Discard a group's responses, so that it is generated again with newer weights."""
     for sample in group.samples:
         reset_response(sample, sample.tokens[: sample.prompt_length])
+
+
+def exceeds_context(sample: Sample) -> bool:
+    """Return whether the engine refused a request of the sample's function because it exceeds the context."""
+    return sample.outcome is not None and sample.outcome.kind == "failed" and "context length" in sample.outcome.reason
+
+
+def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
+    """Diagnose why every sample fails: the most frequent reasons, and which function or limit is responsible."""
+    outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
+    counts = Counter(outcome.reason for outcome in outcomes)
+    reasons = "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
+    is_slow = sum(outcome.kind == "timed_out" for outcome in outcomes) * 2 > len(outcomes)
+    finding = f"rollout {rollout_id}: every sample of {len(groups)} groups in a row failed: {reasons}"
+    if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
+        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "fix the reward function"
+        cause = (
+            "The reward function, or the server it calls, fails for every sample; failures do not count as reward 0."
+        )
+        test = "`furlong reward test` with the same flags runs it on a few rows"
+        return diagnosis("REW03", finding, cause=cause, remedy=f"{remedy}; {test}")
+    if is_slow:
+        cause = "The engine is too slow for --generate-timeout, or responses do not end."
+        remedy = "raise --generate-timeout, or lower --rollout-max-response-len"
+        return diagnosis("STOP02", finding, cause=cause, remedy=remedy)
+    failed = [s for g in groups for s in g.samples if s.status is Status.FAILED]
+    if sum(SILENT in s.metadata for s in failed) * 2 > len(failed):
+        return diagnosis("AGT07", finding)
+    if sum(map(exceeds_context, failed)) * 2 > len(failed):
+        cause = "The history grows with each turn, and the function requests more tokens when the context is full."
+        remedy = (
+            "return the sample with status TRUNCATED when len(sample.tokens) approaches the context length; keep fewer "
+            "turns, or raise --rollout-max-context-len"
+        )
+        return diagnosis("TOOL02", finding, cause=cause, remedy=remedy)
+    return diagnosis(
+        "HOOK01",
+        finding,
+        cause="It fails for every prompt.",
+        remedy="fix what generates samples: --custom-generate-function-path, --agent-function-path, --agent-command or "
+        "--environment",
+    )

@@ -1,131 +1,42 @@
-"""Generation and scoring of samples: one sample, and a prompt group."""
+"""Generation and scoring of samples: one sample, a prompt group, and evaluation sets."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
-import logging
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from furlong.chat.template_boundary import ChatFormat
-from furlong.config.hooks import Hooks
 from furlong.core.event_loop import gather_or_cancel
+from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
 from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
 from furlong.core.user_functions import Function, accepted_keywords
-from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT
+from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import InfraError, RolloutError
-from furlong.interfaces import Completion, Engine, Reward, SamplingParams
-from furlong.rollout.agent import (
+from furlong.interfaces import Completion, SamplingParams
+from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeLimitError, EpisodeWatch, RewardWait
+from furlong.rollout.generation import Generation
+from furlong.rollout.metrics import SampleReport, eval_metrics, evaluation_data
+from furlong.rollout.policy import policy_of_sample, seed_of_part
+from furlong.rollout.roles import pick_rewards_of_roles
+from furlong.rollout.user_samples import (
     GenerateFunctionError,
     call_generate_function,
-    check_fields,
-    check_group,
     check_produced,
-    check_sample,
     copy_identity,
-    load_generate_function,
+    session_samples,
 )
-from furlong.rollout.asked_context import ContextDifference
-from furlong.rollout.blocking_timer import BlockingTimer
-from furlong.rollout.episode_limits import LIMIT, REISSUED, EpisodeLimitError, EpisodeLimits, EpisodeWatch
-from furlong.rollout.episode_load import EpisodeLoad, RewardWait
-from furlong.rollout.policy import seed_of_part, shortened
-from furlong.rollout.roles import pick_rewards_of_roles
-from furlong.rollout.sample_metrics import OTHER_CONTEXT
-from furlong.rollout.sample_session import policy_of_sample, session_samples
-from furlong.sessions.samples import LEAF, Leaves
-from furlong.sessions.session import SessionSettings
+from furlong.sessions.samples import LEAF
 
-if TYPE_CHECKING:  # imports a web server, which most runs do not need
-    from furlong.sessions.session_server import SessionServer
-
-logger = logging.getLogger(__name__)
-
-UNFINISHED = (Status.PENDING, Status.ABORTED)  # a tuple: user code may set the value instead of the member
-MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How samples of one kind (of training, or of one evaluation set) are generated and scored.
-
-    max_context_len: limit of prompt + response; timeout_s: limit of one sample's generation. Tokens from custom
-    functions must be below `vocab_size` and at most `max_tokens` per sample, the model's context. logged_failures:
-    kinds of failures of user code already logged. load, limits: of episodes. blocking: time that custom functions
-    blocked the event loop. chat_format: renders messages for `policy().chat`.
-    """
-
-    engine: Engine
-    tokenizer: Any
-    reward: Reward
-    params: SamplingParams
-    max_context_len: int | None = None
-    hooks: Hooks = field(default_factory=Hooks)
-    timeout_s: float | None = None
-    evaluation: bool = False
-    args: Any = None
-    vocab_size: int | None = None
-    max_tokens: int | None = None
-    load: EpisodeLoad = field(default_factory=EpisodeLoad)
-    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    limits_by_environment: Mapping[str, EpisodeLimits] = field(default_factory=dict[str, EpisodeLimits])
-    logged_failures: set[str] = field(default_factory=set[str])
-    blocking: BlockingTimer = field(default_factory=BlockingTimer)
-    chat_format: ChatFormat | None = None
-    session_settings: SessionSettings = field(default_factory=SessionSettings)
-    session_leaves: Leaves = "all"
-    session_server: SessionServer | None = None
-
-    def function_of(self, sample: Sample) -> Function | None:
-        """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
-        if (path := sample.generate_function_path) is None:
-            return self.hooks.custom_generate_function
-        return load_generate_function(path)
-
-    def is_custom(self, group: Group) -> bool:
-        """Return whether user functions generate samples of the group, and may change them."""
-        return self.hooks.custom_generate_function is not None or any(
-            sample.generate_function_path is not None for sample in group.samples
-        )
-
-    def limits_of(self, sample: Sample) -> EpisodeLimits:
-        """Return the limits of the sample's episode: those of its environment in a mixture."""
-        return self.limits_by_environment.get(str(sample.metadata.get(ENVIRONMENT)), self.limits)
-
-    def recorded(self, sample: Sample) -> int | None:
-        """Return the number under which requests of the sample are recorded; None in evaluations."""
-        return None if self.evaluation else sample.index
-
-    def log_failure(self, what: str, sample: Sample, reason: str) -> None:
-        """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
-        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ between samples
-        is_new = kind not in self.logged_failures and len(self.logged_failures) < MAX_LOGGED_FAILURES
-        if is_new:
-            self.logged_failures.add(kind)
-        level = logging.WARNING if is_new else logging.DEBUG
-        logger.log(level, "%s failed on sample %s: %s", what, sample.index, reason)
-
-    def log_other_context(self, sample: Sample, differences: Sequence[ContextDifference]) -> None:
-        """Log the first sample whose tokens were sampled in another context than they are trained in."""
-        if OTHER_CONTEXT not in self.logged_failures:
-            self.logged_failures.add(OTHER_CONTEXT)
-            logger.warning(
-                "the custom generate function asked the engine with another context than is trained on: sample %s, %s "
-                "(%d such parts); return one sample per context, or ask with sample.tokens",
-                sample.index, differences[0], len(differences),
-            )  # fmt: skip
+UNFINISHED = (Status.PENDING, Status.ABORTED)
 
 
 def continuation(sample: Sample, generation: Generation) -> SamplingParams:
@@ -133,13 +44,14 @@ def continuation(sample: Sample, generation: Generation) -> SamplingParams:
 
     Raises RolloutError if the prompt leaves no room for a response.
     """
+    context_len = generation.flags.rollout_max_context_len
     room = generation.params.max_new_tokens - sample.response_length
-    if generation.max_context_len is not None:
-        room = min(room, generation.max_context_len - len(sample.tokens))
+    if context_len is not None:
+        room = min(room, context_len - len(sample.tokens))
     if room <= 0 and sample.response_length == 0:
         raise RolloutError(
             f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room in a context of "
-            f"{generation.max_context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
+            f"{context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
         )
     seed = None if sample.seed is None else seed_of_part(sample.seed, sample.response_length)
     return generation.params.for_request(max(room, 0), seed)
@@ -162,37 +74,23 @@ def append_completion(sample: Sample, completion: Completion) -> None:
     sample.status = STATUS_BY_FINISH_REASON[completion.finish_reason]
 
 
-async def generate_turn(
-    sample: Sample, generation: Generation, continues: Callable[[], bool], cut_at: int | None
-) -> Sample:
+async def generate_turn(sample: Sample, generation: Generation, continues: Callable[[], bool]) -> Sample:
     """Generate the response of `sample`, or continue it.
 
     A request that was aborted by a weight update is continued from its tokens while `continues()`. A response that is
-    complete already, in a partial group, stays unchanged. `cut_at`: response length at which the sample is left
-    aborted, as if the engine had aborted it.
+    complete already, in a partial group, stays unchanged.
     """
     while sample.status in UNFINISHED:
         params = continuation(sample, generation)
-        if cut_at is not None and sample.response_length >= cut_at:
-            sample.status = Status.ABORTED
-            return sample
-        if cut_at is not None:
-            params = shortened(params, cut_at - sample.response_length)
         if params.max_new_tokens == 0:
             sample.status = Status.TRUNCATED
             return sample
         with tracer.flight("generate", sample=sample.index, group=sample.group_index):
             completion = await generation.load.complete(
-                generation.engine,
-                list(sample.tokens),
-                params,
-                session=session_of(sample),
-                sample=generation.recorded(sample),
+                generation.engine, list(sample.tokens), params, session=session_of(sample)
             )
         heartbeat.note("request")
         append_completion(sample, completion)
-        if sample.response_length == cut_at and completion.finish_reason == "length":
-            sample.status = Status.ABORTED
         if not continues():
             break
     return sample
@@ -209,7 +107,6 @@ async def generate_sample(
     *,
     rollout_id: int,
     continues: Callable[[], bool],
-    cut_at: int | None = None,
     began: Callable[[], object] | None = None,
 ) -> list[Sample]:
     """Run generation and hooks for one sample, when an episode may start; a custom function may fan it out.
@@ -223,7 +120,7 @@ async def generate_sample(
     try:
         if began is not None:
             began()
-        produced = await _produce(sample, generation, continues, cut_at)
+        produced = await _produce(sample, generation, continues)
         if not generation.hooks.rollout_sample_hook:
             return produced
         return [await _run_hooks(each, generation, rollout_id) for each in produced]
@@ -231,24 +128,25 @@ async def generate_sample(
         generation.load.end_episode()
 
 
-async def _produce(
-    sample: Sample, generation: Generation, continues: Callable[[], bool], cut_at: int | None
-) -> list[Sample]:
+async def _produce(sample: Sample, generation: Generation, continues: Callable[[], bool]) -> list[Sample]:
     prompt, started = sample.tokens[: sample.prompt_length], monotonic()
     try:
         async with asyncio.timeout(generation.timeout_s):
             if (function := generation.function_of(sample)) is None:
-                return [await generate_turn(sample, generation, continues, cut_at)]
+                return [await generate_turn(sample, generation, continues)]
             return await _generate_reissued(function, sample, generation, continues)
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
-        return [_failed(sample, prompt, Outcome.timed_out(seconds, stage="generate"))]
+        outcome = Outcome.timed_out(seconds, stage="generate")
     except GenerateFunctionError as error:
         reason = describe_exception(error.cause)
         generation.log_failure("custom generate function", sample, reason)
         kind = "timed_out" if isinstance(error.cause, TimeoutError) else "failed"
         kind = "infra" if isinstance(error.cause, InfraError) else kind
-        return [_failed(sample, prompt, Outcome(kind, reason=f"generate raised {reason}", stage="generate"))]
+        outcome = Outcome(kind, reason=f"generate raised {reason}", stage="generate")
+    reset_response(sample, prompt or [0])  # a row needs a token; it is not trained on
+    sample.status, sample.outcome = Status.FAILED, outcome
+    return [sample]
 
 
 async def _generate_reissued(
@@ -271,16 +169,10 @@ async def _generate_reissued(
 async def _generate_custom(
     function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
 ) -> list[Sample]:
-    group_index, params = sample.group_index, continuation(sample, generation)
+    params = continuation(sample, generation)
     policy = policy_of_sample(sample, generation, params, continues, session=session_of(sample))
     work = call_generate_function(
-        function,
-        sample,
-        params,
-        policy,
-        args=generation.args,
-        evaluation=generation.evaluation,
-        timer=generation.blocking,
+        function, sample, params, policy, args=generation.args, evaluation=generation.evaluation
     )
     try:
         produced = await policy.watch.run(work)
@@ -294,24 +186,17 @@ async def _generate_custom(
     if policy.watch.reached is not None:
         _end_at_limit(produced, policy.watch)
     for each in produced:
-        differences = check_produced(
-            each,
-            sample,
-            policy,
-            group_index=group_index,
-            vocab_size=generation.vocab_size,
-            max_tokens=generation.max_tokens,
-        )
-        if differences:
-            generation.log_other_context(each, differences)
+        check_produced(each, sample, policy, vocab_size=generation.vocab_size, max_tokens=generation.max_tokens)
     return produced
 
 
 def _end_at_limit(produced: Sequence[Sample], watch: EpisodeWatch) -> None:
     """Make the samples of an episode that a limit ended TRUNCATED. Raises GenerateFunctionError if nothing is there."""
     if not any(sample.response_length for sample in produced):
-        limits = watch.limits
-        seconds = {"tool_time": limits.tool_s, "turn_time": limits.turn_s}.get(watch.reached or "", limits.episode_s)
+        flags = watch.limits
+        seconds = {"tool_time": flags.tool_timeout, "turn_time": flags.turn_timeout}.get(
+            watch.reached or "", flags.episode_timeout
+        )
         raise GenerateFunctionError(TimeoutError(f"nothing was sampled within {seconds:g} s ({watch.reached})"))
     for sample in produced:
         sample.metadata[LIMIT] = watch.reached
@@ -323,7 +208,6 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
     """Run the hooks on a sample; returns the sample, or the replacement returned by a hook."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         return sample
-    group_index, flag = sample.group_index, "--rollout-sample-hook-path"
     for hook in generation.hooks.rollout_sample_hook:
         values = {"rollout_id": rollout_id, "evaluation": generation.evaluation}
         names = accepted_keywords(hook, tuple(values))
@@ -332,21 +216,12 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
             result = await result
         if not isinstance(result, Sample | None):
             raise RolloutError(
-                f"{flag} returned {type(result).__name__} for sample {sample.index}; it must "
+                f"--rollout-sample-hook-path returned {type(result).__name__} for sample {sample.index}; it must "
                 "return None to keep the sample, or the Sample to use instead"
             )
         if result is not None and result is not sample:
             copy_identity(result, sample)
             sample = result
-        check_sample(sample, flag, generation.vocab_size)
-        check_group(sample, group_index, flag)
-    return sample
-
-
-def _failed(sample: Sample, prompt: list[int], outcome: Outcome) -> Sample:
-    """Make the sample FAILED and discard its partial response."""
-    reset_response(sample, prompt or [0])  # a row needs a token; it is not trained on
-    sample.status, sample.outcome = Status.FAILED, outcome
     return sample
 
 
@@ -366,25 +241,16 @@ async def run_group(
     rollout_id: int,
     continues: Callable[[], bool],
     wait: RewardWait,
-    cuts: Mapping[int, int] | None = None,
     began: Callable[[], object] | None = None,
 ) -> Group:
     """Generate and score all samples of a group; fanned-out samples replace their origin.
 
     An aborted group is returned unscored with ABORTED samples (`is_finished`). continues: whether requests aborted by a
-    weight update are continued. cuts: sample index -> response length at which the sample is left aborted. began: is
-    called when an episode begins.
+    weight update are continued. began: is called when an episode begins.
     """
     with wait.phase(generating=1):
         produced = await gather_or_cancel(
-            generate_sample(
-                sample,
-                generation,
-                rollout_id=rollout_id,
-                continues=continues,
-                cut_at=None if cuts is None or sample.index is None else cuts.get(sample.index),
-                began=began,
-            )
+            generate_sample(sample, generation, rollout_id=rollout_id, continues=continues, began=began)
             for sample in group.samples
         )
     group.samples = [sample for samples in produced for sample in samples]
@@ -414,7 +280,15 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
     leaves = [sample for sample in unscored if LEAF in sample.metadata]
     decisive = [sample for sample in unscored if LEAF not in sample.metadata] if leaves else unscored
     if decisive:
-        await _score(decisive, generation)
+        with tracer.flight("reward", group=decisive[0].group_index, samples=len(decisive)):
+            outcomes = await generation.reward(decisive)
+        for sample, outcome in zip(decisive, outcomes, strict=True):
+            sample.outcome = outcome
+            if outcome.kind == "scored":
+                sample.reward = outcome.reward
+            else:
+                sample.status = Status.FAILED
+                generation.log_failure("the reward", sample, outcome.reason)
     if leaves:
         by_index = {sample.index: sample for sample in samples if LEAF not in sample.metadata}
         for leaf in leaves:
@@ -422,58 +296,6 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
             leaf.outcome, leaf.reward = last.outcome, last.reward
             leaf.status = Status.FAILED if last.status is Status.FAILED else leaf.status
     pick_rewards_of_roles(samples)
-
-
-async def _score(unscored: list[Sample], generation: Generation) -> None:
-    """Call the reward function on samples, and record its outcomes."""
-    before = [_watched(vars(sample)) for sample in unscored]
-    with tracer.flight("reward", group=unscored[0].group_index, samples=len(unscored)):
-        outcomes = await generation.reward(unscored)
-    after = [_watched(vars(sample)) for sample in unscored]
-    is_untouched = all(map(is_, chain.from_iterable(before), chain.from_iterable(after)))
-    for sample, outcome, fields in zip(unscored, outcomes, before, strict=True):
-        if not is_untouched or sample.status in UNFINISHED:
-            outcome = _checked_outcome(sample, fields, outcome, generation.vocab_size)
-        sample.outcome = outcome
-        if outcome.kind == "scored":
-            sample.reward = outcome.reward
-        else:
-            sample.status = Status.FAILED
-            generation.log_failure("the reward", sample, outcome.reason)
-
-
-_COLUMNS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "token_versions")
-_IDENTITY = ("group_index", "index", "rollout_id", "metadata", "train_metadata")
-_watched = itemgetter(*_COLUMNS, *_IDENTITY)
-
-
-def _checked_outcome(sample: Sample, watched: tuple[Any, ...], outcome: Outcome, vocab_size: int | None) -> Outcome:
-    """Return the outcome of a reward call: failed if the function made its sample unusable, which is then repaired.
-
-    watched: the fields `_watched` before the call. Objects of unchanged fields are the same.
-    """
-    is_same = list(map(is_, _watched(vars(sample)), watched))
-    if all(is_same) and sample.status not in UNFINISHED:
-        return outcome
-    before = dict(zip((*_COLUMNS, *_IDENTITY), watched, strict=True))
-    source = "--custom-rm-path: the reward function"
-    try:
-        if sample.status in UNFINISHED:
-            raise RolloutError(
-                f"{source} set the status of sample {sample.index} to {str(sample.status)!r}; set remove_sample to "
-                "exclude a sample from training, or raise an exception if it cannot be scored"
-            )
-        check_group(sample, before["group_index"], source)
-        check_fields(sample, source)
-        if not all(is_same[: len(_COLUMNS)]):
-            check_sample(sample, source, vocab_size)
-    except RolloutError as error:
-        num_prompt = len(before["tokens"]) - before["response_length"]
-        reset_response(sample, before["tokens"][:num_prompt] or [0])
-        for name in _IDENTITY:
-            setattr(sample, name, before[name])
-        return Outcome.failed(str(error))
-    return outcome
 
 
 def is_finished(group: Group) -> bool:
@@ -484,3 +306,41 @@ def is_finished(group: Group) -> bool:
 def has_failed(group: Group) -> bool:
     """Return whether every sample of the group failed."""
     return all(sample.status is Status.FAILED for sample in group.samples)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One evaluation set. `groups` builds its groups, so that every evaluation starts from clean samples."""
+
+    name: str
+    groups: Callable[[], list[Group]]
+    generation: Generation
+    reward_key: str | None = None
+    pass_k: bool | tuple[int, ...] = True
+    on_samples: Callable[[int, str, list[Sample]], None] | None = None
+
+
+async def evaluate(sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport) -> Metrics:
+    """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
+    started, wait = monotonic(), RewardWait()
+    groups_of_sets = await gather_or_cancel(_evaluate_set(each, rollout_id, wait) for each in sets)
+    parts: list[Metrics] = []
+    data: dict[str, dict[str, Any]] = {}
+    for each, groups in zip(sets, groups_of_sets, strict=True):
+        parts.append(eval_metrics(each.name, groups, reward_key=each.reward_key, pass_k=each.pass_k))
+        data[each.name] = evaluation_data([s for g in groups for s in g.samples], each.reward_key)
+    extra = {
+        "perf/eval_time": total(monotonic() - started),
+        "perf/eval_reward_wait_time": total(wait.seconds),
+    }
+    return report.of_evaluation(rollout_id, data, merge(parts), extra)
+
+
+async def _evaluate_set(each: EvalSet, rollout_id: int, wait: RewardWait) -> list[Group]:
+    groups = await gather_or_cancel(
+        run_group(group, each.generation, rollout_id=rollout_id, continues=lambda: True, wait=wait)
+        for group in each.groups()
+    )
+    if each.on_samples is not None:
+        each.on_samples(rollout_id, each.name, [s for g in groups for s in g.samples])
+    return groups

@@ -1,9 +1,9 @@
-"""The groups that rollouts share: admission, age and choice. A rollout is the next complete groups.
+"""Prompt groups in flight, and the pool that rollouts share: admission, age and choice.
 
 1. Groups start while those issued and not trained are fewer than `ahead` + 1 batches (`admit`).
 2. A group that is complete, and kept by the filter, is `ready`.
 3. Rollouts take ready groups one rollout after the other: the first complete ones, but none becomes older than
-   `max_staleness` weight versions by waiting (`pacing`), so a rollout may wait for a group that started long ago.
+   `max_staleness` weight versions by waiting, so a rollout may wait for a group that started long ago.
 
 Nothing is cancelled or started again for its age.
 """
@@ -12,20 +12,76 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_right
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 from furlong.core.sample import UNKNOWN_VERSION, Group, Sample
-from furlong.rollout.flight import Flight
+from furlong.rollout.episodes import RewardWait
 from furlong.rollout.generate import reset_response
-from furlong.rollout.group_order import GroupOrder
-from furlong.rollout.pacing import choose_groups
 
 StaleTokens = Literal["pace", "mask", "drop"]
 
 RESUMED = "resumed"  # reason in the ledger for groups that were running when the checkpoint was saved
+
+_Numbered = tuple[int, asyncio.Task[Group]]
+
+
+@dataclass
+class Flight:
+    """The tasks of groups that were submitted and not judged yet, numbered in order of submission.
+
+    A finished task is in `queue` until its result is read, then in the heap `finished`. `running` maps each task that
+    is not judged to the group as it was issued. `is_collecting` is False once no more groups are needed. `wait`
+    measures the time in which samples are only scored.
+    """
+
+    submitted: int = 0
+    judged: int = 0
+    queue: asyncio.Queue[_Numbered | None] = field(default_factory=asyncio.Queue[_Numbered | None])
+    finished: list[_Numbered] = field(default_factory=list[_Numbered])
+    running: dict[asyncio.Task[Group], Group] = field(default_factory=dict[asyncio.Task[Group], Group])
+    wait: RewardWait = field(default_factory=RewardWait)
+    is_collecting: bool = True
+
+    def submit(self, origin: Group, work: Coroutine[Any, Any, Group], name: str) -> None:
+        """Start the task of a group. `origin`: the group to return if it is not completed."""
+        task = asyncio.create_task(work, name=name)
+        self.running[task] = origin
+        task.add_done_callback(partial(self._enqueue, self.submitted))
+        self.submitted += 1
+
+    def wake(self) -> None:
+        """Let `next_finished` return None now."""
+        self.queue.put_nowait(None)
+
+    async def next_finished(self, *, in_order: bool) -> tuple[Group, Group] | None:
+        """Wait for the group to judge next: the next in order, or the one submitted first of the finished.
+
+        Returns it as it was issued and as it is finished; None after `wake`. An exception of any task is raised at
+        once.
+        """
+        while not self.queue.empty() or not self.finished or (in_order and self.finished[0][0] != self.judged):
+            if (item := await self.queue.get()) is None:
+                return None
+            item[1].result()
+            heapq.heappush(self.finished, item)
+        self.judged += 1
+        _, task = heapq.heappop(self.finished)
+        return self.running.pop(task), task.result()
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait for their end."""
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+    def _enqueue(self, number: int, task: asyncio.Task[Group]) -> None:
+        self.queue.put_nowait((number, task))
 
 
 @dataclass
@@ -34,14 +90,13 @@ class GroupPool:
 
     batch_size: groups in a rollout. max_staleness: bound of the age of tokens in weight versions, or None. stale: how
     it is kept; only "pace" delays rollouts. versions: weights that the first episode of each running group began with.
-    next_rollout: the one that takes groups next. until: groups of the rollouts before it may start. end: number of
-    rollouts of the run. version: of the engines' weights. data_s: seconds that the source took.
+    next_rollout: the one that takes groups next. until: groups of the rollouts before it may start. version: of the
+    engines' weights. data_s: seconds that the source took.
     """
 
     batch_size: int
     max_staleness: int | None
     stale: StaleTokens
-    order: GroupOrder
     flight: Flight = field(default_factory=Flight)
     ready: list[Group] = field(default_factory=list[Group])
     spare: list[Group] = field(default_factory=list[Group])
@@ -49,7 +104,6 @@ class GroupPool:
     collecting: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_rollout: int = 0
     until: int = 0
-    end: int = 0
     version: int = 0
     data_ended: bool = False
     data_s: float = 0.0
@@ -68,11 +122,8 @@ class GroupPool:
 
     def admit(self, step: int, *, ahead: int, end: int, version: int) -> None:
         """Note that `step` rollouts are trained and the engines serve weights `version`."""
-        self.next_rollout, self.end = max(self.next_rollout, step), end
-        # A replayed run may end before the recorded one, which already had groups of later rollouts.
-        self.until = step + ahead + 1 if self.order.is_replayed else min(step + ahead + 1, end)
-        self.version = version
-        self.order.updated(version)
+        self.next_rollout = max(self.next_rollout, step)
+        self.until, self.version = min(step + ahead + 1, end), version
 
     def take_spares(self, count: int | None = None) -> list[Group]:
         """Remove and return groups that a filter keeps if no others are left."""
@@ -91,14 +142,9 @@ class GroupPool:
 
     def choose(self, rollout_id: int) -> list[Group] | None:
         """Remove and return the groups of a rollout, sorted by number; None while more must complete."""
-        if (recorded := self.order.batch_of(rollout_id)) is not None:
-            by_index = {group.index: group for group in self.ready}
-            chosen = [by_index[index] for index in recorded if index in by_index]
-            if not recorded or len(chosen) < len(recorded):
-                return None
-        elif len(self.ready) < self.batch_size:
+        if len(self.ready) < self.batch_size:
             return None
-        elif self.max_staleness is None or self.stale != "pace":
+        if self.max_staleness is None or self.stale != "pace":
             chosen = self.ready[: self.batch_size]
         else:
             ready = [oldest_version([group], self.version) for group in self.ready]
@@ -123,6 +169,34 @@ class GroupPool:
             else:
                 saved.append(("running", without_responses(origin)))
         return sorted(saved, key=lambda each: each[1].index)
+
+
+def choose_groups(ready: Sequence[int], running: Sequence[int], *, oldest: int, size: int) -> list[int] | None:
+    """Return the positions in `ready` of the `size` groups to train on next; None to wait for more to complete.
+
+    ready: the oldest weight version in each complete group, in order of completion. running: the same of the groups
+    that are not complete; those without a token have the current version. Groups of version `oldest` or earlier must be
+    in this batch, those of `oldest` + 1 in this or the next one, and so on. The first complete groups are taken as long
+    as the batches until then have room for all others.
+
+    >>> choose_groups([1, 0, 1], [0], oldest=0, size=2) is None  # waits for the running group of version 0
+    True
+    >>> choose_groups([1, 0, 1], [0], oldest=-1, size=2)
+    [0, 1]
+    """
+    versions = sorted((*ready, *running))
+    bounds = sorted({oldest, *(version for version in versions if version > oldest)})
+    due = {bound: bisect_right(versions, bound) - (bound - oldest) * size for bound in bounds}
+    due = {bound: min(count, size) for bound, count in due.items()}  # more than fit after a resume with other sizes
+    chosen: list[int] = []
+    for position, version in enumerate(ready):
+        if len(chosen) == size:
+            break
+        room = size - len(chosen) - 1
+        if all(count - (version <= bound) <= room for bound, count in due.items()):
+            chosen.append(position)
+            due = {bound: count - (version <= bound) for bound, count in due.items()}
+    return chosen if len(chosen) == size else None
 
 
 def without_responses(group: Group) -> Group:

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from furlong.core.routing import Routes, extend_routes
+from furlong.core.routing import extend_routes
+from furlong.core.sample import Sample
 from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
-from furlong.rollout.blocking_timer import BlockingTimer
-from furlong.rollout.episode_limits import EpisodeWatch
-from furlong.rollout.episode_load import EpisodeLoad
-from furlong.rollout.prefix_use import PrefixUse
+from furlong.rollout.episodes import EpisodeLoad, EpisodeWatch
+from furlong.rollout.generation import Generation
 from furlong.sessions.reply import Reply
 from furlong.sessions.role_names import check_role
 from furlong.sessions.session import Session
@@ -64,36 +63,31 @@ def seed_of_part(seed: int, part: int) -> int:
     return (seed + _SEED_STRIDE * part) % 2**63
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Policy:
     """The engine that serves the current weights, and its tokenizer.
 
-    With `return_routed_experts` every call requests them; `routed` has prompt and completion tokens of each call with
-    their experts. `context_len` limits prompt + completion. Requests that a weight update aborts are continued from
-    their tokens while `continues()`.
+    With `return_routed_experts` every call requests them. `context_len` limits prompt + completion. Requests that a
+    weight update aborts are continued from their tokens while `continues()`. answered: the input ids and the completion
+    of each call. full: prompt lengths that left no room.
     """
 
     engine: Engine
     tokenizer: Any
     session: str
     return_routed_experts: bool = False
-    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    reward: Reward | None = field(default=None, repr=False)  # of the run, for functions that score samples themselves
-    asked: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # input ids of each completion
-    sampled: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # tokens of each completion
-    versions: list[list[int]] = field(default_factory=list[list[int]], repr=False)  # of the tokens of each completion
-    routed: list[tuple[list[int], Routes]] = field(default_factory=list[tuple[list[int], Routes]], repr=False)
     context_len: int | None = None
     continues: Callable[[], bool] = lambda: False
-    full: list[int] = field(default_factory=list[int], repr=False)  # prompt lengths that left no room
+    reward: Reward | None = field(default=None, repr=False)  # of the run, for functions that score samples themselves
     load: EpisodeLoad = field(default_factory=EpisodeLoad, repr=False)
     watch: EpisodeWatch = field(default_factory=EpisodeWatch, repr=False)
-    blocking: BlockingTimer = field(default_factory=BlockingTimer, repr=False)  # of the run
-    prefix_use: PrefixUse = field(default_factory=PrefixUse, repr=False)
-    sample: int | None = None  # its index, for the record of requests
     conversation: Session | None = field(default=None, repr=False)  # of `chat`
     server: SessionServer | None = field(default=None, repr=False)
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    answered: list[tuple[list[int], Completion]] = field(default_factory=list[tuple[list[int], Completion]], repr=False)
+    full: list[int] = field(default_factory=list[int], repr=False)
     opened: list[OpenSession] = field(default_factory=list["OpenSession"], repr=False)
+    previous: tuple[list[int], int] = field(default=([], -1), repr=False)  # the last request, and weights of its answer
 
     async def chat(
         self,
@@ -193,7 +187,7 @@ class Policy:
         params = dataclasses.replace(params, prefix_key=self.session)
         if self.return_routed_experts:
             params = dataclasses.replace(params, return_routed_experts=True)
-        if self.context_len is not None and self.sampled:
+        if self.context_len is not None and self.answered:
             room = self.context_len - len(ids)
             if room <= 0:
                 return await self._full_context(ids)
@@ -207,18 +201,14 @@ class Policy:
             params = dataclasses.replace(params, sampling_seed=seed_of_part(params.sampling_seed, call))
         try:
             with self.watch.turn():
-                async with asyncio.timeout(self.watch.limits.turn_s):
+                async with asyncio.timeout(self.watch.limits.turn_timeout):
                     completion = await self._complete(ids, params, stream)
         except TimeoutError:
             self.watch.reached = "turn_time"
             return await self._full_context(ids)
         self.watch.sampled(len(completion.tokens))
         heartbeat.note("request")
-        self.asked.append(ids)
-        self.sampled.append(list(completion.tokens))
-        self.versions.append(list(completion.versions))
-        if completion.routed_experts is not None:
-            self.routed.append(([*ids, *completion.tokens], completion.routed_experts))
+        self.answered.append((ids, completion))
         return completion
 
     async def _full_context(self, ids: list[int]) -> Completion:
@@ -253,11 +243,13 @@ class Policy:
         return whole
 
     async def _request(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
-        done = await self.load.complete(
-            self.engine, ids, params, session=self.session, sample=self.sample, stream=stream
-        )
-        if self.engine.caches_prefixes:
-            self.load.prefixes(*self.prefix_use.add(ids, done))
+        done = await self.load.complete(self.engine, ids, params, session=self.session, stream=stream)
+        if self.engine.caches_prefixes and done.versions:
+            last, version = self.previous
+            if version == done.versions[0] and ids[: len(last)] == last:
+                repeated = min(len(last), len(ids) - 1)  # the last token is computed for its logits
+                self.load.prefixes(repeated, min(done.cached_tokens, repeated))
+            self.previous = (ids, done.versions[-1])
         return done
 
     def encode(self, text: str) -> list[int]:
@@ -299,3 +291,34 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         latency_s=first.latency_s + rest.latency_s,
         routed_experts=extend_routes(first.routed_experts, rest.routed_experts),
     )
+
+
+def policy_of_sample(
+    sample: Sample, generation: Generation, params: SamplingParams, continues: Callable[[], bool], *, session: str
+) -> Policy:
+    """Return the policy that the generate function of a sample calls; `session` names it in the engine."""
+    context_len = generation.flags.rollout_max_context_len or generation.max_tokens
+    conversation = None
+    if generation.chat_format is not None:
+        conversation = Session(
+            generation.chat_format,
+            lambda ids, params, part, stream=None: policy.complete(ids, params, part, stream),
+            name=session,
+            params=params,
+            settings=generation.session_settings,
+            context_len=context_len,
+        )
+    policy = Policy(
+        generation.engine,
+        generation.tokenizer,
+        session,
+        generation.params.return_routed_experts,
+        context_len,
+        continues,
+        generation.reward,
+        generation.load,
+        EpisodeWatch(generation.limits_of(sample)),
+        conversation,
+        generation.session_server,
+    )
+    return policy

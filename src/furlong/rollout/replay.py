@@ -15,9 +15,9 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.core.text import shortened
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger, Rollout
-from furlong.rollout.agent import check_sample
-from furlong.rollout.sample_metrics import SampleReport, eval_shape
+from furlong.rollout.metrics import SampleReport, eval_shape
 from furlong.rollout.train_batch import Conversion, batch_from_groups
+from furlong.rollout.user_samples import check_sample
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
 from furlong.interfaces import DataSource, Ledger
-from furlong.rollout.eval_rollout import EvalSet, evaluate
-from furlong.rollout.sample_metrics import SampleReport
+from furlong.rollout.generate import EvalSet, evaluate
+from furlong.rollout.metrics import SampleReport
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
 from furlong.core.sample import Group, Sample, Status, scalar_reward
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
-from furlong.rollout.returned_numbers import MAX_ID, returned_integers, returned_numbers, returned_rows
 from furlong.rollout.roles import baseline_groups, completions_of_roles
-from furlong.rollout.sample_metrics import OTHER_CONTEXT, RETOKENISED
 
+MAX_ID = (1 << 31) - 1  # tokens are int32
 CONVERSION = "--custom-convert-samples-to-train-data-path"
 # Keys of slime's custom conversion that are not per-token columns; the last three are derived here.
 CONVERTED = frozenset(
@@ -53,8 +52,22 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conv
     """Build the batch of a rollout from finished groups, in the order given.
 
     A FAILED sample keeps its row with a mask of zeros: it counts in the batch, gets no gradient, and its missing reward
-    (nan in `raw_rewards`) is excluded from its group's statistics.
+    (nan in `raw_rewards`) is excluded from its group's statistics. What functions of the user made of samples is
+    checked here, once. Raises RolloutError and DataError that name the sample.
     """
+    for group in groups:
+        for sample in group.samples:
+            if sample.group_index != group.index:
+                raise RolloutError(
+                    f"a function changed group_index of sample {sample.index} from {group.index} to "
+                    f"{sample.group_index}; keep it: rewards are normalized within the group of a prompt"
+                )
+            if not 0 <= sample.response_length < len(sample.tokens):
+                raise RolloutError(
+                    f"sample {sample.index} has {len(sample.tokens)} tokens and response_length "
+                    f"{sample.response_length}; `tokens` must be prompt + response: fix the function that changed it "
+                    "(generate function, hook or reward function)"
+                )
     samples = [sample for group in groups for sample in group.samples]
     convert, post_process = (
         conversion.hooks.custom_convert_samples_to_train_data,
@@ -142,7 +155,7 @@ def _post_processed(
     if isinstance(result, tuple | list) and len(result) == 2:
         raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)
         shown, processed = (
-            returned_numbers(part, None, f"--custom-reward-post-process-path: item {i} of what it returned")
+            _numbers(part, None, f"--custom-reward-post-process-path: item {i} of what it returned")
             for i, part in enumerate(result)
         )
         if shown.shape == processed.shape == (len(scored),):
@@ -214,10 +227,13 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
                 column = [0] * s.response_length
             parts.append(column)
         columns[name] = _flat(parts, dtype)
-    if any(RETOKENISED in s.metadata for s in samples):
-        columns["retokenised"] = _flat((_retokenised(s) for s in samples), np.uint8)
-    if any(OTHER_CONTEXT in s.metadata for s in samples):
-        columns["other_context"] = _flat((_other_context(s) for s in samples), np.uint8)
+    log_probs = columns.get("rollout_log_probs")
+    if log_probs is not None and not np.isfinite(log_probs).all():
+        wrong = next(s.index for s in samples if not np.isfinite(s.rollout_log_probs or [0.0]).all())
+        raise RolloutError(
+            f"sample {wrong} has rollout_log_probs that are not finite numbers; set them to None if they are unknown, "
+            "and to 0.0 for tokens that the policy did not generate"
+        )
     return columns
 
 
@@ -253,20 +269,6 @@ def _routed_experts(
     return np.concatenate(parts) if parts else None
 
 
-def _retokenised(sample: Sample) -> NDArray[np.uint8]:
-    """Return 1 from the first trained token that differs from the sampled one, 0 before it."""
-    start = sample.metadata.get(RETOKENISED, sample.response_length)
-    return (np.arange(sample.response_length) >= start).astype(np.uint8)
-
-
-def _other_context(sample: Sample) -> NDArray[np.uint8]:
-    """Return 1 for the tokens that were sampled in another context than they are trained in."""
-    flags = np.zeros(sample.response_length, np.uint8)
-    for start, stop in sample.metadata.get(OTHER_CONTEXT, ()):
-        flags[start:stop] = 1
-    return flags
-
-
 def _flat(parts: Any, dtype: Any) -> NDArray[Any]:
     arrays = [np.asarray(part, dtype) for part in parts]
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
@@ -286,29 +288,27 @@ def _batch_from_train_data(
         raise DataError(f"{CONVERSION} returned no {missing}; it has {abbreviate(sorted(map(str, data)))}")
     if isinstance(data["tokens"], list) and len(data["tokens"]) != n:
         raise DataError(f"{CONVERSION} returned {len(data['tokens'])} rows for {n} samples")
-    rows = returned_rows(data["tokens"], n, f"{CONVERSION}: tokens")
-    tokens = [
-        returned_integers(row, None, f"{CONVERSION}: row {i} of tokens", most=MAX_ID) for i, row in enumerate(rows)
-    ]
+    rows = _rows(data["tokens"], n, f"{CONVERSION}: tokens")
+    tokens = [_integers(row, None, f"{CONVERSION}: row {i} of tokens", most=MAX_ID) for i, row in enumerate(rows)]
     lengths = np.array([len(row) for row in tokens], np.int64)
-    response_lengths = returned_integers(data["response_lengths"], n, f"{CONVERSION}: response_lengths")
+    response_lengths = _integers(data["response_lengths"], n, f"{CONVERSION}: response_lengths")
     if (wrong := np.flatnonzero(response_lengths > lengths)).size:
         i = wrong[0]
         raise DataError(f"{CONVERSION}: row {i} has {lengths[i]} tokens and a response of {response_lengths[i]}")
     sizes: list[int] = response_lengths.tolist()
     given = data.get("loss_masks")
     whole_masks = given is None or (isinstance(given, list) and not given)
-    rows = [[1] * size for size in sizes] if whole_masks else returned_rows(given, n, f"{CONVERSION}: loss_masks")
+    rows = [[1] * size for size in sizes] if whole_masks else _rows(given, n, f"{CONVERSION}: loss_masks")
     masks = [
         _zeros_and_ones(mask, size, f"{CONVERSION}: row {i} of loss_masks")
         for i, (mask, size) in enumerate(zip(rows, sizes, strict=True))
     ]
-    rewards = returned_numbers(data["rewards"], n, f"{CONVERSION}: rewards")
+    rewards = _numbers(data["rewards"], n, f"{CONVERSION}: rewards")
     if (wrong := np.flatnonzero(~np.isfinite(rewards))).size:
         raise DataError(f"{CONVERSION}: reward {wrong[0]} is {rewards[wrong[0]]}; return finite rewards to train on")
 
     def whole(name: str, default: list[int]) -> NDArray[np.int64]:
-        return returned_integers(data.get(name, default), n, f"{CONVERSION}: {name}", least=-(1 << 53))
+        return _integers(data.get(name, default), n, f"{CONVERSION}: {name}", least=-(1 << 53))
 
     return RolloutBatch(
         rollout_id=rollout_id,
@@ -317,9 +317,7 @@ def _batch_from_train_data(
         response_lengths=response_lengths,
         loss_masks=_flat(masks, np.uint8),
         rewards=rewards.astype(np.float32),
-        raw_rewards=returned_numbers(data.get("raw_reward", rewards), n, f"{CONVERSION}: raw_reward").astype(
-            np.float32
-        ),
+        raw_rewards=_numbers(data.get("raw_reward", rewards), n, f"{CONVERSION}: raw_reward").astype(np.float32),
         group_ids=np.array([_required_id(s.group_index) for s in samples], np.int64),
         rollout_ids=whole("rollout_ids", [_rollout_key(s) for s in samples]),
         sample_ids=whole("sample_indices", [_required_id(s.index) for s in samples]),
@@ -330,13 +328,41 @@ def _batch_from_train_data(
     )
 
 
+def _numbers(value: Any, count: int | None, what: str) -> NDArray[np.float64]:
+    """Return `count` numbers that a function returned, or any number of them for None. Raises DataError."""
+    try:
+        array = np.asarray(value)
+        array = np.asarray(value, np.float64) if array.dtype.kind == "O" else array  # None, or 10**400
+        is_valid = array.ndim == 1 and (array.dtype.kind in "biuf" or not array.size)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        array, is_valid = np.zeros(0), False
+    if not is_valid or count not in (None, len(array)):
+        expected = "numbers" if count is None else f"{count} numbers"
+        raise DataError(f"{what} is {shortened(value)}; expected {expected}")
+    return array.astype(np.float64)
+
+
+def _integers(value: Any, count: int | None, what: str, *, least: int = 0, most: int = 1 << 53) -> NDArray[np.int64]:
+    array = _numbers(value, count, what)
+    wrong = array[~((array >= least) & (array <= most) & (array == np.floor(array)))]
+    if wrong.size:
+        raise DataError(f"{what} contains {wrong[0]:g}; expected integers from {least} to {most}")
+    return array.astype(np.int64)
+
+
+def _rows(value: Any, count: int, what: str) -> list[Any]:
+    if not hasattr(value, "__len__") or isinstance(value, str | bytes | dict) or len(value) != count:
+        raise DataError(f"{what} is {shortened(value)}; expected a list with one entry for each of {count} samples")
+    return list(value)
+
+
 def _extra_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return an extra column of a custom conversion. Raises DataError unless it has one number per response token."""
     try:
         parts = [
-            returned_numbers(row, size, f"row {i}")
+            _numbers(row, size, f"row {i}")
             for i, (row, size) in enumerate(
-                zip(returned_rows(rows, len(response_lengths), "it"), response_lengths.tolist(), strict=True)
+                zip(_rows(rows, len(response_lengths), "it"), response_lengths.tolist(), strict=True)
             )
         ]
     except DataError as error:
@@ -353,7 +379,7 @@ def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: Rou
     if shape is None or routed is None:
         return None
     parts: list[Routes] = []
-    routed = returned_rows(routed, len(lengths), f"{CONVERSION}: rollout_routed_experts")
+    routed = _rows(routed, len(lengths), f"{CONVERSION}: rollout_routed_experts")
     for number, (routes, length) in enumerate(zip(routed, lengths.tolist(), strict=True)):
         known = shape.checked(routes, f"row {number} of the custom conversion")
         if len(known) != length - 1:

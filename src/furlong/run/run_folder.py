@@ -24,7 +24,7 @@ from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, read_fl
 logger = logging.getLogger("furlong")
 
 LEDGER = "ledger.jsonl"
-RUN_FILES = (CONFIG, METRICS, EVENTS, RUN_LOG, LEDGER, "order.jsonl")  # files that a resumed run continues
+RUN_FILES = (CONFIG, METRICS, EVENTS, RUN_LOG, LEDGER)  # files that a resumed run continues
 LOCK = ".lock"  # an empty, locked file in --save while a run may write there
 IN_USE = "is in use by a run in progress; wait for it, end it, or choose another directory"
 

@@ -13,16 +13,13 @@ from statistics import fmean, median
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.command_line import flags_as_written
-from furlong.config.flag_spec import flag_specs
-from furlong.config.sections import Config
 from furlong.core.text import abbreviate, sparkline
 from furlong.tracking.console import is_eval_mean
 from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, read_intact_rows, read_rows
 
 DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
-PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group", "replay"})
+PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group"})
 # Flags of functions that compute a value of a stage, by the value's name; "" for the others of the stage.
 FUNCTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rollout", "raw_rewards"): ("custom_reward_post_process_path", "custom_rm_path", "rm_type"),
@@ -196,7 +193,7 @@ def _remedy(comparison: RunComparison) -> str:
         )
     stage = None if comparison.difference is None else comparison.difference.stage
     if stage in ("data", "rollout"):
-        return "--replay FIRST_RUN reproduces its completion order; --deterministic-mode fixes kernels and threads"
+        return "use --async-buffer-size 0 without --partial-rollout; --deterministic-mode fixes kernels and threads"
     return "--deterministic-mode fixes kernels and the number of threads"
 
 
@@ -278,23 +275,6 @@ def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tup
         for name in dict.fromkeys([*a, *b])
         if a.get(name) != b.get(name) and name not in PLACES
     }
-
-
-def replay_problem(run: str, config: Config) -> str | None:
-    """Return why `config` cannot reproduce the run in the folder `run`; None if its flags are equal."""
-    different = replay_differences(read_flags(Path(run)), flags_as_written(config))
-    shown = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in different.items())
-    return f"--replay {run}: the flags differ from that run's ({shown}); use the same flags" if different else None
-
-
-def replay_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the different flags that keep a run from repeating the recorded one; those of output do not."""
-    output = {spec.field for spec in flag_specs(Config).values() if spec.section in ("track", "debug")}
-    output |= {"num_rollout", "keep_checkpoints", "async_save", "save_hf"}
-    if current.get("lr_decay_style") == "constant" and current.get("lr_warmup_fraction") is None:
-        output.add("lr_decay_iters")
-    kept = [{name: value for name, value in flags.items() if name not in output} for flags in (recorded, current)]
-    return different_flags(kept[0], kept[1])
 
 
 def _metrics(folder: Path) -> dict[int, JsonRow]:

@@ -40,7 +40,7 @@ from furlong.machine import MemoryUse
 from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
 from furlong.models.tokenizer import read_template, write_template
 from furlong.rewards.group_reward import GroupReward
-from furlong.rollout.agent_hooks import AgentHooks
+from furlong.rollout.agents import AgentHooks
 from furlong.tracking.console import ConsoleTracker
 from furlong.tracking.mlflow import MlflowTracker
 from furlong.tracking.run_files import EVENTS, EventLog, StepFile, read_steps

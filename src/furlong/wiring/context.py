@@ -20,7 +20,7 @@ from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
-from furlong.rollout.episode_load import EpisodeLoad
+from furlong.rollout.episodes import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 from furlong.tracking.sample_tables import TRAINED, SampleTables

@@ -47,32 +47,28 @@ from furlong.inference.wire_chat import WireTokenizer
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
 from furlong.models.hf_config import vocabulary_size
 from furlong.rewards.group_reward import GroupReward
-from furlong.rollout.agent import complete_request, policy
-from furlong.rollout.agent_hooks import AgentHooks
+from furlong.rollout.agent import policy
+from furlong.rollout.agents import AgentHooks
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.episode_limits import EpisodeLimits
-from furlong.rollout.episode_load import EpisodeLoad
-from furlong.rollout.eval_rollout import EvalSet
-from furlong.rollout.generate import Generation
-from furlong.rollout.group_order import GroupOrder, ReplayedOrder
+from furlong.rollout.episodes import EpisodeLoad
+from furlong.rollout.generate import EvalSet
+from furlong.rollout.generation import Generation
 from furlong.rollout.group_pool import GroupPool
+from furlong.rollout.metrics import SampleReport
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
-from furlong.rollout.sample_metrics import SampleReport
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
+from furlong.rollout.user_samples import complete_request
 from furlong.sessions.samples import Leaves
 from furlong.sessions.session import SessionSettings
-from furlong.tools.run_diff import replay_problem
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
-from furlong.tracking.run_files import StepFile, read_rows
 from furlong.wiring.context import RunContext
 
 if TYPE_CHECKING:
     from furlong.inference.server.gateway import Gateway
     from furlong.sessions.session_server import SessionServer
 
-ORDER = "order.jsonl"
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
 
 logger = logging.getLogger(__name__)
@@ -185,7 +181,6 @@ def _engine_rollout(
     batch_size = config.data.rollout_batch_size
     parts = engine_parts(trained_model(config).groups) if is_started(config) else None  # not running yet
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
-    order = _order(context)
     return EngineRollout(
         generation=_generation(context, engine, _reward(context, config.reward.rm_type, config.reward.custom_rm_path)),
         source=source,
@@ -200,12 +195,11 @@ def _engine_rollout(
         eval_sets=eval_sets,
         report=_report(context),
         on_groups=context.record_rollout,
-        order=order,
-        pool=_pool(context, order),
+        pool=_pool(context),
     )
 
 
-def _pool(context: RunContext, order: GroupOrder) -> GroupPool | None:
+def _pool(context: RunContext) -> GroupPool | None:
     """Build the groups that rollouts share; None if each has its own."""
     config = context.config
     if not shares_groups(config):
@@ -214,23 +208,7 @@ def _pool(context: RunContext, order: GroupOrder) -> GroupPool | None:
         batch_size=config.data.rollout_batch_size,
         max_staleness=max_staleness(config),
         stale=config.rollout.stale_tokens,
-        order=order,
     )
-
-
-def _order(context: RunContext) -> GroupOrder:
-    """Record the completion order of groups; with --replay reproduce a recorded one. Raises ConfigError."""
-    file = StepFile(context.folder / ORDER)
-    context.files.append(file)
-    run = context.config.debug.replay
-    if run is None:
-        return GroupOrder(file.append)
-    if Path(run).resolve() == context.folder.resolve():
-        raise ConfigError(f"--replay {run} is the directory of this run; set another --output-dir")
-    if problem := replay_problem(run, context.config):
-        raise ConfigError(problem)
-    rows = read_rows(Path(run) / ORDER, "step", "event", "groups")
-    return ReplayedOrder(rows, file.append, name=run)
 
 
 def _function_rollout(
@@ -266,7 +244,7 @@ def _report(context: RunContext) -> SampleReport:
 
 
 def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Generation:
-    rollout, limits = context.config.rollout, EpisodeLimits.of(context.config.rollout)
+    rollout = context.config.rollout
     specs = parse_environments(context.config.session.environment)
     return Generation(
         engine=engine,
@@ -284,7 +262,8 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
             skip_special_tokens=rollout.rollout_skip_special_tokens,
             return_routed_experts=returns_routes(context.config),
         ),
-        max_context_len=rollout.rollout_max_context_len,
+        flags=rollout,
+        environments=specs,
         hooks=context.hooks,
         timeout_s=context.config.fault.generate_timeout,
         args=context.args,
@@ -292,8 +271,6 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
         chat_format=None if context.tokenizer is None else _chat_format(context),
         load=context.load,
-        limits=limits if len(specs) != 1 else limits.replaced(specs[0].limits),
-        limits_by_environment={spec.name: limits.replaced(spec.limits) for spec in specs},
         session_settings=session_settings(context.config.session, context.hooks),
         session_leaves=session_leaves(context.config.session, context.hooks),
         session_server=context.session_server,
@@ -346,7 +323,7 @@ def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalS
             stop_token_ids=spec.stop_token_ids,
             return_routed_experts=False,
         ),
-        max_context_len=spec.max_context_len,
+        flags=dataclasses.replace(defaults.flags, rollout_max_context_len=spec.max_context_len),
         hooks=dataclasses.replace(context.hooks, custom_generate_function=custom),
         evaluation=True,
     )

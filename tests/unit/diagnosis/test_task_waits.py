@@ -17,9 +17,9 @@ from furlong.core.tracing import Heartbeat
 from furlong.diagnosis import hang_watchdog
 from furlong.diagnosis.hang_watchdog import HangWatchdog, task_wait
 from furlong.interfaces import Completion, Engine, SamplingParams
-from furlong.rollout.agent import call_generate_function, policy
-from furlong.rollout.blocking_timer import BlockingTimer
+from furlong.rollout.agent import policy
 from furlong.rollout.policy import Policy
+from furlong.rollout.user_samples import call_generate_function
 
 SECONDS = 0.3
 
@@ -65,10 +65,10 @@ async def loops(args: Any, sample: Sample, sampling_params: Any) -> Sample:
 
 
 def call(function: Callable[..., Any], engine: Any) -> Coroutine[Any, Any, Any]:
-    sample, timer = Sample(index=0, tokens=[1, 2]), BlockingTimer()
+    sample = Sample(index=0, tokens=[1, 2])
     served: Engine = engine
     return call_generate_function(
-        function, sample, SamplingParams(), Policy(served, None, "s"), args=None, evaluation=False, timer=timer
+        function, sample, SamplingParams(), Policy(served, None, "s"), args=None, evaluation=False
     )
 
 

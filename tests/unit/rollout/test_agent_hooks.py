@@ -12,9 +12,9 @@ import pytest
 from furlong.agent import policy
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import HookError
-from furlong.rollout import agent_function
-from furlong.rollout.agent_hooks import AgentHooks, hook_beside
-from furlong.rollout.sample_metrics import rollout_metrics
+from furlong.rollout import agents
+from furlong.rollout.agents import AgentHooks, hook_beside
+from furlong.rollout.metrics import rollout_metrics
 from scripted_episodes import play
 
 
@@ -107,8 +107,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> Any:
             await policy().chat([{"role": "user", "content": "1+2="}])
         raise KeyError("answer")
 
-    monkeypatch.setattr(agent_function, "_run", run)
-    return agent_function.generate
+    monkeypatch.setattr(agents, "_run", run)
+    return agents.generate
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Group, Sample, Status
 from furlong.environments import Observation, Rubric, Step, Task
 from furlong.errors import InfraError
-from furlong.rollout.blocking_timer import BlockingTimer
-from furlong.rollout.environment_episode import generate
-from furlong.rollout.episode_limits import EpisodeLimits
-from furlong.rollout.sample_metrics import rollout_metrics
+from furlong.rollout.environments import generate
+from furlong.rollout.episodes import EpisodeLoad
+from furlong.rollout.metrics import rollout_metrics
 from scripted_episodes import play
 
 made: list[Any] = []
@@ -185,7 +185,7 @@ def test_an_environment_may_run_the_conversation_itself():
 
 
 def test_a_limit_ends_the_episode_with_the_rewards_so_far():
-    (sample,) = play(generate, say, args=of("Counting?rounds=9"), limits=EpisodeLimits(max_turns=4))
+    (sample,) = play(generate, say, args=of("Counting?rounds=9"), flags=RolloutFlags(max_turns=4))
     assert sample.status is Status.TRUNCATED
     assert sample.reward == 10.0
     assert sample.metadata["episode_limit"] == "turns"
@@ -240,14 +240,14 @@ def test_a_sample_of_a_mixture_names_its_environment():
 def test_step_many_gets_the_steps_of_all_episodes_that_are_ready(name: str):
     Batched.batches.clear()
     Batched.threads.clear()
-    blocking = BlockingTimer()
-    samples = play(generate, say, num_samples=6, args=of(f"{name}?rounds=3"), blocking=blocking)
+    load = EpisodeLoad()
+    samples = play(generate, say, num_samples=6, args=of(f"{name}?rounds=3"), load=load)
     assert [sample.reward for sample in samples] == [6.0] * 6
     assert sum(len(batch) for batch in Batched.batches) == 18
     assert len(Batched.batches) < 12, "most steps were made alone"
     is_async = name == "AsyncBatched"
     assert (Batched.threads == {threading.main_thread()}) == is_async
-    assert (blocking.take() >= 0.06 * len(Batched.batches)) == is_async  # the sleep of each call
+    assert (load.take_blocked() >= 0.06 * len(Batched.batches)) == is_async  # the sleep of each call
 
 
 class Sleeping(Counting):
@@ -258,9 +258,9 @@ class Sleeping(Counting):
 
 @pytest.mark.slow
 def test_blocking_steps_of_32_episodes_overlap_and_do_not_hold_the_event_loop():
-    blocking, started = BlockingTimer(), time.monotonic()
+    load, started = EpisodeLoad(), time.monotonic()
     settings = of("Sleeping?rounds=4", env_workers=("thread", "32"))
-    samples = play(generate, say, num_samples=32, args=settings, blocking=blocking)
+    samples = play(generate, say, num_samples=32, args=settings, load=load)
     assert [sample.reward for sample in samples] == [10.0] * 32
     assert time.monotonic() - started < 32 * 4 * 0.05, "steps ran one after the other"
-    assert blocking.take() < 32 * 4 * 0.05 / 4, "steps hold the event loop"  # a busy machine holds it for a moment
+    assert load.take_blocked() < 32 * 4 * 0.05 / 4, "steps hold the event loop"  # a busy machine holds it for a moment

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import process_environments
+from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Sample, Status
-from furlong.rollout.environment_episode import generate
 from furlong.rollout.environment_workers import EnvironmentWorkers, close_environment_workers
-from furlong.rollout.episode_limits import EpisodeLimits
+from furlong.rollout.environments import generate
 from scripted_episodes import play
 from supervised_commands import live_commands
 
@@ -105,7 +105,7 @@ FAULTS = {
 def test_each_fault_ends_its_episode_and_no_other():
     entry = f"Faulty?faults={','.join(FAULTS)}"
     samples = played(
-        entry, workers=("process", "4"), num_samples=len(FAULTS) + 5, memory=1.0, limits=EpisodeLimits(tool_s=4)
+        entry, workers=("process", "4"), num_samples=len(FAULTS) + 5, memory=1.0, flags=RolloutFlags(tool_timeout=4)
     )
     assert len(samples) == len(FAULTS) + 5
     for sample, (fault, (kind, reason)) in zip(samples, [*FAULTS.items(), *[("", ("", ""))] * 5], strict=True):
@@ -149,15 +149,15 @@ def test_faults_of_batched_steps_end_their_episodes_only():
 
 
 def test_a_hang_of_step_many_ends_its_episodes_at_their_limit_with_their_process():
-    samples = played("FaultyBatched?faults=hang", num_samples=3, limits=EpisodeLimits(tool_s=1))
+    samples = played("FaultyBatched?faults=hang", num_samples=3, flags=RolloutFlags(tool_timeout=1))
     limits = [sample.metadata.get("episode_limit") for sample in samples]
     assert limits[0] == "tool_time"
     assert {sample.reward for sample, limit in zip(samples, limits, strict=True) if limit is None} <= {6.0}
 
 
 def test_time_that_other_episodes_occupy_a_process_does_not_count():
-    entry, limits = "Counting?rounds=1&wait_s=0.4", EpisodeLimits(tool_s=2.5)
-    samples = played(entry, workers=("process", "1"), num_samples=8, limits=limits)
+    entry, limits = "Counting?rounds=1&wait_s=0.4", RolloutFlags(tool_timeout=2.5)
+    samples = played(entry, workers=("process", "1"), num_samples=8, flags=limits)
     assert [sample.reward for sample in samples] == [1.0] * 8
 
 

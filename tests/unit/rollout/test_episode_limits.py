@@ -15,8 +15,7 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.episode_limits import EpisodeLimits
-from furlong.rollout.generate import Generation
+from furlong.rollout.generation import Generation
 from furlong.rollout.train_batch import Conversion
 
 
@@ -58,7 +57,7 @@ def produce(function, *, engine=None, count=2, n=2, batch_size=2, **limits):
         ledger=_Ledger(),
         generation=Generation(
             engine, None, LabelReward(), SamplingParams(max_new_tokens=4),
-            hooks=Hooks(custom_generate_function=function), limits=EpisodeLimits(**limits),
+            hooks=Hooks(custom_generate_function=function), flags=RolloutFlags(**limits),
         ),
         flags=RolloutFlags(),
         batch_size=batch_size,
@@ -80,10 +79,10 @@ class _Ledger:
     ("function", "limits", "name", "length"),
     [
         (endless, {"max_turns": 3}, "turns", 6),
-        (endless, {"max_tokens": 5}, "tokens", 5),
-        (with_a_tool_that_hangs, {"tool_s": 0.05}, "tool_time", 4),
-        (with_a_tool_that_hangs, {"episode_s": 0.05}, "episode_time", 4),
-        (slow, {"episode_s": 0.2, "tool_s": 30.0}, "episode_time", None),
+        (endless, {"max_episode_tokens": 5}, "tokens", 5),
+        (with_a_tool_that_hangs, {"tool_timeout": 0.05}, "tool_time", 4),
+        (with_a_tool_that_hangs, {"episode_timeout": 0.05}, "episode_time", 4),
+        (slow, {"episode_timeout": 0.2, "tool_timeout": 30.0}, "episode_time", None),
     ],
 )
 def test_a_limit_ends_the_episode_and_its_tokens_are_scored_and_trained(function, limits, name, length):
@@ -103,7 +102,7 @@ def test_a_turn_that_takes_too_long_ends_the_episode_without_its_tokens():
             return await super().generate(prompt, params, session=session)
 
     engine = Slow(lambda prompt, params: [7] * params.max_new_tokens)
-    metrics, samples = produce(endless, engine=engine, turn_s=0.05)
+    metrics, samples = produce(endless, engine=engine, turn_timeout=0.05)
     assert {sample.metadata["episode_limit"] for sample in samples} == {"turn_time"}
     assert {sample.response_length for sample in samples} == {4}
     assert metrics["rollout/episodes/policy_limit"] == 4
@@ -113,7 +112,7 @@ def test_an_episode_that_sampled_nothing_in_time_fails_and_its_siblings_are_trai
     async def one_idle(args, sample, params):
         return await (idle if sample.index == 1 else endless)(args, sample, params)
 
-    metrics, samples = produce(one_idle, episode_s=0.05, max_turns=2)
+    metrics, samples = produce(one_idle, episode_timeout=0.05, max_turns=2)
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     assert [sample.index for sample in failed] == [1]
     assert failed[0].outcome.kind == "timed_out"
@@ -155,6 +154,6 @@ def test_a_function_that_ignores_one_cancellation_is_still_ended():
         except asyncio.CancelledError:
             await asyncio.sleep(600)
 
-    _, samples = produce(stubborn, count=1, n=1, batch_size=1, episode_s=0.05)
+    _, samples = produce(stubborn, count=1, n=1, batch_size=1, episode_timeout=0.05)
     assert [type(sample) for sample in samples] == [Sample]
     assert samples[0].metadata["episode_limit"] == "episode_time"

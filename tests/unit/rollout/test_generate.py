@@ -14,13 +14,12 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
 from furlong.interfaces import SamplingParams
-from furlong.rollout import episode_load
-from furlong.rollout.blocking_timer import BlockingTimer
+from furlong.rollout import episodes
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.eval_rollout import EvalSet
+from furlong.rollout.episodes import EpisodeLoad, RewardWait
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generate import Generation
+from furlong.rollout.generate import EvalSet
+from furlong.rollout.generation import Generation
 from furlong.rollout.train_batch import Conversion
 
 
@@ -40,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(episode_load, "perf_counter", clock)
+    monkeypatch.setattr(episodes, "perf_counter", clock)
     return clock
 
 
@@ -122,12 +121,12 @@ def test_an_evaluation_is_timed_separately(clock: Clock) -> None:
 
 def timed_call(function):
     """What a function answers, and the seconds that it blocked."""
-    timer = BlockingTimer()
+    timer = EpisodeLoad()
 
     async def body():
         return await timer.timed(function)
 
-    return asyncio.run(body()), timer.take()
+    return asyncio.run(body()), timer.take_blocked()
 
 
 async def blocks():
@@ -150,20 +149,11 @@ def test_blocking_sleep_is_counted_and_awaited_sleep_is_not():
     assert timed_call(waits)[0] == "made"
 
     async def both():
-        timer = BlockingTimer()
+        timer = EpisodeLoad()
         await asyncio.gather(*(timer.timed(waits) for _ in range(8)))
-        return timer.take()
+        return timer.take_blocked()
 
     assert asyncio.run(both()) < 8 * 0.2  # for so long they waited
-
-
-def test_take_resets_the_seconds():
-    timer = BlockingTimer()
-    timer.count(0.04)
-    assert timer.take() == 0
-    timer.count(1.0)
-    timer.count(2.0)
-    assert (timer.take(), timer.take()) == (3.0, 0.0)
 
 
 def test_errors_and_cancellation_reach_the_function_and_its_caller():
@@ -186,7 +176,15 @@ def test_errors_and_cancellation_reach_the_function_and_its_caller():
     async def body():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await BlockingTimer().timed(is_cancelled)
+                await EpisodeLoad().timed(is_cancelled)
 
     asyncio.run(body())
     assert seen == ["cancelled"]
+
+
+def test_the_prefix_hit_fraction_is_that_of_all_episodes_since_the_last_step():
+    load = EpisodeLoad()
+    load.prefixes(10, 10)
+    load.prefixes(30, 0)
+    assert values(load.take())["rollout/prefix_cache_hit_frac"] == 0.25
+    assert "rollout/prefix_cache_hit_frac" not in load.take()

@@ -22,11 +22,9 @@ from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import train
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.episode_load import EpisodeLoad
-from furlong.rollout.generate import Generation
-from furlong.rollout.group_order import GroupOrder, ReplayedOrder
-from furlong.rollout.group_pool import GroupPool
-from furlong.rollout.pacing import choose_groups
+from furlong.rollout.episodes import EpisodeLoad
+from furlong.rollout.generation import Generation
+from furlong.rollout.group_pool import GroupPool, choose_groups
 from furlong.rollout.train_batch import Conversion
 
 
@@ -100,13 +98,12 @@ class Sync(FakeSync):
 
 
 def build(
-    *, batch_size=4, n=1, permits=None, staleness=4, stale="pace", turns=lambda i: 1 + i % 7, count=1000, order=None,
+    *, batch_size=4, n=1, permits=None, staleness=4, stale="pace", turns=lambda i: 1 + i % 7, count=1000,
     ledger=None, source=None, seed=0, dynamic_filter=None,
 ):  # fmt: skip
     """Return the parts of a run whose rollouts share their groups, and the generate function."""
     world, engine = World(random.Random(seed), delay=0.0), Versioned()
     episodes = Episodes(engine, turns)
-    order = order or GroupOrder()
     source, ledger = source or ListSource(count, n), ledger or MemoryLedger()
     hooks = Hooks(custom_generate_function=episodes, dynamic_sampling_filter=dynamic_filter)
     rollout = EngineRollout(
@@ -118,8 +115,7 @@ def build(
         flags=RolloutFlags(max_token_staleness=staleness, stale_tokens=stale),
         batch_size=batch_size,
         conversion=Conversion(),
-        order=order,
-        pool=GroupPool(batch_size=batch_size, max_staleness=staleness, stale=stale, order=order),
+        pool=GroupPool(batch_size=batch_size, max_staleness=staleness, stale=stale),
     )
     parts = Parts(
         trainer=FakeTrainer(world),
@@ -244,43 +240,3 @@ def test_the_load_is_measured():
         assert record["perf/episodes_in_flight_max"] <= 3
         assert 0 <= record["perf/env_wait_frac"] <= 1
         assert 0 <= record["perf/engine_idle_frac"] <= 1
-
-
-def recorded(seed, order=None, num_rollout=8):
-    batches = []
-    rows = []
-    chance = random.Random(seed)
-
-    class Keeping(FakeTrainer):
-        async def train(self, batch):
-            batches.append((batch.group_ids.tolist(), batch.columns["token_versions"].tolist()))
-            for _ in range(chance.randrange(6)):
-                await asyncio.sleep(0)
-            return {}
-
-    record = lambda step, row: rows.append({"step": step, **row})  # noqa: E731
-    order = GroupOrder(record) if order is None else ReplayedOrder(order, record, name="run")
-    turns = [1 + int(random.Random(1000 + i).lognormvariate(1, 1)) for i in range(200)]
-    parts, episodes = build(order=order, n=2, turns=turns.__getitem__, staleness=5, permits=6)
-    call = episodes.engine.generate
-
-    async def late(*args, **options):
-        for _ in range(chance.randrange(5)):
-            await asyncio.sleep(0)
-        return await call(*args, **options)
-
-    episodes.engine.generate = late
-    object.__setattr__(parts, "trainer", Keeping(parts.trainer.world))
-    run(parts, num_rollout, ahead=2)
-    return batches, rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_replay_follows_the_batches_and_the_weights_of_each_request(seed):
-    first, rows = recorded(seed)
-    assert recorded(seed + 100)[0] != first, "there is nothing to follow"
-    again, _ = recorded(seed + 100, order=rows)
-    assert again == first
-    fewer, _ = recorded(seed + 200, order=rows, num_rollout=3)
-    assert fewer == first[:3]

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Sample, Status
-from furlong.rollout import online_episode
-from furlong.rollout.episode_limits import REISSUED, EpisodeLimits
+from furlong.rollout.agents import generate_online
+from furlong.rollout.episodes import REISSUED
 from furlong.sessions.session_offers import SessionOffers
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
@@ -33,9 +34,7 @@ def serve(application: Application, *, idle_s: float = 30.0, key: str | None = N
             await application(http, f"http://127.0.0.1:{server.address[1]}")
 
     args = {"custom_rm_path": None, "rm_type": None, "session_idle_timeout": idle_s}
-    (sample,) = play(
-        online_episode.generate, lambda text: "3", args=args, client=client, session_server=server, **settings
-    )
+    (sample,) = play(generate_online, lambda text: "3", args=args, client=client, session_server=server, **settings)
     assert server.num_open == 0
     return sample
 
@@ -132,7 +131,7 @@ def test_the_time_before_an_application_comes_is_not_part_of_the_episode():
         await ask(http, taken)
         await http.post(f"{taken['url']}/end", json={"reward": 1})
 
-    sample = serve(application, limits=EpisodeLimits(episode_s=0.3, tool_s=0.3))
+    sample = serve(application, flags=RolloutFlags(episode_timeout=0.3, tool_timeout=0.3))
     assert (sample.status, sample.reward) == (Status.COMPLETED, 1.0)
 
 

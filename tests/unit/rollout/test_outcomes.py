@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import ending_agents
+from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Group, Sample, Status
-from furlong.rollout import agent_function, environment_episode
+from furlong.rollout import agents, environments
 from furlong.rollout.environment_workers import close_environment_workers
-from furlong.rollout.episode_limits import EpisodeLimits
-from furlong.rollout.sample_metrics import rollout_metrics
+from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
 
@@ -27,12 +27,12 @@ ENDS: dict[str, tuple[str, str, Status]] = {
     "lose_once": ("", "", Status.COMPLETED),
     "lose": ("", "infra", Status.FAILED),
 }
-LIMITS = EpisodeLimits(max_turns=5, tool_s=2.5)
+LIMITS = RolloutFlags(max_turns=5, tool_timeout=2.5)
 COUNTS = {"policy_limit": 1, "agent_error": 2, "infra": 1, "reissued": 2}
 
 
 def ended(
-    generate: Any, tmp_path: Path, *, ends: dict[str, Any], limits: EpisodeLimits = LIMITS, **flags: Any
+    generate: Any, tmp_path: Path, *, ends: dict[str, Any], limits: RolloutFlags = LIMITS, **flags: Any
 ) -> list[Sample]:
     """Play one group whose samples behave differently, and return its samples."""
     names, running = list(ends), [0]
@@ -58,7 +58,7 @@ def ended(
         )  # fmt: skip
 
     played(1)  # what is done once in a process is not part of the limits
-    return played(len(names), limits=limits)
+    return played(len(names), flags=limits)
 
 
 def check(samples: list[Sample], ends: dict[str, tuple[str, str, Status]], counts: dict[str, int]) -> None:
@@ -80,7 +80,7 @@ def test_of_a_generate_function(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_of_an_environment(kind: str, tmp_path: Path):
     samples = ended(
-        environment_episode.generate,
+        environments.generate,
         tmp_path,
         ends=ENDS,
         environment=(f"{ending_agents.__file__}:Playing",),
@@ -93,7 +93,7 @@ def test_of_an_environment(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["solve", "solve_in_thread"])
 def test_of_an_agent_function(name: str, workers: tuple[str, str], tmp_path: Path):
     path = f"{ending_agents.__file__}:{name}"
-    samples = ended(agent_function.generate, tmp_path, ends=ENDS, agent_function_path=path, env_workers=workers)
+    samples = ended(agents.generate, tmp_path, ends=ENDS, agent_function_path=path, env_workers=workers)
     scored = ENDS | {"raise": ("", "", Status.COMPLETED)}
     check(samples, scored, COUNTS)
 
@@ -103,7 +103,7 @@ def test_of_a_command(tmp_path: Path):
     ends = {name: end for name, end in ENDS.items() if not name.startswith("lose")}
     ends["raise"] = ("", "", Status.COMPLETED)
     command = f"{sys.executable} -I -S {tmp_path}/agent.py"
-    limits = EpisodeLimits(max_turns=5, tool_s=5.0)  # programs take a while to start
-    samples = ended(agent_function.generate, tmp_path, ends=ends, agent_command=command, limits=limits)
+    limits = RolloutFlags(max_turns=5, tool_timeout=5.0)  # programs take a while to start
+    samples = ended(agents.generate, tmp_path, ends=ends, agent_command=command, limits=limits)
     check(samples, ends, {"policy_limit": 1, "agent_error": 2})
     assert "exit code 1" in samples[3].metadata["agent_error"]

@@ -11,6 +11,7 @@ from furlong.config.hooks import Hooks
 from furlong.core.metric import mean, values
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import RolloutError
+from furlong.rollout.metrics import SampleReport, evaluation_data
 from furlong.rollout.replay import (
     FunctionRollout,
     ReplayRollout,
@@ -18,7 +19,6 @@ from furlong.rollout.replay import (
     RolloutFnTrainOutput,
     SplitRollout,
 )
-from furlong.rollout.sample_metrics import SampleReport, evaluation_data
 from furlong.rollout.train_batch import Conversion
 
 
@@ -222,7 +222,7 @@ def changed(**fields):
         ({"rollout_log_probs": [float("nan")]}, "sample 0 has rollout_log_probs that are not finite"),
         ({"tokens": [1, 2, 99]}, "sample 0 .* 1 to 99.* 0 to 9"),
         ({"tokens": [1, 2, "4"]}, "sample 0 has str among its tokens"),
-        ({"response_length": 7}, "sample 0 has response_length 7 but loss_mask has 1 entries"),
+        ({"response_length": 7}, "sample 0 has 3 tokens and response_length 7"),
     ],
 )
 def test_samples_of_a_function_are_checked(fields, message):

@@ -12,7 +12,7 @@ from furlong.config.sections import AlgoFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.rollout.filters import check_reward_nonzero_std
-from furlong.rollout.sample_metrics import eval_metrics, rollout_metrics
+from furlong.rollout.metrics import eval_metrics, rollout_metrics
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 from scripted_episodes import play
 

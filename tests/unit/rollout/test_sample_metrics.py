@@ -11,7 +11,7 @@ from furlong.config.sections import TrackFlags
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
-from furlong.rollout.sample_metrics import eval_metrics, is_repetitive, pass_at_k, reward_label, rollout_metrics
+from furlong.rollout.metrics import eval_metrics, is_repetitive, pass_at_k, reward_label, rollout_metrics
 from furlong.sessions.samples import EPISODE
 
 

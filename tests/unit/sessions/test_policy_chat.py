@@ -22,10 +22,11 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
-from furlong.rollout import agent_function
-from furlong.rollout.episode_load import RewardWait
-from furlong.rollout.generate import Generation, run_group
-from furlong.rollout.sample_metrics import rollout_metrics
+from furlong.rollout import agents, environments
+from furlong.rollout.episodes import RewardWait
+from furlong.rollout.generate import run_group
+from furlong.rollout.generation import Generation
+from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 
 pytestmark = pytest.mark.slow
@@ -196,7 +197,7 @@ def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_pr
 
 def _http(**options: Any) -> tuple[list[Sample], Any, Rewards]:
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
-        await over_http(session(sample).url, sample.prompt, agent_function.request_kwargs(sampling_params), {})
+        await over_http(session(sample).url, sample.prompt, agents.request_kwargs(sampling_params), {})
         return sample
 
     return episodes(generate, **options)
@@ -208,7 +209,7 @@ def test_one_agent_in_process_over_http_in_a_subprocess_and_with_token_ids_gives
 
     async def command(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         args.agent_function_path, args.agent_command = None, f"{sys.executable} {script}"
-        return await agent_function.generate(args, sample, sampling_params)
+        return await agents.generate(args, sample, sampling_params)
 
     here = episodes(in_process)[0]
     assert columns(here) == columns(_http()[0])
@@ -310,11 +311,11 @@ def test_leaves_share_the_reward_of_the_last_one():
 def test_an_agent_that_fails_or_never_asks_fails_its_sample():
     async def silent(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         args.agent_command = "exit 3"
-        return await agent_function.generate(args, sample, sampling_params)
+        return await agents.generate(args, sample, sampling_params)
 
     async def quiet(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         args.agent_command = "true"
-        return await agent_function.generate(args, sample, sampling_params)
+        return await agents.generate(args, sample, sampling_params)
 
     for function, reason in ((silent, "exit code 3"), (quiet, "without an answer")):
         samples, _, _ = episodes(function, num_groups=1)
@@ -324,9 +325,9 @@ def test_an_agent_that_fails_or_never_asks_fails_its_sample():
 
 def test_results_of_agents_become_rewards_and_metadata():
     sample = Sample()
-    agent_function.record_result(sample, {"reward": 0.5, "steps": 3})
+    environments.record_result(sample, {"reward": 0.5, "steps": 3})
     assert (sample.reward, sample.metadata["steps"]) == (0.5, 3)
-    agent_function.record_result(sample, 1)
+    environments.record_result(sample, 1)
     assert sample.reward == 1.0
-    agent_function.record_result(sample, json.dumps("text"))
+    environments.record_result(sample, json.dumps("text"))
     assert sample.metadata["agent_result"] == '"text"'

@@ -13,7 +13,7 @@ from furlong.config.checks.agent_checks import agent_problems
 from furlong.config.checks.algorithm_checks import algorithm_problems
 from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.device_checks import device_problems
-from furlong.config.checks.engine_checks import SERVERS, engine_problems
+from furlong.config.checks.engine_checks import engine_problems
 from furlong.config.checks.model_rules import model_problems
 from furlong.config.checks.notices import strict_problems
 from furlong.config.checks.pool_checks import pool_problems
@@ -332,8 +332,6 @@ def _debugging(config: Config) -> Problems:
     if debug.debug_rollout_only and debug.debug_train_only:
         why = " (--load-debug-rollout-data sets the second)" if debug.load_debug_rollout_data else ""
         yield f"--debug-rollout-only and --debug-train-only cannot be combined{why}; remove one of them"
-    if debug.replay is not None:
-        yield from _replay(config, debug.replay)
     evaluates = config.eval.is_used
     if debug.save_debug_rollout_data and not debug.dump_details and not evaluates and _is_demonstrated(config):
         yield (
@@ -402,25 +400,6 @@ def _template(field: str, template: str | None, what: str) -> Problems:
     if "{rollout_id}" in template and set(rest) & {"{", "}"}:
         known = "{rollout_id} and {rank}" if field == "save_debug_train_data" else "{rollout_id}"
         yield f"{written} has braces other than {known}; remove them"
-
-
-def _replay(config: Config, run: str) -> Problems:
-    rollout = config.rollout
-    if not Path(run, "order.jsonl").is_file():
-        yield f"--replay {run}: no order.jsonl; give the directory of a run that generated its rollouts"
-    if config.algo.loss_type == "sft_loss" or config.debug.debug_train_only or rollout.rollout_function_path:
-        yield f"--replay {run} has no effect: this run has no completion order to reproduce; remove it"
-    if rollout.async_buffer_size and config.sync.pause_mode != "finish":
-        yield (
-            f"--replay with --pause-mode {config.sync.pause_mode}: the token at which a request got new weights "
-            "is not recorded; record and replay with --pause-mode finish"
-        )
-    engine = config.cluster.engine
-    if engine in SERVERS and not config.train.deterministic_mode:
-        yield (
-            f"--replay with --engine {engine}: servers reproduce tokens only with deterministic inference; "
-            "add --deterministic-mode, and start external servers with --enable-deterministic-inference"
-        )
 
 
 def _help(spec: FlagSpec) -> str:

@@ -253,10 +253,6 @@ class DebugFlags:
         "Write hashes of data order, tokens, log-probs, advantages, loss, gradients and parameters of each step to "
         "determinism.jsonl; `furlong diff` compares two runs.",
     )
-    replay: str | None = flag(
-        None,
-        "Directory of a run whose completion order to reproduce, so that an asynchronous run is repeated bit for bit.",
-    )
     check_weight_update_equal: bool = flag(
         False, "Update weights twice at start-up and fail if any tensor in the engine differs."
     )

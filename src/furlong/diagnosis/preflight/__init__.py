@@ -51,7 +51,6 @@ CHECKS: tuple[Check, ...] = (
     resume.trained_parameters,
     resume.checkpoint_data,
     resume.rollout_dumps,
-    resume.replayed_run,
     model.no_template,
     model.templated_twice,
     model.of_another_family,

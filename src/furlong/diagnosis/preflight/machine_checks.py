@@ -136,14 +136,13 @@ def reproducibility(context: PreflightContext) -> Iterator[Diagnosis]:
     reasons: list[tuple[str, str]] = []  # with their remedies
     if config.cluster.num_threads is None and not os.environ.get("OMP_NUM_THREADS", "").isdigit():
         reasons.append(("the number of threads depends on the load, and sums depend on it", "use --num-threads 1"))
-    is_replay = config.debug.replay is not None  # repeats what timing decided
-    if rollout.async_buffer_size and not is_replay:
+    if rollout.async_buffer_size:
         reasons.append(
             (f"--async-buffer-size {rollout.async_buffer_size} depends on timing", "use --async-buffer-size 0")
         )
-    if rollout.partial_rollout and not is_replay:
+    if rollout.partial_rollout:
         reasons.append(("--partial-rollout depends on timing: which samples are aborted", "remove --partial-rollout"))
-    over = None if is_replay else rollout.over_sampling_batch_size
+    over = rollout.over_sampling_batch_size
     if over is not None and over > config.data.rollout_batch_size and rollout.dynamic_sampling_filter_path is None:
         size = config.data.rollout_batch_size
         flag = "--over-sampling-batch-size"

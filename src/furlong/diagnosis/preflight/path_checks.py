@@ -11,7 +11,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.diagnosis.preflight.context import PreflightContext
 
 ROLLOUT, RANK = "{rollout_id}", "{rank}"
-RUN_FILES = ("config.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl", "order.jsonl", "run.log")
+RUN_FILES = ("config.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl", "run.log")
 SAVE_FILES = ("latest_checkpointed_iteration.txt",)
 
 

@@ -22,7 +22,6 @@ from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
 from furlong.files.checkpoint_folder import read_state, step_from_folder
 from furlong.files.safetensors_header import StoredTensor, read_header
-from furlong.tools.run_diff import replay_problem
 from furlong.tracking.rollout_dump import check_dump, load_samples
 
 SHOWN = 3
@@ -219,10 +218,3 @@ def _unfilled_steps(context: PreflightContext, groups: list[Group]) -> Iterator[
     size = config.train.global_batch_size
     if size and (problem := leftover_problem(kept, size)):
         yield from_problem(problem, {"rollouts": kept, "global_batch_size": size}, "CFG01")
-
-
-def replayed_run(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a run for --replay that was recorded with other flags."""
-    run = context.config.debug.replay
-    if run is not None and (Path(run) / "order.jsonl").is_file() and (problem := replay_problem(run, context.config)):
-        yield from_problem(problem)

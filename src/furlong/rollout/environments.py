@@ -1,16 +1,23 @@
-"""Calls of environments and agent functions, in threads or in worker processes (`--env-workers`)."""
+"""Environments of `--environment`: one instance plays one episode with the policy, in threads or worker processes.
+
+`generate` is the custom generate function of such runs. Prompts, turns, masks, budgets and the parsing of replies are
+those of `policy().chat`; the environment gets messages and returns messages.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Mapping
+import struct
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import copy_context
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers
+import xxhash
+
+from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
 from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import apply_changes
@@ -18,29 +25,102 @@ from furlong.core.user_code import is_async
 from furlong.core.user_functions import load_function
 from furlong.environments.protocol import Message, Observation, Step, Task
 from furlong.environments.returned_values import checked_observation, checked_step
+from furlong.environments.sample_keys import ENVIRONMENT, INFO, STEP_REWARDS
 from furlong.environments.step_batches import StepBatches, StepMany, step_many_of
+from furlong.errors import RolloutError
 from furlong.rollout.agent import policy
 from furlong.rollout.environment_workers import EnvironmentProcess, ProcessEndedError, environment_workers
-from furlong.rollout.episode_limits import REISSUED
+from furlong.rollout.episodes import LIMIT, REISSUED
+
+RESULT = "agent_result"  # sample metadata: what an agent returned
 
 
-class PlayedEnvironment(Protocol):
-    """The environment of one episode. leads: whether its `run` replaces `reset` and `step`."""
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:  # noqa: ARG001  slime's signature
+    """Play one episode of the sample's environment. Raises RolloutError for what the environment did wrong."""
+    spec = spec_of(parse_environments(args.environment), sample)
+    made: Any = load_function(spec.path)
+    sample.metadata[ENVIRONMENT] = spec.name
+    rubric = getattr(made, "rubric", None)
+    is_scored = bool(args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type"))
+    if rubric is not None and not is_scored:
+        is_scored = True
+        sample.custom_rm_path = spec.rubric_path + (".of_group" if getattr(rubric, "has_group_parts", False) else "")
+    async with opened_environment(spec, made, sample, args) as environment:
+        if environment.leads:
+            record_result(sample, await environment.run(sample))
+        else:
+            await _play(environment, sample, seed_of_task(args.rollout_seed, sample.group_index), is_scored=is_scored)
+    return sample
 
-    path: str
-    leads: bool
 
-    async def reset(self, task: Task, seed: int) -> Observation:
-        """Call `reset`. Raises RolloutError for what it must not return."""
-        ...
+def spec_of(specs: Sequence[EnvironmentSpec], sample: Sample) -> EnvironmentSpec:
+    """Return the environment of a sample, which its metadata name in a mixture. Raises RolloutError."""
+    name = sample.metadata.get(ENVIRONMENT)
+    if len(specs) == 1:
+        return specs[0]
+    for spec in specs:
+        if spec.name == name:
+            return spec
+    raise RolloutError(
+        f"sample {sample.index} has metadata.environment {name!r}, which is none of "
+        f"{', '.join(spec.name for spec in specs)}; give an evaluation set the name of its environment, or set it in "
+        "the metadata of its rows"
+    )
 
-    async def step(self, message: Message) -> Step:
-        """Call `step`. Raises RolloutError for what it must not return."""
-        ...
 
-    async def run(self, sample: Sample) -> Any:
-        """Call `run`."""
-        ...
+def seed_of_task(rollout_seed: int, group_index: int | None) -> int:
+    """Return the seed of an episode: equal for the samples of a group, also when it is issued again."""
+    return xxhash.xxh64_intdigest(struct.pack("<qq", rollout_seed, group_index or 0)) & 0x7FFFFFFF
+
+
+async def _play(environment: PlayedEnvironment, sample: Sample, seed: int, *, is_scored: bool) -> None:
+    """Alternate between the policy and the environment until one of them ends the episode."""
+    prompt = sample.prompt
+    task = Task(prompt if isinstance(prompt, str) else list(prompt), sample.label, sample.metadata, sample.tools)
+    observation = await environment.reset(task, seed)
+    messages = list(observation.messages)
+    rewards: list[float] = []
+    info: dict[str, Any] = {}
+    try:
+        while True:
+            reply = await policy().chat(messages, tools=observation.tools)
+            if not reply.tokens:  # a limit has ended the episode
+                break
+            step = await environment.step(reply.message)
+            info.update(step.info)
+            if step.reward is not None:
+                rewards += [0.0] * (len(policy().answered) - 1 - len(rewards)) + [float(step.reward)]
+            if step.truncated:
+                sample.metadata[LIMIT] = "environment"
+            if step.done or step.truncated or reply.finish_reason == "abort":
+                break
+            added = [{"role": "user", "content": step.messages}] if isinstance(step.messages, str) else step.messages
+            messages += [reply.message, *added]
+    finally:
+        sample.metadata[STEP_REWARDS], sample.metadata[INFO] = rewards, info
+        if not is_scored:
+            sample.reward = sum(rewards)
+    if not (is_scored or rewards or policy().watch.reached):
+        raise RolloutError(
+            f"--environment {environment.path}: no step returned a reward, and the class has no rubric; return "
+            "Step(reward=...), set rubric = Rubric(...), or give --custom-rm-path or --rm-type"
+        )
+
+
+def record_result(sample: Sample, result: Any) -> None:
+    """Store what an agent returned: a number is the reward, an object is metadata and may have a `reward`."""
+    if result is None:
+        return
+    if isinstance(result, Mapping):
+        values = dict(cast("Mapping[str, Any]", result))
+        reward = values.pop("reward", None)
+        sample.metadata.update(values)
+        if reward is not None:
+            sample.reward = reward
+    elif isinstance(result, int | float):
+        sample.reward = float(result)
+    else:
+        sample.metadata[RESULT] = result if isinstance(result, str) else repr(result)[:1000]
 
 
 @contextlib.asynccontextmanager
@@ -148,11 +228,11 @@ class _ThreadEnvironment:
         """Return the batches of the class, which all episodes of the run share."""
         by_class = _batches.setdefault(asyncio.get_running_loop(), {})
         if type(self._instance) not in by_class:
-            timer, name = policy().blocking, f"environment {self._name}"
+            load, name = policy().load, f"environment {self._name}"
 
             async def call(steps: list[tuple[Any, Message]]) -> Any:
                 if is_async(step_many):
-                    return await timer.timed(functools.partial(step_many, steps))
+                    return await load.timed(functools.partial(step_many, steps))
                 value, error = await call_in_thread(functools.partial(step_many, steps), name=name)
                 if error is not None:
                     raise error
@@ -215,3 +295,6 @@ class _ProcessEnvironment:
             return await self._process.call(name, values, watch.release, policy() if name == "run" else None)
         finally:
             watch.release()
+
+
+PlayedEnvironment = _ThreadEnvironment | _ProcessEnvironment

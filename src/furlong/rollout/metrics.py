@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,21 +19,26 @@ from numpy.typing import NDArray
 from furlong.config.hooks import Hooks
 from furlong.config.sections import TrackFlags
 from furlong.core.metric import Metrics, maximum, mean, minimum, total, values
-from furlong.core.sample import ROLE, UNKNOWN_VERSION, Group, Sample, Status, metadata_keys, scalar_reward
-from furlong.environments.sample_keys import AGENT_ERROR
+from furlong.core.sample import (
+    OTHER_CONTEXT,
+    ROLE,
+    UNKNOWN_VERSION,
+    UNSAMPLED,
+    Group,
+    Sample,
+    Status,
+    metadata_keys,
+    scalar_reward,
+)
+from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS
 from furlong.errors import DataError
-from furlong.rollout.environment_metrics import environment_metrics, part_metrics
-from furlong.rollout.episode_limits import LIMIT, PROCESS_ENDED, REISSUED, SILENT
+from furlong.rollout.episodes import LIMIT, PROCESS_ENDED, REISSUED, SILENT
 from furlong.rollout.roles import by_role, has_roles, role_metrics, role_of
-from furlong.sessions.samples import EPISODE, LEAF
+from furlong.sessions.samples import EPISODE, LEAF, TURNS
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
 REPETITION_RATIO = 10.0
 REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so large rollouts are sampled evenly
-
-UNSAMPLED = "trained_unsampled_tokens"  # sample metadata: number of trained tokens that the engine did not sample
-OTHER_CONTEXT = "sampled_in_another_context"  # sample metadata: [start, stop] of such trained parts of the response
-RETOKENISED = "retokenised_from"  # sample metadata: position of the first trained token that was not sampled
 
 DEFAULT_TRACK = TrackFlags()
 
@@ -51,8 +56,8 @@ def rollout_metrics(
     With sessions of agents `session/*` and `rollout/episode_versions`, with environments `env/NAME/*`, `reward/NAME`,
     with roles `role/NAME/*`.
     If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
-    `rollout/other_context`, samples whose tokens were sampled in another context than they are trained in, and
-    `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
+    `rollout/other_context`, samples that failed because they would train other tokens or contexts than the engine's,
+    and `perf/non_generation_time/*`, the seconds that generate functions wrote into samples.
     --log-reward-category gives `rollout/error_cat/{value}`, --log-passrate `passrate/pass@k`, --log-multi-turn
     `multi_turn/*`, and --log-correct-samples `rollout/correct_response_len/*` of those with reward 1.
     Raises DataError for dict rewards without `reward_key`.
@@ -316,6 +321,59 @@ def _turns(samples: Sequence[Sample]) -> Metrics:
     metrics |= _under("wo_obs_response_length", _lengths(samples))
     rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
     return metrics | {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
+
+
+def environment_metrics(samples: Sequence[Sample], reward_key: str | None = None) -> Metrics:
+    """Measure episodes by environment: {} without any.
+
+    `env/NAME/episodes`, `env/NAME/failed`, and means over the others: `env/NAME/reward`, `env/NAME/turns`,
+    `env/NAME/truncated_ratio`, the parts of the reward as `env/NAME/reward/PART`, and the numbers that its steps
+    recorded as `env/NAME/info/KEY`. Parts are also reported over all environments, as `reward/PART`.
+    """
+    if metadata_keys(samples).isdisjoint((ENVIRONMENT, PARTS, FAILED_PARTS)):
+        return {}
+    episodes = [sample for sample in samples if LEAF not in sample.metadata]
+    by_name: dict[str, list[Sample]] = defaultdict(list)
+    for sample in episodes:
+        if (name := sample.metadata.get(ENVIRONMENT)) is not None:
+            by_name[str(name)].append(sample)
+    metrics = part_metrics(episodes)
+    for name, group in sorted(by_name.items()):
+        metrics |= {f"env/{name}/{key}": value for key, value in _of_environment(group, reward_key).items()}
+    return metrics
+
+
+def _of_environment(samples: Sequence[Sample], reward_key: str | None) -> Metrics:
+    ended = [sample for sample in samples if sample.status is not Status.FAILED]
+    metrics: Metrics = {"episodes": total(len(samples)), "failed": total(len(samples) - len(ended))}
+    if ended:
+        count = len(ended)
+        metrics["truncated_ratio"] = mean(sum(s.status is Status.TRUNCATED for s in ended) / count, count)
+    metrics |= _means({"reward": scalar_reward(s, reward_key)} for s in ended if s.reward is not None)
+    metrics |= _means({"turns": s.metadata[TURNS]} for s in ended if TURNS in s.metadata)
+    metrics |= part_metrics(samples)
+    return metrics | _means(
+        {f"info/{key}": value for key, value in (s.metadata.get(INFO) or {}).items()} for s in ended
+    )
+
+
+def part_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Return the mean of each part of the rewards as `reward/NAME`, and failures as `reward/NAME_failed`."""
+    metrics = _means(
+        {f"reward/{name}": value for name, value in (s.metadata.get(PARTS) or {}).items()} for s in samples
+    )
+    failed = Counter(name for s in samples for name in s.metadata.get(FAILED_PARTS) or ())
+    return metrics | {f"reward/{name}_failed": total(count) for name, count in sorted(failed.items())}
+
+
+def _means(rows: Iterable[dict[str, Any]]) -> Metrics:
+    """Return the mean of each key over the rows that have it as a number."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, bool | int | float):
+                columns[key].append(float(value))
+    return {key: mean(sum(column) / len(column), len(column)) for key, column in columns.items()}
 
 
 @dataclass(frozen=True)
