@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -49,3 +50,28 @@ def assert_converted(case: dict[str, Any]) -> None:
     assert case["is_same"]
     assert case["output"].count("logits of both models") == 2
     assert "--force" in case["output"]
+
+
+def often(names: Iterable[str], daily: Collection[str]) -> list[Any]:
+    """Return parameters of a test; those that are not in `daily` run only in `make nightly`."""
+    return [name if name in daily else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def wanted(request: pytest.FixtureRequest, needs: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the names that the selected tests of a module read: their parameters, and `needs` by test."""
+    names: set[str] = set()
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            names |= {*needs.get(item.originalname, ()), *(each for each in parameters if isinstance(each, str))}
+    return names
+
+
+def with_sources(names: Collection[str], sources: Mapping[str, Collection[str]]) -> set[str]:
+    """Return names with all names whose files or results they read."""
+    found, left = set[str](), list(names)
+    while left:
+        if (name := left.pop()) not in found:
+            found.add(name)
+            left += sources.get(name, ())
+    return found

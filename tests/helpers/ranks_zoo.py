@@ -106,11 +106,37 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+class _SharedGloo:
+    """Replaces torch's class of gloo groups, each of which would start a thread, by groups that share one."""
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        self._plain: Any = c10d.ProcessGroupGloo
+        self._device: Any = None
+        c10d.ProcessGroupGloo = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self, store: Any, rank: int, size: int, timeout: Any = None) -> Any:
+        if not isinstance(timeout, timedelta):
+            return self._plain(store, rank, size, *([] if timeout is None else [timeout]))
+        self._device = self._device or self._plain.create_default_device()
+        options = self._plain._Options()
+        options._devices, options._threads, options._timeout = [self._device], 2, timeout
+        return self._plain(store, rank, size, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._plain)
+
+
 def _rank(module: str, folder: Path, cases: list[dict[str, Any]], rank: int, port: int) -> None:
     import torch.distributed
 
     from furlong.training.ranks import Ranks, join
 
+    _SharedGloo()  # Megatron-core creates about thirty groups
     first, world = cases[0], cases[0]["world"]
     on_gpu = first["args"].get("device") == "cuda"
     if on_gpu:

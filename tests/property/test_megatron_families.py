@@ -8,7 +8,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from furlong.models import hf_model as hf
-from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
+from megatron_checks import (
+    assert_converted,
+    assert_exports_as,
+    assert_trains_as,
+    changed_config,
+    often,
+    wanted,
+    with_sources,
+)
 from models_zoo import add_vision, plain_log_probs
 from ranks_cases import batch
 from ranks_zoo import run_cases
@@ -95,12 +103,27 @@ LAYOUTS = {
     "qwen35-tensor-pipeline": ("qwen35", 4, TP2 | PP2),
     "qwen35-moe": ("qwen35-moe", 4, TP2 | EP2),
 }
+# Every kind of family with one layout in each commit; `make nightly` runs all.
+DAILY = ("qwen2-tensor", "qwen3-moe", "glm4-tensor-pipeline", "glm-experts", "gpt-oss-tensor-experts",
+         "deepseek-pipeline", "minimax-context", "qwen-next-tensor-pipeline", "qwen35-tensor-context")  # fmt: skip
+DAILY_MODELS = ("gpt-oss", "deepseek", "qwen-next")
+FOUR = [name for name, (_, world, _) in LAYOUTS.items() if world == 4]
 # Tensors of layers for multi-token prediction and of vision, which stay in saved folders.
 CARRIED = {"qwen35-moe": ("model.visual.merger.norm.weight",)}
 MTP = {
     "glm": ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"),
     "mimo": ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"),
     "qwen-next": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight"),
+}
+
+
+# What cases read of others. Models stand for their conversion.
+SOURCES = {
+    **{name: [f"fsdp-{model}"] for name, (model, _, _) in LAYOUTS.items()},
+    **{f"resumed-{name}": [name, f"fsdp-{LAYOUTS[name][0]}"] for name in FOUR},
+    **{name: [f"converted-{name}", *([f"loaded-{name}"] if name in LOADED else [])] for name in MODELS},
+    **{f"saved-{name}": [f"{name}-tensor-pipeline"] for name in MTP},
+    **{f"saved-{name}": [name] for name in CARRIED},
 }
 
 
@@ -121,11 +144,15 @@ def _write(config, folder, mtp):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     plain = {}
     drawn = batch()
+    names = with_sources(wanted(request, {}), SOURCES)
+    models = {LAYOUTS[name][0] for name in names & LAYOUTS.keys()} | (names & MODELS.keys())
     for name, (family, changes) in MODELS.items():
+        if name not in models:
+            continue
         _write(changed_config(family, changes), folder / name, MTP.get(name, ()))
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype="float32", attn_implementation="eager")
         model.lm_head.register_forward_hook(lambda *args: args[-1] / TEMPERATURE)
@@ -163,12 +190,17 @@ def outcomes(tmp_path_factory):
         ]
     )
     # Ranks wait for each other half of the time, so two cases run at once; the first that reads others' files waits.
-    after = (next(iter(resumed)), f"loaded-{next(iter(LOADED))}")
-    cases = [{**case, "at_once": 2, "together": 6, "is_after": case["name"] in after} for case in cases]
-    return plain, run_cases("megatron_cases", folder, cases, deadline_s=240), folder
+    readers, chosen = set[str](), []
+    for case in cases:
+        if case["name"] in names:
+            reader = case["name"].partition("-")[0] if case["name"].startswith(("resumed-", "loaded-")) else ""
+            is_after = bool(reader) and reader not in readers
+            readers.add(reader)
+            chosen.append({**case, "at_once": 2, "together": 6, "is_after": is_after})
+    return plain, run_cases("megatron_cases", folder, chosen, deadline_s=240), folder
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_log_probs_are_those_of_transformers(outcomes, name):
     plain, results = outcomes[0][LAYOUTS[name][0]], outcomes[1][name]
     seen = {sample: values for rank in results for sample, *values in rank["untrained"]}
@@ -178,19 +210,20 @@ def test_log_probs_are_those_of_transformers(outcomes, name):
         assert values[: len(expected)] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
     assert_trains_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, loss_abs=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_weights_are_exported_under_their_names_bitwise(outcomes, name):
     assert_exports_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-4, near=1e-5)
     assert all(rank.get("is_restored", True) for rank in outcomes[1][name])
 
 
-@pytest.mark.parametrize("name", [*MTP, *CARRIED])
-def test_saved_folders_keep_tensors_that_are_not_trained_bitwise(outcomes, name):
+@pytest.mark.parametrize("saved", often([f"saved-{name}" for name in (*MTP, *CARRIED)], ["saved-qwen-next"]))
+def test_saved_folders_keep_tensors_that_are_not_trained_bitwise(outcomes, saved):
+    name = saved.removeprefix("saved-")
     stored = WHOLE.format(name) if name in MTP else f"whole/{name}/hf/model.safetensors"
     source, saved = (load_file(outcomes[2] / path) for path in (f"{name}/model.safetensors", stored))
     assert source.keys() == saved.keys()
@@ -200,19 +233,19 @@ def test_saved_folders_keep_tensors_that_are_not_trained_bitwise(outcomes, name)
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(MODELS, DAILY_MODELS))
 def test_converting_there_and_back_gives_the_same_tensors(outcomes, name):
     (case,) = outcomes[1][f"converted-{name}"]
     assert_converted(case)
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", often(LOADED, DAILY_MODELS))
 def test_megatron_core_loads_what_was_converted_into_another_layout(outcomes, name):
     assert outcomes[1][f"loaded-{name}"] == [{"by_core": True, "here": True}] * 2
 
 
-@pytest.mark.parametrize("name", [name for name, (_, world, _) in LAYOUTS.items() if world == 4])
-def test_a_run_of_fsdp_resumes_with_megatron(outcomes, name):
-    ranks, whole = outcomes[1][f"resumed-{name}"], outcomes[1][name]
+@pytest.mark.parametrize("resumed", often([f"resumed-{name}" for name in FOUR], ["resumed-gpt-oss-tensor-experts"]))
+def test_a_run_of_fsdp_resumes_with_megatron(outcomes, resumed):
+    ranks, whole = outcomes[1][resumed], outcomes[1][resumed.removeprefix("resumed-")]
     for rank, unbroken in zip(ranks, whole, strict=True):
         assert rank["norms"] == pytest.approx(unbroken["norms"][1:], rel=1e-4)

@@ -8,7 +8,15 @@ import torch
 from furlong.core.weights import checksum
 from furlong.models import hf_model as hf
 from furlong.models.stored_tensors import open_tensors
-from megatron_checks import assert_converted, assert_exports_as, assert_trains_as, changed_config
+from megatron_checks import (
+    assert_converted,
+    assert_exports_as,
+    assert_trains_as,
+    changed_config,
+    often,
+    wanted,
+    with_sources,
+)
 from ranks_zoo import run_cases
 
 pytestmark = pytest.mark.slow
@@ -135,14 +143,38 @@ FROM_CORE = {
     "core-experts-in-stages-to-shared": ("moe-normed", "stages-fully", SHARED),
     "core-interleaved-to-stages": ("deep", "stages-fully", {"pipeline": 2}),
 }
-# First case of each group that reads checkpoints of earlier cases.
-READS_OTHERS = (next(iter(RESUMED)), "loaded-tied", "loaded-moe", "read-from-core")
+CORE_READERS = ("read-from-core", "refused-buffers", "without-padding", "damaged-for-one")
+# Pairs of dimensions that meet in each commit; `make nightly` runs all.
+DAILY = ("one-moe", "pipeline", "experts-shared", "sgd", "tensor-data", "tensor-context", "tensor-pipeline-experts",
+         "context-experts", "interleaved-context")  # fmt: skip
+DAILY_RESUMED = ("pipeline-to-fsdp", "fsdp-to-interleaved", "fsdp-to-experts", "sgd-to-fsdp", "core-to-experts")
+# What tests read that is not one of their parameters.
+NEEDS = {
+    "test_a_megatron_core_checkpoint_of_two_ranks_is_checked_and_read": ["read-from-core"],
+    "test_states_of_a_padded_vocabulary_are_cut_to_the_model": ["without-padding"],
+    "test_optimizer_states_in_flat_buffers_are_refused_with_the_fix": ["refused-buffers"],
+    "test_a_part_that_one_rank_cannot_read_is_an_error_of_all_with_its_reason": ["damaged-for-one"],
+    "test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing": ["not-finite", "fsdp-qwen3"],
+    "test_recomputed_activations_are_not_kept_and_change_nothing": ["ways-qwen3", "ways-moe"],
+    "test_transformers_loads_a_saved_folder": ["pipeline", "tensor-pipeline-experts"],
+}
+# What cases read of others.
+SOURCES = {
+    **{name: [f"fsdp-{variant}"] for name, (variant, _, _) in (LAYOUTS | OTHERS).items()},
+    **{name: [f"fsdp-{model}", saved] for name, (model, saved, _, _) in RESUMED.items()},
+    **{
+        name: [f"fsdp-{model}", f"saved-by-core-{saved.partition('-')[0]}"]
+        for name, (model, saved, _) in FROM_CORE.items()
+    },
+    **{name: ["saved-by-core-tensor"] for name in CORE_READERS},
+    **{name: [f"converted-{name}", f"loaded-{name}"] for name in ("tied", "moe")},  # a test's parameter
+}
 # Layouts that update an engine over HTTP; the skipped ones repeat the layouts "tensor" and "pipeline".
 WITH_ENGINE = [name for name, (_, world, _) in LAYOUTS.items() if world > 1 and name not in ("sgd", "pipeline-last")]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     for name, (family, changes) in MODELS.items():
         hf.save_model(hf.build_model(changed_config(family, changes), seed=0), folder / name)
@@ -179,13 +211,18 @@ def outcomes(tmp_path_factory):
     for name, (model, saved, how) in FROM_CORE.items():
         args = {**arguments(model), "core": f"{model}-{saved}_reshardable/iter_0000005", "offloads": False, **how}
         cases.append({"name": name, "function": "two_steps", "world": 2, "args": args})
-    # Ranks wait for each other half of the time, so two cases run at once.
-    how = {"two_steps": {"at_once": 2, "together": 6}}
-    cases = [
-        {**case, **how.get(case["function"], {"at_once": 2}), "is_after": case["name"] in READS_OTHERS}
-        for case in cases
-    ]
-    return folder, run_cases("megatron_cases", folder, cases, deadline_s=240)
+    # Ranks wait for each other half of the time, so two cases run at once; those that read others' files wait for them.
+    names, readers, chosen = with_sources(wanted(request, NEEDS), SOURCES), set[str](), []
+    for case in cases:
+        if (name := case["name"]) not in names:
+            continue
+        reader = "resumed" if name in RESUMED else name if name.startswith("loaded-") else ""
+        reader = "core" if name in FROM_CORE or name in CORE_READERS else reader
+        is_after = bool(reader) and reader not in readers
+        readers.add(reader)
+        together = 6 if case["function"] == "two_steps" else 1
+        chosen.append({**case, "at_once": 2, "together": together, "is_after": is_after})
+    return folder, run_cases("megatron_cases", folder, chosen, deadline_s=240)
 
 
 def arguments(variant):
@@ -193,12 +230,12 @@ def arguments(variant):
     return {"family": model, "backend": "megatron", **args}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
     assert_trains_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, loss_abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_log_probs_and_entropies_are_those_of_fsdp(outcomes, name):
     ranks, (reference,) = outcomes[1][name], outcomes[1][f"fsdp-{LAYOUTS[name][0]}"]
     expected = {sample: values for sample, *values in reference["log_probs"]}
@@ -208,17 +245,17 @@ def test_log_probs_and_entropies_are_those_of_fsdp(outcomes, name):
         assert values == pytest.approx(expected[sample], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_weights_are_exported_under_their_names(outcomes, name):
     assert_exports_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, near=1e-6)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
 def test_a_checkpoint_restores_all_states(outcomes, name):
     assert all(rank["is_restored"] and rank["has_ref"] for rank in outcomes[1][name])
 
 
-@pytest.mark.parametrize("name", [*RESUMED, *FROM_CORE])
+@pytest.mark.parametrize("name", often([*RESUMED, *FROM_CORE], DAILY_RESUMED))
 def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(outcomes, name):
     ranks, (whole,) = outcomes[1][name], outcomes[1][f"fsdp-{(RESUMED | FROM_CORE)[name][0]}"]
     close = {"rel": 3e-2, "abs": 2e-2} if "bfloat16" in name else {"rel": 1e-5, "abs": 1e-6}
@@ -230,6 +267,7 @@ def test_a_run_resumes_with_another_layout_or_backend_as_if_uninterrupted(outcom
             assert values[1] == pytest.approx(whole["weights"][tensor][1], **close)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["core-to-itself", "core-to-itself-bfloat16"])
 def test_a_megatron_core_checkpoint_resumes_bitwise_in_its_layout(outcomes, name):
     for rank, unbroken in zip(outcomes[1][name], outcomes[1]["saved-by-core-tensor"], strict=True):
@@ -237,12 +275,12 @@ def test_a_megatron_core_checkpoint_resumes_bitwise_in_its_layout(outcomes, name
         assert {key: rank[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["tied", "moe"])
+@pytest.mark.parametrize("family", often(["tied", "moe"], ["moe"]))
 def test_megatron_core_loads_what_was_converted_into_another_layout(outcomes, family):
     assert outcomes[1][f"loaded-{family}"] == [{"by_core": True, "here": True}] * 2
 
 
-@pytest.mark.parametrize("family", ["tied", "moe"])
+@pytest.mark.parametrize("family", often(["tied", "moe"], ["moe"]))
 def test_converting_there_and_back_gives_the_same_tensors(outcomes, family):
     (case,) = outcomes[1][f"converted-{family}"]
     assert_converted(case)
@@ -286,7 +324,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing
         assert rank["norms"] == pytest.approx(outcomes[1]["fsdp-qwen3"][0]["norms"][:1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", WITH_ENGINE)
+@pytest.mark.parametrize("name", often(WITH_ENGINE, DAILY))
 def test_an_engine_receives_every_tensor_of_every_rank(outcomes, name):
     folder, results = outcomes
     with open_tensors(folder / arguments(LAYOUTS[name][0])["family"]) as stored:
@@ -297,15 +335,21 @@ def test_an_engine_receives_every_tensor_of_every_rank(outcomes, name):
 def test_transformers_loads_a_saved_folder(outcomes):
     folder, _ = outcomes
     saved = sorted(folder.glob("whole/*/hf"))
-    assert len(saved) == len(LAYOUTS) + len(OTHERS)
+    assert len(saved) >= 2
     for path in saved:
         assert isinstance(hf.load_model(path), torch.nn.Module)
 
 
-def test_offloading_between_steps_is_bitwise_neutral(outcomes):
-    for one, other in (("sequence-moe", "staying"), ("bfloat16-sequence", "bfloat16-offloaded")):
-        for left, stayed in zip(outcomes[1][one], outcomes[1][other], strict=True):
-            assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("sequence-moe", "staying"),
+        pytest.param("bfloat16-sequence", "bfloat16-offloaded", marks=pytest.mark.nightly),
+    ],
+)
+def test_offloading_between_steps_is_bitwise_neutral(outcomes, one, other):
+    for left, stayed in zip(outcomes[1][one], outcomes[1][other], strict=True):
+        assert all(left[name] == stayed[name] for name in ("losses", "norms", "log_probs", "weights"))
 
 
 def test_recomputed_activations_are_not_kept_and_change_nothing(outcomes):
@@ -319,7 +363,7 @@ def test_recomputed_activations_are_not_kept_and_change_nothing(outcomes):
     assert moe["moe"][0] < moe["plain"][0] == moe["mlp"][0]
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("bfloat16")])
+@pytest.mark.parametrize("name", often([name for name in OTHERS if name.startswith("bfloat16")], ["bfloat16-moe"]))
 def test_bfloat16_differs_from_float32_by_rounding(outcomes, name):
     ranks, (reference,) = outcomes[1][name], outcomes[1][f"fsdp-{OTHERS[name][0]}"]
     parts = {rank["data_rank"]: [loss for loss, _ in rank["losses"]] for rank in ranks}

@@ -29,46 +29,36 @@ from furlong.core.user_code import with_hook_errors
 from furlong.errors import TrainerError
 from furlong.interfaces import TokenStats
 
+TIS, LOSS = "--custom-tis-function-path", "--custom-loss-function-path"
 REDUCER = "--custom-pg-loss-reducer-function-path"
 RolloutDataHook = Callable[[dict[str, Any]], object]
 
 # Batch columns with another name in slime.
 HOOK_NAMES = {"old_log_probs": "log_probs"}
 BATCH_NAMES = {hook: column for column, hook in HOOK_NAMES.items()}
-PER_SAMPLE = (
-    "tokens",
-    "response_lengths",
-    "total_lengths",
-    "rewards",
-    "raw_reward",
-    "truncated",
-    "sample_indices",
-    "rollout_ids",
-    "group_ids",
-    "metadata",
-)
+# slime's keys with one entry per sample, which a hook cannot replace.
+PER_SAMPLE: Mapping[str, Callable[[RolloutBatch], list[Any]]] = {
+    "tokens": lambda batch: _split(batch.tokens, batch.starts, torch.int64),
+    "response_lengths": lambda batch: batch.response_lengths.tolist(),
+    "total_lengths": lambda batch: batch.lengths.tolist(),
+    "rewards": lambda batch: batch.rewards.tolist(),
+    "raw_reward": lambda batch: batch.raw_rewards.tolist(),
+    "truncated": lambda batch: batch.truncated.tolist(),
+    "sample_indices": lambda batch: batch.sample_ids.tolist(),
+    "rollout_ids": lambda batch: batch.rollout_ids.tolist(),
+    "group_ids": lambda batch: batch.group_ids.tolist(),
+}
+
+
+def _split(array: np.ndarray, starts: np.ndarray, dtype: torch.dtype) -> list[Tensor]:
+    return list(torch.from_numpy(array).to(dtype, copy=True).split(np.diff(starts).tolist()))
 
 
 def rollout_data(batch: RolloutBatch) -> dict[str, Any]:
     """Build the dict of lists; tensors in it are copies."""
-
-    def split(array: np.ndarray, starts: np.ndarray, dtype: torch.dtype) -> list[Tensor]:
-        return list(torch.from_numpy(array).to(dtype, copy=True).split(np.diff(starts).tolist()))
-
-    data: dict[str, Any] = {
-        "tokens": split(batch.tokens, batch.starts, torch.int64),
-        "response_lengths": batch.response_lengths.tolist(),
-        "total_lengths": batch.lengths.tolist(),
-        "rewards": batch.rewards.tolist(),
-        "raw_reward": batch.raw_rewards.tolist(),
-        "truncated": batch.truncated.tolist(),
-        "sample_indices": batch.sample_ids.tolist(),
-        "rollout_ids": batch.rollout_ids.tolist(),
-        "group_ids": batch.group_ids.tolist(),
-        "loss_masks": split(batch.loss_masks, batch.response_starts, torch.float32),
-    }
-    for name, column in batch.columns.items():
-        data[HOOK_NAMES.get(name, name)] = split(column, batch.response_starts, torch.float32)
+    data: dict[str, Any] = {name: read(batch) for name, read in PER_SAMPLE.items()}
+    for name, column in {"loss_masks": batch.loss_masks, **batch.columns}.items():
+        data[HOOK_NAMES.get(name, name)] = _split(column, batch.response_starts, torch.float32)
     if batch.metadata is not None:
         data["metadata"] = list(batch.metadata)
     return data
@@ -87,7 +77,7 @@ def apply_hook(batch: RolloutBatch, hook: RolloutDataHook, *, provides: tuple[st
     columns = {
         BATCH_NAMES.get(name, name): _packed(name, entries, batch, hook)
         for name, entries in data.items()
-        if name not in (*PER_SAMPLE, "loss_masks")
+        if name not in (*PER_SAMPLE, "metadata", "loss_masks")
     }
     masks = (_packed("loss_masks", data["loss_masks"], batch, hook) > 0).astype(np.uint8)
     if bool((masks > batch.loss_masks).any()):
@@ -151,23 +141,14 @@ def correction_from_hook(function: Callable[..., Any], args: Any) -> CustomCorre
             total_lengths=total_lengths(micro),
             response_lengths=response_lengths(micro),
         )
-        if not isinstance(result, tuple) or len(result) != 3:
-            raise TrainerError(
-                f"--custom-tis-function-path returned {type(result).__name__}; it must return (pg_loss, masks, metrics)"
-            )
-        loss, masks, metrics = result
-        if not isinstance(loss, Tensor) or not isinstance(metrics, dict):
-            raise TrainerError(
-                f"--custom-tis-function-path returned {shortened(result)}; it must return (pg_loss, masks, metrics): a "
-                "tensor, tensors, and a dict of tensors"
-            )
-        masks = _joined(masks, "--custom-tis-function-path: masks")
-        joined = {name: _joined(value, f"--custom-tis-function-path: {name}") for name, value in metrics.items()}
+        loss, masks, metrics = _returned(result, TIS, pg_loss=Tensor, masks=object, metrics=dict)
+        masks = _joined(masks, f"{TIS}: masks")
+        joined = {name: _joined(value, f"{TIS}: {name}") for name, value in metrics.items()}
         for name, value in (("pg_loss", loss), ("masks", masks), *joined.items()):
             if value.shape != pg_loss_R.shape:
                 raise TrainerError(
-                    f"--custom-tis-function-path: {name} has shape {tuple(value.shape)}, expected one value per "
-                    f"response token, {tuple(pg_loss_R.shape)}"
+                    f"{TIS}: {name} has shape {tuple(value.shape)}, expected one value per response token, "
+                    f"{tuple(pg_loss_R.shape)}"
                 )
         return loss, masks, joined
 
@@ -224,30 +205,32 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
             "total_lengths": total_lengths(micro),
         }
         result = function(args, batch, stats.logits_RV, lambda x_R: (x_R * micro.weight_R).sum())
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TrainerError(
-                f"--custom-loss-function-path returned {type(result).__name__}; it must return (loss, metrics)"
-            )
-        value, metrics = result
-        if not isinstance(value, Tensor) or not isinstance(metrics, dict):
-            raise TrainerError(
-                f"--custom-loss-function-path returned ({shortened(value)}, {shortened(metrics)}); it must return the "
-                "loss as a tensor and a dict of metrics"
-            )
+        value, metrics = _returned(result, LOSS, loss=Tensor, metrics=dict)
         for name, number in (("the loss", value), *metrics.items()):
             if isinstance(number, Tensor) and number.numel() != 1:
                 raise TrainerError(
-                    f"--custom-loss-function-path returned {name} of shape {tuple(number.shape)}; loss and metrics "
+                    f"{LOSS} returned {name} of shape {tuple(number.shape)}; loss and metrics "
                     "must be scalars: sum_of_sample_mean(values) reduces values per response token"
                 )
         numbers = {name: number.detach() if isinstance(number, Tensor) else number for name, number in metrics.items()}
         try:
             return value, {name: total(float(number)) for name, number in numbers.items()}
         except (TypeError, ValueError, OverflowError) as error:
-            message = f"--custom-loss-function-path returned a metric that is not a number: {error}"
-            raise TrainerError(message) from error
+            raise TrainerError(f"{LOSS} returned a metric that is not a number: {error}") from error
 
     return CustomLoss(loss, needs_logits=True)
+
+
+def _returned(result: Any, flag: str, **parts: type) -> tuple[Any, ...]:
+    """Return the result of a function if it is a tuple of these parts. Raises TrainerError otherwise."""
+    values: tuple[Any, ...] = result if isinstance(result, tuple) else ()
+    if len(values) != len(parts) or not all(map(isinstance, values, parts.values())):
+        kinds = {Tensor: "a tensor", dict: "a dict", object: "a tensor or a list of tensors"}
+        raise TrainerError(
+            f"{flag} returned {shortened(result)}; it must return ({', '.join(parts)}): "
+            + ", ".join(kinds[kind] for kind in parts.values())
+        )
+    return values
 
 
 def _joined(value: Any, name: str) -> Tensor:

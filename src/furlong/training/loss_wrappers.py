@@ -1,4 +1,4 @@
-"""The outputs that a loss needs from the forward pass, and losses that wrap another loss to record something."""
+"""The outputs that a loss needs from the forward pass, and a loss that records them."""
 
 from __future__ import annotations
 
@@ -31,39 +31,41 @@ class StatsRequest:
         return StatsRequest(loss.needs_entropy, loss.entropy_grad, loss.needs_logits)
 
 
-class _Wrapper:
-    """A loss that needs what `loss` needs."""
+class LossRecorder:
+    """`loss`, recording the stats of each micro-batch; without a loss, 0 without gradient, and the logits as well.
 
-    def __init__(self, loss: LossFn) -> None:
+    keeps_tokens: record log-probs and entropies. reports_log_probs: add the live log-probs to the metrics, for rounds
+    without a log-prob pass before the step.
+    """
+
+    def __init__(self, loss: LossFn | None = None) -> None:
         self.loss = loss
-        self.needs_entropy, self.entropy_grad = loss.needs_entropy, loss.entropy_grad
-        self.needs_logits = loss.needs_logits
-
-
-class WithLogProbs(_Wrapper):
-    """A loss that also reports the live log-probs, for rounds without a log-prob pass before the step."""
-
-    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Return the loss, with `rollout/log_probs` among its metrics."""
-        loss, metrics = self.loss(micro, stats)
-        live_R = torch.where(micro.mask_R > 0, stats.log_probs_R.detach(), 0.0)
-        weight, log_prob = torch.stack([micro.weight_R.sum(), (live_R * micro.weight_R).sum().float()]).tolist()
-        metrics["rollout/log_probs"] = Metric(log_prob, weight)
-        return loss, metrics
-
-
-class TokenRecorder(_Wrapper):
-    """A loss that records log-prob and entropy of each response token of every micro-batch."""
-
-    def __init__(self, loss: LossFn) -> None:
-        super().__init__(loss)
+        self.needs_entropy = loss is not None and loss.needs_entropy
+        self.entropy_grad = loss is not None and loss.entropy_grad
+        self.needs_logits = loss is None or loss.needs_logits
+        self.keeps_tokens, self.reports_log_probs = loss is None, False
         self._parts: list[tuple[IntArray, TokenStats]] = []
 
     def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Return the loss."""
-        entropy_R = None if stats.entropy_R is None else stats.entropy_R.detach()
-        self._parts.append((micro.rows, TokenStats(stats.log_probs_R.detach(), entropy_R)))
-        return self.loss(micro, stats)
+        """Return the loss, with `rollout/log_probs` among its metrics if asked."""
+        if self.keeps_tokens:
+            entropy_R = None if stats.entropy_R is None else stats.entropy_R.detach()
+            logits_RV = None if self.loss is not None or stats.logits_RV is None else stats.logits_RV.detach()
+            kept = TokenStats(stats.log_probs_R.detach(), entropy_R, logits_RV, rerouted_R=stats.rerouted_R)
+            self._parts.append((micro.rows, kept))
+        if self.loss is None:
+            return stats.log_probs_R.new_zeros(()), {}
+        loss, metrics = self.loss(micro, stats)
+        if self.reports_log_probs:
+            live_R = torch.where(micro.mask_R > 0, stats.log_probs_R.detach(), 0.0)
+            weight, log_prob = torch.stack([micro.weight_R.sum(), (live_R * micro.weight_R).sum().float()]).tolist()
+            metrics["rollout/log_probs"] = Metric(log_prob, weight)
+        return loss, metrics
+
+    @property
+    def last(self) -> TokenStats:
+        """The stats that were recorded last."""
+        return self._parts[-1][1]
 
     def log_probs(self, batch: RolloutBatch) -> FloatArray:
         """Return the recorded log-prob of each response token of the batch, [R]; nan where none was recorded."""
@@ -84,17 +86,3 @@ def filled_column(batch: RolloutBatch, parts: Sequence[tuple[IntArray, Tensor]],
     for rows, values_R in parts:
         filled[batch.response_positions(rows)] = values_R.float().cpu().numpy()
     return filled
-
-
-class StatsRecorder:
-    """A loss of 0 without gradient that keeps the stats of the forward pass, logits included."""
-
-    needs_entropy, entropy_grad, needs_logits = False, False, True
-    stats: TokenStats
-
-    def __call__(self, micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
-        """Keep the stats, detached."""
-        del micro
-        logits_RV = None if stats.logits_RV is None else stats.logits_RV.detach()
-        self.stats = TokenStats(stats.log_probs_R.detach(), None, logits_RV, rerouted_R=stats.rerouted_R)
-        return stats.log_probs_R.new_zeros(()), {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
-import os
 import socket
 import sys
 from collections.abc import Generator
@@ -17,45 +15,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from furlong.errors import CheckpointError, FurlongError
-
-GlooGroup = c10d.ProcessGroupGloo
-
-
-class GroupFactory:
-    """Replaces torch's class of gloo groups, which start a thread for each of its devices: these are shared.
-
-    Has the arguments and attributes of torch's class, because anything in this process may create groups.
-    """
-
-    def __init__(self) -> None:
-        self._devices: list[Any] = []
-
-    def __call__(self, store: Store, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> GlooGroup:
-        """Create a group. `timeout` is a timedelta, or options of torch's class, which name their own devices."""
-        if not isinstance(timeout, timedelta):
-            return GlooGroup(store, rank, size, timeout)
-        if not self._devices:
-            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch does
-            self._devices = [GlooGroup.create_device(interface=name) for name in interfaces]
-            self._devices = self._devices or [GlooGroup.create_default_device()]
-        options = self._Options()
-        options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
-        return GlooGroup(store, rank, size, options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(GlooGroup, name)
-
-    def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, GlooGroup)
-
-    def forget(self) -> None:
-        """Let a fork create its own devices. Its parent's are not destroyed, which would wait for their thread."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._devices))
-        self._devices = []
 
 
 @dataclass(frozen=True)
@@ -171,7 +133,6 @@ class Ranks:
             debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  no public API
         gc.collect()  # sharded modules are in reference cycles
         dist.destroy_process_group()
-        c10d.ProcessGroupGloo = GlooGroup
 
 
 def join(
@@ -189,7 +150,6 @@ def join(
     CPU tensors always use gloo, so flags and messages need no GPU. `listener`: rank 0's socket, already bound to the
     port.
     """
-    share_gloo_thread()
     store = TCPStore(
         address,
         port,
@@ -206,20 +166,3 @@ def join(
         world_size=world_size,
         timeout=timeout,
     )
-
-
-def share_gloo_thread() -> None:
-    """Let all gloo groups of this process share the thread that serves connections.
-
-    torch starts one for each group, which wakes every 10 ms. Megatron-core creates about thirty groups, whose threads
-    took a tenth of the CPU time of tests with two and four ranks.
-    """
-    c10d.ProcessGroupGloo = GroupFactory()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _after_fork() -> None:
-    if isinstance(c10d.ProcessGroupGloo, GroupFactory):
-        c10d.ProcessGroupGloo.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -42,7 +42,7 @@ from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
-from furlong.training.loss_wrappers import StatsRecorder, TokenRecorder, WithLogProbs, filled_column
+from furlong.training.loss_wrappers import LossRecorder, filled_column
 from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.packing import Packing, RankPart, split_batch
 from furlong.training.profiling import Profiling
@@ -393,18 +393,18 @@ class RoundWorker:
         has_log_probs = "old_log_probs" in batch.columns
         test = self.hooks.self_test if self.hooks.self_test is not None and self.hooks.self_test.due(batch) else None
         records_all = self.hooks.dump is not None
-        recorder = TokenRecorder(self.loss) if test is not None or records_all else None
+        recorder = LossRecorder(self.loss)
         test_metrics: Metrics = {}
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
-            loss = recorder if recorder is not None and (index == 0 or records_all) else self.loss
-            loss = loss if has_log_probs or index > 0 else WithLogProbs(loss)
+            recorder.keeps_tokens = records_all or (test is not None and index == 0)
+            recorder.reports_log_probs = not has_log_probs and index == 0
             self.backend.begin_step(batch.rollout_id, index)
-            parts = self._forward_backward(batch, micro_rows, loss)
+            parts = self._forward_backward(batch, micro_rows, recorder)
             step_metrics = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
             if self.hooks.digests is not None:
                 gradients = self.backend.named_gradients()
                 self.hooks.digests.before_update(batch.rollout_id, index, step_metrics, gradients)
-            if test is not None and recorder is not None and index == 0:
+            if test is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 rerun = partial(self._rerun, batch) if is_alone else None
                 quantized = partial(self._quantized, batch) if is_alone else None
@@ -415,7 +415,7 @@ class RoundWorker:
             if not report.skipped:
                 step_metrics["train/grad_norm"] = mean(report.grad_norm)
             results.append(step_metrics)
-        if self.hooks.dump is not None and recorder is not None:
+        if self.hooks.dump is not None:
             self.hooks.dump(batch.with_columns(**recorder.columns(batch)))
         metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
         metrics["train/num_steps"] = mean(len(steps))
@@ -423,9 +423,9 @@ class RoundWorker:
 
     def _rerun(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
         """Run samples again with logits, without accumulating a gradient."""
-        recorder = StatsRecorder()
+        recorder = LossRecorder()
         self.backend.forward_backward(self._micro(batch, rows), recorder)
-        return recorder.stats
+        return recorder.last
 
     def _quantized(self, batch: RolloutBatch, rows: IntArray) -> Tensor | None:
         """Return the log-probs of samples with the values of the engine's quantized weights; None if there are none."""

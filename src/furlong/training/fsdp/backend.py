@@ -18,7 +18,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,15 @@ from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, OptimReport
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.dist_files import is_dist_folder
-from furlong.training.fsdp import fsdp_checkpoint
+from furlong.training.checkpoint.tensor_reader import TensorReader
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.not_finite import NotFiniteLossError
 from furlong.training.offload import HostOffload
-from furlong.training.optimizer import MasterOptimizer, Schedule
+from furlong.training.optimizer import MOMENTS, MasterOptimizer, Schedule
 from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
+from furlong.training.role_models import RoleModels
 from furlong.training.round_metrics import agreement
 from furlong.training.settings import (
     FREEZE_FLAG,
@@ -72,8 +76,6 @@ class FsdpBackend(Backend):
 
     def __init__(self, settings: BackendSettings, *, ranks: Ranks | None = None, share_prompts: bool = True) -> None:
         self.settings, self._share_prompts = settings, share_prompts
-        self._role_folders: dict[Role, Path] = {"ref": settings.hf_checkpoint, **settings.role_folders}
-        self._diverged: set[Role] = set()
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, settings.device)
         self._compiles = settings.compile_layers
@@ -90,11 +92,16 @@ class FsdpBackend(Backend):
             offload=settings.offload,
             wait=self._host.wait_for_deferred,
         )
+        self._models = RoleModels(
+            self.actor,
+            {"ref": settings.hf_checkpoint, **settings.role_folders},
+            load=lambda folder: self._load(folder, prepare=_freeze),
+            new=self._like_actor,
+        )
         # Loaded now and not at first use: transformers sets PyTorch's default dtype while loading, which would affect
         # the engine's thread once it generates.
-        self._frozen: dict[Role, PackedModel] = {
-            r: self._load(f, prepare=_freeze) for r, f in settings.role_folders.items()
-        }
+        for role in settings.role_folders:
+            _ = self._models[role]
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self._layer_times = LayerTimes(layers, settings.device)
@@ -124,7 +131,7 @@ class FsdpBackend(Backend):
         packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
         if is_checkpoint:
             meta = trainer_files.read_meta(folder)
-            fsdp_checkpoint.load_weights(folder, meta, trainer_files.WEIGHTS, packed.model, self.sharding)
+            _load_weights(folder, meta, WEIGHTS, packed.model, self.sharding)
         return packed
 
     def _load_start(self, folder: Path) -> PackedModel:
@@ -173,7 +180,7 @@ class FsdpBackend(Backend):
 
         Raises TrainerError for a model that does not exist in this run.
         """
-        packed = self._model(model)
+        packed = self._models[model]
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
             stats = self._stats(packed, micro, routing, StatsRequest(entropy))
@@ -289,7 +296,7 @@ class FsdpBackend(Backend):
     def _parts(self) -> Iterator[Tensor]:
         """Yield persistent tensors, except moments and parameters that can be rounded from master weights."""
         rounded = {id(parameter) for parameter in self.optimizer.rounded()}
-        for packed in (self.actor, *self._frozen.values()):
+        for packed in self._models:
             reshard(packed)
             tensors = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
             yield from map(self.sharding.local, tensors)
@@ -330,18 +337,13 @@ class FsdpBackend(Backend):
 
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
-        if target == "actor" or target == source:
-            raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
-        origin = self._model(source)
-        if target not in self._frozen:
-            self._frozen[target] = self._like(origin)
-        self.sharding.copy(origin.model, self._frozen[target].model)
-        self._diverged.add(target)
+        origin, copied = self._models.source_and_target(source, target)
+        self.sharding.copy(origin.model, copied.model)
 
-    def _like(self, origin: PackedModel) -> PackedModel:
+    def _like_actor(self) -> PackedModel:
         """Build a frozen model of the same architecture; its values are overwritten by the caller."""
         if not self.sharding.is_sharded:
-            model = copy.deepcopy(origin.model)
+            model = copy.deepcopy(self.actor.model)
             _freeze(model)
             return self._pack(model.eval())
         folder, dtype = self.settings.hf_checkpoint, self.settings.dtype
@@ -352,12 +354,12 @@ class FsdpBackend(Backend):
 
         With `later`, only copy them to host memory.
         """
-        fsdp_checkpoint.save(
+        _save(
             folder,
             self.actor.model,
             self.optimizer,
             self.sharding,
-            frozen={role: self._model(role).model for role in sorted(self._diverged)},
+            frozen={role: self._models[role].model for role in sorted(self._models.diverged)},
             with_moments=not self.settings.checkpoint.no_save_optim,
             later=later,
         )
@@ -370,7 +372,7 @@ class FsdpBackend(Backend):
         reshard(self.actor)
         with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
-            fsdp_checkpoint.load_policy(
+            _load_policy(
                 folder,
                 meta,
                 self.actor.model,
@@ -379,9 +381,9 @@ class FsdpBackend(Backend):
                 with_moments=not self.settings.checkpoint.no_load_optim,
             )
         for role in meta["roles"]:
-            self.copy_weights("actor", role)
+            frozen = self._models.replaced(role).model
             with self.ranks.agreed():
-                fsdp_checkpoint.load_weights(folder, meta, f"trainer_{role}", self._frozen[role].model, self.sharding)
+                _load_weights(folder, meta, f"trainer_{role}", frozen, self.sharding)
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 trainer_files.restore_random(folder, meta, self.ranks)
@@ -393,17 +395,6 @@ class FsdpBackend(Backend):
         trainer_files.write_model(
             folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
         )
-
-    def _model(self, role: Role) -> PackedModel:
-        if role == "actor":
-            return self.actor
-        if role not in self._frozen:
-            if role not in self._role_folders:
-                raise TrainerError(
-                    f"this run has no model {role!r}, only {sorted({'actor', *self._role_folders, *self._frozen})}"
-                )
-            self._frozen[role] = self._load(self._role_folders[role], prepare=_freeze)
-        return self._frozen[role]
 
     def _stats(
         self, packed: PackedModel, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest
@@ -471,3 +462,102 @@ def choose_trained(
         parameter.requires_grad_(name in trained and name not in frozen)
     if not trained - frozen:
         raise ConfigError(NOTHING_TRAINED)
+
+
+# -- checkpoints, under Hugging Face names and shapes; with several ranks every function is a collective
+
+
+def _save(
+    folder: Path,
+    model: PreTrainedModel,
+    optimizer: MasterOptimizer,
+    sharding: Sharding,
+    *,
+    frozen: Mapping[Role, PreTrainedModel],
+    with_moments: bool,
+    later: PendingFiles | None = None,
+) -> None:
+    """Write the policy (as float32 master weights if it has them), moments, `frozen` models and random states.
+
+    With `later`, only copy them to host memory.
+    """
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        with optimizer.loaded():
+            yield from _whole(model, _policy_tensors(model, optimizer, sharding), sharding)
+
+    tensors = {WEIGHTS: weights()}
+    if with_moments:
+        tensors[OPTIMIZER] = _moments(model, optimizer)
+    for role, other in frozen.items():
+        tensors[f"trainer_{role}"] = _whole(model, dict(hf.named_tensors(other)), sharding)
+    trainer_files.save(folder, tensors, sharding.ranks, meta={"num_steps": optimizer.num_steps}, later=later)
+
+
+def _load_policy(
+    folder: Path,
+    meta: dict[str, Any],
+    model: PreTrainedModel,
+    optimizer: MasterOptimizer,
+    sharding: Sharding,
+    *,
+    with_moments: bool,
+) -> None:
+    """Restore weights, master weights, moments (if `with_moments`) and the step count.
+
+    Raises CheckpointError if something is missing or of another model.
+    """
+    with optimizer.loaded():
+        with _reader(folder, meta, WEIGHTS, model) as reader:
+            reader.copy_into(_policy_tensors(model, optimizer, sharding), sharding)
+        optimizer.write_back()
+    optimizer.zero_grad()
+    optimizer.reset()
+    optimizer.num_steps = int(meta["num_steps"])
+    if meta["has_optimizer"] and with_moments:
+        with _reader(folder, meta, OPTIMIZER, model) as reader:
+            optimizer.restore(reader)
+    elif with_moments:
+        logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
+
+
+def _load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
+    """Load the tensors of the files `stem` into a model."""
+    with _reader(folder, meta, stem, model) as reader:
+        reader.copy_into(dict(hf.named_tensors(model)), sharding)
+
+
+def _policy_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
+    """Return the policy's tensors by name, master weights instead of parameters if they are separate."""
+    separate = {} if sharding.is_sharded else {weight.name: weight.master for weight in optimizer.weights}
+    return {name: separate.get(name, tensor) for name, tensor in hf.named_tensors(model)}
+
+
+def _whole(model: PreTrainedModel, tensors: dict[str, Tensor], sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
+    """Yield full tensors under their names in a Hugging Face checkpoint."""
+    for name, tensor in tensors.items():
+        yield from hf.on_disk(model, name, sharding.full(tensor))
+
+
+def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the moments under the same names; a parameter's step count once for each of its checkpoint tensors."""
+    forms = {name: hf.disk_rows(model, name, parameter) for name, parameter in hf.named_tensors(model)}
+    for key, tensor in optimizer.state_tensors():
+        name, _, moment = key.rpartition("/")
+        if moment == "step":
+            yield from ((f"{piece}/step", tensor.clone()) for row in forms[name].pieces for piece in row)
+        else:
+            yield from ((f"{n}/{moment}", part) for n, part in hf.on_disk(model, name, tensor))
+
+
+@contextmanager
+def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> Generator[TensorReader]:
+    """Open the files of `stem`, with tensors under their names in the model."""
+    moments = ("step", *chain(*MOMENTS.values()))
+    suffixes = [f"/{moment}" for moment in moments] if stem == OPTIMIZER else [""]
+    with trainer_files.reader(folder, meta, stem) as reader:
+        for name, tensor in hf.named_tensors(model):
+            form = hf.disk_rows(model, name, tensor)
+            for suffix in suffixes:
+                reader.join(name, form, suffix=suffix)
+        yield reader

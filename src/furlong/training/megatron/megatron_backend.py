@@ -12,12 +12,14 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +29,7 @@ from furlong.config.checks.device_checks import attention_problem
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
-from furlong.errors import ConfigError, TrainerError
+from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
@@ -36,26 +38,30 @@ from furlong.models.hf_config import load_config
 from furlong.models.model_facts import COMPILED_FROM, forward_flops
 from furlong.training.backend_interface import OptimReport, PipelinedBackend
 from furlong.training.checkpoint import trainer_files
+from furlong.training.checkpoint.tensor_reader import TensorReader
+from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
-from furlong.training.megatron import megatron_checkpoint as checkpoint
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.distributed_optimizer import OptimizerState, build_optimizer, data_parallel
+from furlong.training.megatron.chunk_weights import fill, round_chunks, set_trainable
+from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState, build_optimizer, data_parallel
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.moe_layers import RouterReplay
 from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
-from furlong.training.megatron.role_models import RoleModels, fill, round_chunks, set_trainable
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
-from furlong.training.optimizer import Schedule
+from furlong.training.optimizer import Schedule, check_moments
 from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
+from furlong.training.role_models import RoleModels
 from furlong.training.settings import REPLAYED, BackendSettings, Offload
 
 logger = logging.getLogger(__name__)
+
+Model = Any  # a rank's model chunks
 
 
 class MegatronBackend(PipelinedBackend):
@@ -76,7 +82,13 @@ class MegatronBackend(PipelinedBackend):
             settings.hooks.initialized()
         self.config = self._model_config()
         self._pipeline = Pipeline(self.layout, settings, ties_head=self.hf.tie_word_embeddings)
-        self._models = RoleModels(self._load, settings)
+        whole = settings.hf_checkpoint
+        self._models = RoleModels(
+            self._load(settings.initial_weights or whole),
+            {"ref": whole, **settings.role_folders},
+            load=self._load_frozen,
+            new=lambda: self._load_frozen(whole),
+        )
         trained = set_trainable(self._models["actor"], self.hf, settings.train)
         self._chunks = data_parallel(self._models["actor"], self.config, settings.dtype, settings.megatron)
         timed = self._models["actor"] if ranks.world_size > 1 else []
@@ -125,6 +137,9 @@ class MegatronBackend(PipelinedBackend):
         if (scheme := self.settings.fake_quantization) is not None:
             round_chunks(chunks, self.hf, scheme)
         return chunks
+
+    def _load_frozen(self, folder: Path) -> list[GPTModel]:
+        return [chunk.requires_grad_(False) for chunk in self._load(folder)]
 
     def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
         """Whether compiling the decoder layers, which takes about a minute, pays off."""
@@ -329,7 +344,7 @@ class MegatronBackend(PipelinedBackend):
     def _parts(self) -> Iterator[Tensor]:
         """Yield all of them except moments, and parameters that can be rounded from master weights."""
         rounded = {id(parameter) for parameter in self._rounded()}
-        for chunk in self._models.chunks():
+        for chunk in chain.from_iterable(self._models):
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
             yield from chunk.buffers()
         yield from self.state.master_weights()
@@ -351,12 +366,12 @@ class MegatronBackend(PipelinedBackend):
     # -- checkpoints
 
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, moments, schedule and random states, independent of the layout (`megatron_checkpoint`).
+        """Write weights, moments, schedule and random states, independent of the layout.
 
         With `later`, add the files there instead of writing them.
         """
         with self._optimizer_offload.loaded():
-            checkpoint.save(
+            _save(
                 folder,
                 self._models["actor"],
                 self.hf,
@@ -375,9 +390,9 @@ class MegatronBackend(PipelinedBackend):
         """
         with self.ranks.agreed(), self._optimizer_offload.loaded():
             meta = trainer_files.read_meta(folder)
-            checkpoint.load_weights(folder, meta, self._models["actor"], self.hf, self.state)
+            _load_weights(folder, meta, self._models["actor"], self.hf, self.state)
             if meta["has_optimizer"] and not self.settings.checkpoint.no_load_optim:
-                checkpoint.load_moments(folder, meta, self._models["actor"], self.hf, self.state)
+                _load_moments(folder, meta, self._models["actor"], self.hf, self.state)
             else:
                 if not self.settings.checkpoint.no_load_optim:
                     logger.warning("%s has no optimizer states; moments start at zero", folder)
@@ -405,7 +420,11 @@ class MegatronBackend(PipelinedBackend):
 
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
-        self._models.copy(source, target)
+        origin, copied = self._models.source_and_target(source, target)
+        pairs = zip(names.local_tensors(copied).values(), names.local_tensors(origin).values(), strict=True)
+        with torch.no_grad():
+            for to, value in pairs:
+                to.copy_(value)
 
 
 def _check(settings: BackendSettings) -> None:
@@ -420,3 +439,96 @@ def _check(settings: BackendSettings) -> None:
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replace the output layer: return its input."""
     return hidden, None
+
+
+# -- checkpoints: whole tensors under Hugging Face names, as those of --train-backend fsdp, so a run can resume with any
+# layout and either backend. Saving gathers one tensor at a time on all ranks, loading reads one parameter at a time.
+
+
+def _save(
+    folder: Path,
+    model: Model,
+    hf: Any,
+    *,
+    optimizer: OptimizerState,
+    frozen: Mapping[Role, Model],
+    ranks: Ranks,
+    meta: Mapping[str, Any],
+    with_moments: bool,
+    later: PendingFiles | None = None,
+) -> None:
+    """Write master weights, moments, changed frozen models and random states; with `later`, add them there instead.
+
+    A collective of all ranks.
+    """
+    tensors = {WEIGHTS: names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))}
+    if with_moments:
+        tensors[OPTIMIZER] = _moments(model, hf, optimizer)
+    for role in sorted(frozen):
+        tensors[f"trainer_{role}"] = names.export(frozen[role], hf)
+    trainer_files.save(folder, tensors, ranks, meta=meta, later=later)
+
+
+def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
+    """Yield each moment of each trained tensor, then the step counts."""
+    for moment in optimizer.moment_names:
+        for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, kind=moment)):
+            if name in optimizer.trained:
+                yield f"{name}/{moment}", tensor
+    if optimizer.kind != "adam":
+        return
+    step = torch.tensor(optimizer.step)
+    dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
+    for name in sorted(optimizer.trained):
+        yield f"{name}/step", step.clone()
+
+
+def _load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
+    """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
+    with trainer_files.reader(folder, meta, WEIGHTS) as reader:
+        names.load(model, hf, reader, put=partial(optimizer.put, kind=MASTER))
+
+
+def _load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
+    """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
+    optimizer.reset()
+    with (
+        trainer_files.reader(folder, meta, OPTIMIZER) as reader,
+        trainer_files.reader(folder, meta, WEIGHTS) as weights,
+    ):
+        check_moments(reader.path, reader.names, optimizer.kind)
+        if reader.names:  # none if saved before the first step
+            optimizer.set_step(_step_count(folder, reader, optimizer))
+            for moment in optimizer.moment_names:
+                names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
+
+
+def _step_count(folder: Path, reader: TensorReader, optimizer: OptimizerState) -> float:
+    """Return the optimizer's step count. Raises CheckpointError if other parameters were trained or counts differ."""
+    if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} are "
+            "trained in only one of the two runs; resume with the same lists of parameters, or with --no-load-optim"
+        )
+    steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{folder} has parameters with different step counts, {', '.join(f'{n:g}' for n in sorted(steps))}; "
+            "--train-backend megatron has one count for all: resume with fsdp, or with --no-load-optim"
+        )
+    return steps.pop() if steps else 0.0
+
+
+class _MomentReader:
+    """Reads one moment under the names of the weights; for frozen tensors the weight, which has the same shape."""
+
+    def __init__(self, reader: TensorReader, moment: str, weights: TensorReader) -> None:
+        self._reader, self._suffix, self._weights = reader, f"/{moment}", weights
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._weights.names)
+
+    def read(self, name: str) -> Tensor:
+        moment = name + self._suffix
+        return self._reader.read(moment) if moment in self._reader.names else self._weights.read(name)

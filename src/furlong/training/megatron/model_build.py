@@ -50,13 +50,11 @@ from furlong.training.megatron.family import Architecture, Family, architecture_
 from furlong.training.megatron.moe_layers import Experts, MoeRouter
 from furlong.training.megatron.packed_layer import PackedLayer
 from furlong.training.megatron.parallel_layout import Layout, model_problems
-from furlong.training.ranks import share_gloo_thread
 
 
 def initialize(layout: Layout, seed: int) -> None:
     """Create Megatron-core's process groups, and a default group of one process if there is none."""
     if not dist.is_initialized():
-        share_gloo_thread()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )

@@ -1,4 +1,4 @@
-"""The models of one rank by role, the actor and frozen models, and the choice of trainable parameters."""
+"""Load a rank's model chunks, choose the trained parameters, and round weights as the engine does."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from __future__ import annotations
 # pyright: reportArgumentType=false
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 
 from furlong.config.sections import TrainFlags
-from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import Role
+from furlong.errors import ConfigError
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.training.checkpoint.dist_files import DistReader
 from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
-from furlong.training.settings import FREEZE_FLAG, NOTHING_TRAINED, ONLY_TRAIN_FLAG, BackendSettings, matching_names
+from furlong.training.settings import FREEZE_FLAG, NOTHING_TRAINED, ONLY_TRAIN_FLAG, matching_names
 
 logger = logging.getLogger(__name__)
 
@@ -36,60 +33,6 @@ def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
         else:
             names.load(chunks, hf, source)
     logger.info("loaded weights from %s", folder)
-
-
-class RoleModels:
-    """This rank's chunks of each model. Frozen models are built on first use.
-
-    load: builds a model from a folder. diverged: frozen models whose weights are no longer those of their folder.
-    """
-
-    def __init__(self, load: Callable[[Path], list[GPTModel]], settings: BackendSettings) -> None:
-        self._load, self._whole = load, settings.hf_checkpoint
-        self._folders: dict[Role, Path] = {"ref": self._whole, **settings.role_folders}
-        self._of: dict[Role, list[GPTModel]] = {"actor": load(settings.initial_weights or self._whole)}
-        self.diverged: set[Role] = set()
-
-    def __getitem__(self, role: Role) -> list[GPTModel]:
-        """Return the chunks of a model. Raises TrainerError for a role that this run does not have."""
-        if role not in self._of:
-            if role not in self._folders:
-                raise TrainerError(f"no model {role!r}; this run has {sorted({*self._folders, *self._of})}")
-            self._of[role] = _frozen(self._load(self._folders[role]))
-        return self._of[role]
-
-    def chunks(self) -> Iterator[GPTModel]:
-        """Yield the chunks of all models that are built."""
-        for chunks in self._of.values():
-            yield from chunks
-
-    def replaced(self, role: Role) -> list[GPTModel]:
-        """Return the frozen model `role`, whose weights the caller replaces."""
-        if role not in self._of:
-            self._of[role] = _frozen(self._load(self._whole))
-        self.diverged.add(role)
-        return self._of[role]
-
-    @torch.no_grad()
-    def copy(self, source: Role, target: Role) -> None:
-        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
-        if target == "actor" or target == source:
-            raise TrainerError(
-                f"copy_weights({source!r}, {target!r}): the target must be a frozen model, and not the source"
-            )
-        values = _tensors(self[source])
-        for to, value in zip(_tensors(self.replaced(target)), values, strict=True):
-            to.copy_(value)
-
-
-def _frozen(chunks: list[GPTModel]) -> list[GPTModel]:
-    return [chunk.requires_grad_(False) for chunk in chunks]
-
-
-def _tensors(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
-    """Yield the tensors of model chunks that checkpoints contain."""
-    for chunk in chunks:
-        yield from (tensor for _, tensor in names.checkpoint_tensors(chunk))
 
 
 def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> frozenset[str]:
