@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 from trl_rival import trl_config
 
-from furlong.config.checks.task_specs import TaskMixture, parse_tasks
+from furlong.config.task_specs import TaskMixture, parse_tasks
 from furlong.core.task_entries import task_entry
 from furlong.rewards.algebra import math_score
 from furlong.rewards.tasks import task_score

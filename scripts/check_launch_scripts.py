@@ -266,7 +266,7 @@ class StandIns:
 
 def judge(request: dict[str, Any]) -> list[dict[str, str]]:
     """Return the diagnoses of a command on an assumed machine with GPUs: text and severity of each."""
-    from furlong.config.checks.device_checks import device_problems
+    from furlong.config.checks.engine_checks import device_problems
     from furlong.config.command_line import examine
     from furlong.diagnosis.preflight import CHECKS, preflight
     from furlong.diagnosis.preflight import machine_checks as machine

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from furlong.commands.quantize import ALL_BUT_EXPERTS
-from furlong.config.checks.model_rules import layers_with_experts
 from furlong.errors import ConfigError
 from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
 from furlong.models.untrained_tensors import WITH_VISION, stored_name
@@ -162,9 +161,10 @@ def _add_experts(config: dict[str, Any], flags: Flags, family: str) -> None:
         flags["--num-experts"][0]
     )
     config.setdefault("norm_topk_prob", True)
-    dense = [not each for each in layers_with_experts(flags["--moe-layer-freq"][0], config["num_hidden_layers"]) or ()]
+    layers = re.sub(r"\[([01])\]\*(\d+)", lambda run: run[1] * int(run[2]), flags["--moe-layer-freq"][0])
+    layers = re.sub(r"\D", "", layers)  # one digit per layer; 0 has no experts
     if family not in _EXPERT_KEYS and family != "minimax_m2":
-        config["first_k_dense_replace"] = dense.index(False) if False in dense else len(dense)
+        config["first_k_dense_replace"] = len(layers) - len(layers.lstrip("0"))
     shared = flags.get("--moe-shared-expert-intermediate-size")
     if shared and family in _EXPERT_KEYS:
         config["shared_expert_intermediate_size"] = int(shared[0])

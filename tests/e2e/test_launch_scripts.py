@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PretrainedConfig
 
-from furlong.config.checks.notices import notices
+from furlong.config.checks.validate import notices
 from furlong.config.command_line import load
 from furlong.models.hf_model import build_model, load_model, save_model
 from furlong.models.tokenizer import build_tokenizer

@@ -114,8 +114,8 @@ def _sets(
     target: str | None, options: argparse.Namespace, flags: list[str], *, has_endpoint: bool
 ) -> tuple[Config, list[EvalSpec]]:
     """Parse the flags, with the set that `target` names. Raises ConfigError."""
-    from furlong.config.checks.environment_specs import parse_environments
     from furlong.config.command_line import examine
+    from furlong.config.environment_specs import parse_environments
     from furlong.config.evaluation import eval_specs
 
     words = list(flags)
@@ -142,7 +142,7 @@ def _sets(
 
 
 def _is_data(target: str) -> bool:
-    from furlong.config.checks.task_specs import is_task
+    from furlong.config.task_specs import is_task
 
     file = target.partition("@[")[0]
     return is_task(target) or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")

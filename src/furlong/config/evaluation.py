@@ -167,8 +167,9 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
 def _checked(spec: FlagSpec, value: Any) -> Any:
     """Convert a value to the flag's type. Raises ValueError for a wrong type or a number outside of its range."""
     typed = value_from_yaml(spec, value)
-    if spec.within is not None and typed not in spec.within:
-        raise ValueError(f"got {typed}, expected a number in {spec.within.text}; {spec.within.fix}")
+    for number in typed if isinstance(typed, tuple) else (typed,):
+        if spec.within is not None and number not in spec.within:
+            raise ValueError(f"got {number}, expected a number in {spec.within.text}; {spec.within.fix}")
     return typed
 
 

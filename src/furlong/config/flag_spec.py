@@ -106,8 +106,8 @@ class FlagSpec:
 
     `kind` is its syntax: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
     tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. Of each tuple in `needs`
-    at least one condition must hold; `excludes` are fields that conflict with this one. `instead`: what happens
-    instead of what a flag of slime asks for; setting it is a notice.
+    at least one condition must hold; `excludes` are fields that conflict with this one; `bound` compares it with
+    another. `instead`: what happens instead of what a flag of slime asks for; setting it is a notice.
     """
 
     section: str
@@ -122,6 +122,7 @@ class FlagSpec:
     within: Interval | None = None
     needs: tuple[tuple[Condition, ...], ...] = ()
     excludes: tuple[str, ...] = ()
+    bound: tuple[str, str] | None = None
     is_secret: bool = False
     instead: str = ""
 
@@ -158,6 +159,7 @@ def flag(
     within: str = "",
     needs: str = "",
     excludes: str = "",
+    bound: str = "",
     secret: bool = False,
     choices: Iterable[str] = (),
     instead: str = "",
@@ -173,12 +175,14 @@ def flag(
         needs: Conditions without which the flag has no effect: "save", "engine=embedded", "size>1" (forms:
             `Condition`); alternatives are separated by " or ", several conditions by "; ".
         excludes: Fields that cannot be set together with this one, separated by spaces.
+        bound: A comparison with another field, where both are set: "<= lr", "< num_rollout" or ">= rollout_batch_size".
         secret: Whether the value is left out of files and messages.
         choices: The accepted words, unless they follow from the type.
         instead: What happens instead, for a flag that is accepted from slime's scripts and has no effect.
     """
     settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs, "instead": instead}
     settings |= {"excludes": tuple(excludes.split()), "secret": secret, "choices": tuple(choices)}
+    settings["bound"] = tuple(bound.split()) or None
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=typing.cast(dict[str, Any], default).copy, metadata=metadata)
@@ -231,6 +235,7 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
             if alternatives
         ),
         excludes=settings["excludes"],
+        bound=settings["bound"],
         is_secret=settings["secret"],
         instead=settings["instead"],
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.config.args_view import Args
-from furlong.config.checks.environment_specs import class_path, class_problems, parse_environments
+from furlong.config.environment_specs import class_path, class_problems, parse_environments
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.sections.sessions import TOOL_PARSERS

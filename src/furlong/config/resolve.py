@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from furlong.config.checks.engine_checks import SERVERS
-from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.engine_groups import is_split, models_in_file
+from furlong.config.environment_specs import parse_environments
+from furlong.config.facts import SERVERS
 from furlong.config.sections import AlgoFlags, Config
 from furlong.core.algorithms import find_algorithm
 from furlong.core.process_environment import API_KEY_VARIABLE

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from furlong.config.checks.engine_checks import is_started
 from furlong.config.engine_groups import engine_groups, engine_parts
+from furlong.config.facts import is_started
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
 

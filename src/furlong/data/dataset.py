@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
-from furlong.config.checks.task_specs import num_episodes
+from furlong.config.task_specs import num_episodes
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader

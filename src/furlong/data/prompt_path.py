@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import xxhash
 
-from furlong.config.checks.task_specs import PACKAGE, is_task, num_episodes
 from furlong.config.checks.value_checks import split_slice
+from furlong.config.task_specs import PACKAGE, is_task, num_episodes
 from furlong.core.file_kind import irregular_kind
 from furlong.core.json_values import parse_json
 from furlong.core.text import shortened

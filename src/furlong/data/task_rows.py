@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from furlong.config.checks.task_specs import TaskMixture, TaskSpec, num_episodes, parse_tasks
+from furlong.config.task_specs import TaskMixture, TaskSpec, num_episodes, parse_tasks
 from furlong.core.task_entries import task_entry
 from furlong.data.prompt import PromptFormat
 from furlong.data.row_readers import Cursor, RawRow

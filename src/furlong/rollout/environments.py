@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
-from furlong.config.checks.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
+from furlong.config.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
 from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
 from furlong.core.sample_changes import apply_changes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from furlong.chat.template_boundary import ChatFormat
-from furlong.config.checks.environment_specs import EnvironmentSpec
+from furlong.config.environment_specs import EnvironmentSpec
 from furlong.config.hooks import HOOKS, Hooks, check_signature
 from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Group, Sample

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.cluster_probe import cluster_nodes
 from furlong.cluster.nodes import check_fits
-from furlong.config.checks.device_checks import device_problems
-from furlong.config.checks.engine_checks import is_started, without_engines
+from furlong.config.checks.engine_checks import device_problems
 from furlong.config.command_line import Resolved
+from furlong.config.facts import is_started, without_engines
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.diagnosis.preflight import preflight

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from furlong.config.checks.device_checks import offload_problem
+from furlong.config.checks.engine_checks import offload_problem
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.core.batch import MicroBatch
 from furlong.errors import ConfigError, TrainerError

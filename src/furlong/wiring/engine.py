@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from furlong.config.checks.device_checks import sharing_problems
-from furlong.config.checks.engine_checks import is_served, is_started
-from furlong.config.checks.model_rules import returns_routes, routing_of
+from furlong.config.checks.engine_checks import sharing_problems
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
+from furlong.config.facts import is_served, is_started, returns_routes, routing_of
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.monitor import CONNECTED, RunMonitor

@@ -20,12 +20,10 @@ from furlong.chat.parsers.parsed_reply import ToolParser
 from furlong.chat.parsers.registry import PARSERS
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.args_view import Args
-from furlong.config.checks.engine_checks import is_started
-from furlong.config.checks.environment_specs import parse_env_workers, parse_environments
-from furlong.config.checks.model_rules import returns_routes, routing_of
-from furlong.config.checks.pool_checks import max_staleness, shares_groups
 from furlong.config.engine_groups import engine_parts, trained_model
+from furlong.config.environment_specs import parse_env_workers, parse_environments
 from furlong.config.evaluation import EvalSpec
+from furlong.config.facts import is_started, max_staleness, returns_routes, routing_of, shares_groups
 from furlong.config.hooks import Hooks, usable_hooks
 from furlong.config.sections import Config, SessionFlags
 from furlong.core.addresses import host_and_port

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from furlong.algo.policy_loss import POLICY_LOSSES, clipped_ratio_loss
-from furlong.config.checks.algorithm_checks import algorithm_problems
-from furlong.config.checks.notices import notices
-from furlong.config.checks.validate import declared_problems
+from furlong.config.checks.training_checks import algorithm_problems
+from furlong.config.checks.validate import declared_problems, notices
 from furlong.config.checks.value_checks import RM_TYPES
 from furlong.config.command_line import config_from_values, examine, parse
 from furlong.config.hooks import function_paths

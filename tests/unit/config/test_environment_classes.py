@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from furlong.config.checks.environment_specs import EnvironmentSpec, class_problems
+from furlong.config.environment_specs import EnvironmentSpec, class_problems
 
 
 class Game:

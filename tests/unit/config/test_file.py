@@ -8,9 +8,9 @@ from urllib.parse import quote
 import pytest
 
 from furlong.config import Config, parse
-from furlong.config.checks.environment_specs import parse_environments
 from furlong.config.command_line import config_from_values, examine
 from furlong.config.compat import find_refusal
+from furlong.config.environment_specs import parse_environments
 from furlong.errors import ConfigError
 
 

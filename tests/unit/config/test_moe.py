@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from furlong.config.checks.model_rules import model_problems, returns_routes
+from furlong.config.checks.training_checks import model_problems
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_values
+from furlong.config.facts import returns_routes
 from furlong.core.routing import RoutingShape
 from models_zoo import family_config
 
@@ -34,8 +35,7 @@ MEGATRON = {"train_backend": "megatron"}
         ("qwen3", {"use_rollout_routing_replay": True}, "no experts"),
         ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "--loss-type sft_loss"),
         ("qwen3_moe", {"use_routing_replay": True, "debug_rollout_only": True}, "--debug-rollout-only"),
-        ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "replay logs it"),
-        ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": False}, "--no-log-routing"),
+        ("qwen3_moe", {"use_rollout_routing_replay": True, "log_routing_agreement": True}, "--log-routing"),
         ("qwen3_moe", {"moe_aux_loss_coeff": 0.1}, "--train-backend megatron"),
         ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "--fp32"),
         ("qwen3_moe", {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1, **MEGATRON}, "no effect"),

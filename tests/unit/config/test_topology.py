@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from furlong.config import Config
-from furlong.config.checks.cluster_checks import cluster_problems
 from furlong.config.checks.engine_checks import engine_problems
+from furlong.config.checks.training_checks import parallel_problems
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_json, config_from_values, config_to_json, parse
 from furlong.config.topology import Topology, uses_ray
@@ -141,7 +141,7 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--placement-timeout", "5"], "--placement-timeout has no effect"),
+        (["--placement-timeout", "5"], "--placement-timeout 5.0 has no effect without --ray-address"),
         (["--actor-num-gpus-per-node", "2"], "--rollout-num-gpus"),
         (["--colocate", "--async-buffer-size", "1"], "--colocate with --async-buffer-size 1"),
         (["--colocate", "--rollout-external-engine-addrs", "a:1"], "--colocate has no effect with --engine external"),
@@ -158,7 +158,7 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
 )
 def test_incompatible_options_are_refused(words, problem):
     config = parse(words).config
-    assert any(problem in message for message in (*declared_problems(config), *cluster_problems(config)))
+    assert any(problem in message for message in (*declared_problems(config), *engine_problems(config)))
 
 
 @pytest.mark.parametrize(
@@ -225,5 +225,5 @@ def test_incompatible_options_are_refused(words, problem):
 )
 def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused(flags, said):
     config = config_from_values({"actor_num_gpus_per_node": 4, **flags})
-    problems = [*declared_problems(config), *cluster_problems(config)]
+    problems = [*declared_problems(config), *parallel_problems(config)]
     assert any(all(word in problem for word in said.split(" ... ")) for problem in problems), problems

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.config.checks.task_specs import TaskMixture, TaskSpec, parse_tasks, tasks_problem
+from furlong.config.task_specs import TaskMixture, TaskSpec, parse_tasks, tasks_problem
 from furlong.core.task_entries import ROWS_PER_SEED
 from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
@@ -122,7 +122,7 @@ def test_a_wrong_task_is_named_with_the_reason(text: str, words: str) -> None:
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "furlong.config.checks.task_specs.find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name)
+        "furlong.config.task_specs.find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name)
     )
     parse_tasks.cache_clear()
     assert "furlong[reasoning-gym]" in str(tasks_problem("--prompt-data", "reasoning-gym:gcd"))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from furlong.config.checks.environment_specs import PLUGS, class_path, parse_environments
+from furlong.config.environment_specs import PLUGS, class_path, parse_environments
 from furlong.environments.nemo_gym import NemoGym
 from furlong.environments.protocol import Task
 from furlong.errors import ConfigError, InfraError, RolloutError
@@ -42,7 +42,7 @@ def test_prefixes_name_classes_with_the_rest_as_target():
 
 @pytest.mark.parametrize("prefix", ["gym", "openenv", "verifiers"])
 def test_a_missing_library_is_an_error_with_the_command_that_installs_it(prefix, monkeypatch):
-    monkeypatch.setattr("furlong.config.checks.environment_specs.find_spec", lambda name: None)
+    monkeypatch.setattr("furlong.config.environment_specs.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install 'furlong\[{PLUGS[prefix][2]}\]'"):
         parse_environments((f"{prefix}:absent-{prefix}",))
 

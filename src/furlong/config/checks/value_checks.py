@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from furlong.config.checks.task_specs import is_task, tasks_problem
 from furlong.config.compat import VALUES
-from furlong.core.model_config import read_json
-from furlong.core.text import abbreviate, did_you_mean, redact_credentials
+from furlong.config.task_specs import is_task, tasks_problem
+from furlong.core.text import did_you_mean, redact_credentials
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMATS = (".jsonl", ".ndjson", ".parquet")
-SHOWN = 5  # directory entries in a message
-HEAD_BYTES = 1 << 16  # of a file whose suffix is not known, to see what it contains
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "reasoning_gym", "remote_rm", "random")
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
@@ -54,35 +49,12 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
             return (
                 f"{flag} {path}: no such file; for a dataset on the Hub run {download} first, and give one of its files"
             )
-        return f"{flag} {path}: no file {file}{_nearest(file)}"
+        return f"{flag} {path}: no file {file}; check the path"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in _FORMATS:
-        way = _as_json_lines(file) if file.suffix == ".json" else ""
-        return (
-            f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet{way}"
-        )
+        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet"
     return None
-
-
-def _as_json_lines(file: Path) -> str:
-    """Return how to make JSON Lines of a .json file, by how it starts: rows, a list of them, or lists by key."""
-    with file.open("rb") as opened:
-        start = opened.read(HEAD_BYTES).lstrip()
-    line = start.partition(b"\n")[0]
-    if start.startswith(b"["):
-        return f": `jq -c '.[]' {file.name} > {file.stem}.jsonl`"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None  # an object over several lines, or a line longer than what was read
-    lists = [key for key, value in row.items() if isinstance(value, list)] if isinstance(row, dict) else []
-    is_document = row is None or (len(lists) == len(row) == 1 and start.strip() == line.strip())
-    if isinstance(row, dict) and not is_document:
-        return f": it contains JSON Lines already, `mv {file.name} {file.stem}.jsonl`"
-    key = lists[0] if lists else "KEY"
-    which = "" if lists else ", with the KEY whose list has the rows"
-    return f": `jq -c '.{key}[]' {file.name} > {file.stem}.jsonl`{which}"
 
 
 def set_name_problem(flag: str, name: str) -> str | None:
@@ -102,7 +74,7 @@ def model_problem(flag: str, path: str) -> str | None:
         return (
             f"{flag} {path}: no such directory; for a model on the Hub run `hf download {path} --local-dir DIR` first"
         )
-    return f"{flag} {path}: no such directory{_nearest(folder)}"
+    return f"{flag} {path}: no such directory; check the path"
 
 
 def unreadable_file(path: Path) -> Path | None:
@@ -111,20 +83,6 @@ def unreadable_file(path: Path) -> Path | None:
         return path
     files = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
     return next((file for file in files if not os.access(file, os.R_OK)), None)
-
-
-def _nearest(path: Path) -> str:
-    """Describe which part of a path exists and what it contains."""
-    parent = path.parent
-    while not os.path.exists(parent):
-        parent = parent.parent
-    if not os.access(parent, os.R_OK | os.X_OK):
-        return f"; {parent} is not accessible by this user; check the path"
-    names = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
-    missing = path.relative_to(parent).parts[0]
-    if hint := did_you_mean(missing, [name for name in names if not name.startswith(".")])[1]:
-        return f"; {hint.removesuffix('?')} in {parent}?"
-    return f"; {parent} contains {abbreviate(names, SHOWN) or 'nothing'}; check the path"
 
 
 def verifier_problem(where: str, name: str) -> str | None:
@@ -153,12 +111,6 @@ def epoch_problem(num_epoch: int, num_prompts: int, batch_size: int) -> str | No
         f"--num-epoch {num_epoch} of {num_prompts} prompts is less than one rollout of --rollout-batch-size "
         f"{batch_size}; lower it, or use more prompts or epochs"
     )
-
-
-def read_model_config(folder: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content of the model's config.json; {} if it does not exist. Raises ConfigError."""
-    path = Path(str(folder)) / "config.json"
-    return path, read_json(path)
 
 
 def url_problem(flag: str, url: str) -> str | None:

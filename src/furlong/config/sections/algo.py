@@ -92,7 +92,9 @@ class AlgoFlags:
         False, "Weight the loss by the ratio of trainer to engine probability (importance sampling).", needs=_NOT_SFT
     )
     tis_clip: float = flag(2.0, "Upper bound of the importance weight.", within="(0, inf)", needs="use_tis")
-    tis_clip_low: float = flag(0.0, "Lower bound of the importance weight.", within="[0, inf)", needs="use_tis")
+    tis_clip_low: float = flag(
+        0.0, "Lower bound of the importance weight.", within="[0, inf)", needs="use_tis", bound="<= tis_clip"
+    )
     tis_mode: Literal["truncate", "clip", "mask"] = flag(
         "truncate",
         "Importance weights outside the bounds: `truncate` caps them above, `clip` clamps both sides, `mask` drops "
@@ -153,6 +155,8 @@ class AlgoFlags:
         None,
         "Number of tokens before --rollout-max-response-len over which a length penalty grows linearly (DAPO).",
         within="[1, inf)",
+        needs="rollout_max_response_len",
+        bound="< rollout_max_response_len",
     )
     overlong_penalty_factor: float = flag(
         1.0, "Length penalty at the limit.", within="[0, inf)", needs="overlong_buffer_len"

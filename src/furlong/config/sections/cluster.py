@@ -8,6 +8,9 @@ from typing import Any, Literal
 from furlong.config.flag_spec import flag
 from furlong.core.transports import TransportName
 
+_SERVERS = "rollout_num_gpus or engine!=embedded"
+_ON_RAY = "ray_address or actor_num_gpus_per_node>1 or actor_num_nodes>1"
+
 
 @dataclass(frozen=True)
 class ClusterFlags:
@@ -34,19 +37,19 @@ class ClusterFlags:
         14400,
         "Timeout of a request to a server, in seconds.",
         within="[1, inf)",
-        needs="rollout_num_gpus or engine!=embedded",
+        needs=_SERVERS,
     )
     sglang_server_concurrency: int = flag(
         512,
         "Maximum number of concurrent requests per server.",
         within="[1, inf)",
-        needs="rollout_num_gpus or engine!=embedded",
+        needs=_SERVERS,
     )
     sglang_api_key: str | None = flag(
         None,
         "API key of the servers; servers that furlong starts are started with it. Prefer the environment variable "
         "FURLONG_API_KEY, which `ps` does not show.",
-        needs="rollout_num_gpus or engine!=embedded",
+        needs=_SERVERS,
         secret=True,
     )
     actor_num_nodes: int = flag(1, "Number of training machines.", within="[1, inf)")
@@ -57,7 +60,10 @@ class ClusterFlags:
         within="[1, inf)",
     )
     num_gpus_per_node: int = flag(
-        8, "GPUs per machine for inference; an engine with more GPUs spans machines.", within="[1, inf)"
+        8,
+        "GPUs per machine for inference; an engine with more GPUs spans machines.",
+        within="[1, inf)",
+        needs=_ON_RAY,
     )
     colocate: bool = flag(
         False,
@@ -75,22 +81,32 @@ class ClusterFlags:
         "Seconds to wait for GPUs that are in use by others. A request for more GPUs than the cluster has fails "
         "immediately.",
         within="(0, inf)",
+        needs=_ON_RAY,
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None, "Communication backend of the trainer processes. Default: nccl on GPUs, gloo on CPUs."
+        None,
+        "Communication backend of the trainer processes. Default: nccl on GPUs, gloo on CPUs.",
+        needs=_ON_RAY,
     )
     distributed_timeout_minutes: int = flag(
-        10, "Timeout of a collective operation between trainer processes, in minutes.", within="[1, inf)"
+        10,
+        "Timeout of a collective operation between trainer processes, in minutes.",
+        within="[1, inf)",
+        needs=_ON_RAY,
     )
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
-        {}, "Environment variables of the trainer processes, as a JSON object."
+        {},
+        "Environment variables of the trainer processes, as a JSON object.",
+        needs=_ON_RAY,
     )
-    offload: bool = flag(False, "Same as --offload-train together with --offload-rollout.")
+    offload: bool = flag(False, "Same as --offload-train together with --offload-rollout.", needs="colocate")
     offload_train: bool | None = flag(
-        None, "Move the trainer's state to host memory while the engines generate. Default: on with --colocate."
+        None,
+        "Move the trainer's state to host memory while the engines generate. Default: on with --colocate.",
+        needs="colocate",
     )
     offload_rollout: bool | None = flag(
-        None, "Release the engines' GPU memory during training. Default: on with --colocate."
+        None, "Release the engines' GPU memory during training. Default: on with --colocate.", needs="colocate"
     )
     num_threads: int | None = flag(
         None, "Number of CPU threads for PyTorch. Default: the cores available to this process.", within="[1, 1024]"
@@ -189,11 +205,13 @@ class SyncFlags:
         300.0,
         "Timeout of an engine for one bucket, or one directory, of a weight update, and for its checksums, in seconds.",
         within="(0, inf)",
+        needs="update_weight_transport!=memory",
     )
     verify_weights: Literal["before", "during"] = flag(
         "before",
         "When the weights in the engines are verified: `before` they generate, or `during` generation, but before "
         "their samples are trained on.",
+        needs="update_weight_transport!=memory",
     )
     update_weight_disk_dir: str | None = flag(
         None,

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from furlong.config.flag_spec import flag
 
+_MEGATRON = "train_backend=megatron"
+
 
 def _accepted(default: bool | None, instead: str) -> Any:
     """Declare a flag of slime's scripts that has no effect; a notice says what happens instead."""
@@ -47,13 +49,13 @@ class MegatronFlags:
         None,
         "Tensor-parallel size of the experts. Default: --tensor-model-parallel-size.",
         within="[1, inf)",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
         "Activation recomputation: `full` recomputes whole layers, `selective` the --recompute-modules of every "
         "layer. --recompute-activations is `full` with `uniform` and 1.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
         excludes="recompute_activations",
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
@@ -77,37 +79,37 @@ class MegatronFlags:
         "auto",
         "Attention kernel: `flash` for packed sequences (bfloat16 on CUDA); `unfused` plain matmuls and softmax, "
         "slow, for comparison; `auto` is `flash` where available, else PyTorch's choice.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "Reduce gradients in float32; the default without --grad-reduce-in-bf16.", needs="train_backend=megatron"
+        False, "Reduce gradients in float32; the default without --grad-reduce-in-bf16.", needs=_MEGATRON
     )
     grad_reduce_in_bf16: bool = flag(
         False,
         "Accumulate and reduce gradients of a bfloat16 model in bfloat16: saves 2 bytes per parameter, at lower "
         "precision.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
         excludes="accumulate_allreduce_grads_in_fp32 fp32",
     )
     overlap_grad_reduce: bool = flag(
         False,
         "Overlap the data-parallel gradient reduction with the last backward pass.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     custom_megatron_init_path: str | None = flag(
-        None, "User function called on every rank once Megatron-core is initialized.", needs="train_backend=megatron"
+        None, "User function called on every rank once Megatron-core is initialized.", needs=_MEGATRON
     )
     custom_model_provider_path: str | None = flag(
         None,
         "User function that builds a rank's model, or changes the one of "
         "`furlong.training.megatron.model_build.default_model`.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, "User function called before each log-prob pass of a model.", needs="train_backend=megatron"
+        None, "User function called before each log-prob pass of a model.", needs=_MEGATRON
     )
     custom_megatron_before_train_step_hook_path: str | None = flag(
-        None, "User function called before the forward passes of each optimizer step.", needs="train_backend=megatron"
+        None, "User function called before the forward passes of each optimizer step.", needs=_MEGATRON
     )
     no_gradient_accumulation_fusion: bool = _accepted(
         False, "PyTorch accumulates gradients, and Apex's fused kernel is never used"
@@ -154,7 +156,7 @@ class MoeFlags:
         "aux_loss",
         "Scope of the load-balancing loss (--moe-aux-loss-coeff): `aux_loss` counts tokens per micro-batch, which "
         "depends on packing; `seq_aux_loss` counts them per sample.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     moe_aux_loss_coeff: float = flag(
         0.0,
@@ -163,13 +165,13 @@ class MoeFlags:
         needs="train_backend=megatron; moe_router_load_balancing_type!=none",
     )
     moe_z_loss_coeff: float | None = flag(
-        None, "Weight of the loss that keeps router logits small.", within="[0, inf)", needs="train_backend=megatron"
+        None, "Weight of the loss that keeps router logits small.", within="[0, inf)", needs=_MEGATRON
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
         "Update the selection bias of each expert after every step: up for experts chosen less than average, else "
         "down. For models that have such a bias; without this flag it stays fixed.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = flag(
         "alltoall",
@@ -181,13 +183,13 @@ class MoeFlags:
     moe_grouped_gemm: bool | None = flag(
         None,
         "Compute all experts of a rank in one grouped GEMM. Default: on in bfloat16, the only supported precision.",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
         excludes="fp32",
     )
     moe_permute_fusion: bool = flag(
         False,
         "Accepted for slime compatibility; no effect on results or speed (TransformerEngine's kernel is not used).",
-        needs="train_backend=megatron",
+        needs=_MEGATRON,
     )
     moe_router_bias_update_rate: float = flag(
         1e-3,
@@ -200,111 +202,91 @@ class MoeFlags:
         "Log the fraction of the engine's expert choices that the trainer shares (`train/routing_agreement`). "
         "Default: on with --use-rollout-routing-replay and with an embedded engine in this process.",
         needs="loss_type!=sft_loss",
+        excludes="use_rollout_routing_replay",
     )
+
+
+def _of_model(default: bool | None = None) -> Any:
+    """Declare a flag of Megatron that describes the model, as slime's scripts/models/*.sh do."""
+    return flag(default, "Megatron-LM's flag of this name. Accepted: the model is always built from config.json.")
+
+
+def _compared() -> Any:
+    return flag(None, "Compared with config.json of --hf-checkpoint, from which the model is always built.")
 
 
 @dataclass(frozen=True)
 class ArchitectureFlags:
-    """Model architecture, compared with config.json of --hf-checkpoint. The model is always built from config.json."""
+    """Model architecture in Megatron-LM's flags. The model is always built from config.json of --hf-checkpoint."""
 
-    num_layers: int | None = flag(None, "Number of layers.")
-    hidden_size: int | None = flag(None, "Hidden size.")
-    ffn_hidden_size: int | None = flag(None, "Intermediate size of a dense feed-forward layer.")
-    num_attention_heads: int | None = flag(None, "Number of query heads.")
-    group_query_attention: bool = flag(False, "Query heads share key and value heads (GQA).")
-    num_query_groups: int | None = flag(None, "Number of key and value heads.")
-    kv_channels: int | None = flag(None, "Dimension of a head; ignored with latent attention, as in Megatron-LM.")
-    qk_layernorm: bool = flag(
-        False, "Queries and keys are normalized per head; with latent attention, their compressed vectors are."
+    num_layers: int | None = _compared()
+    hidden_size: int | None = _compared()
+    ffn_hidden_size: int | None = _of_model()
+    num_attention_heads: int | None = _compared()
+    group_query_attention: bool = _of_model(False)
+    num_query_groups: int | None = _compared()
+    kv_channels: int | None = _of_model()
+    qk_layernorm: bool = _of_model(False)
+    add_qkv_bias: bool = _of_model(False)
+    spec: tuple[str, ...] | None = _of_model()
+    use_gated_attention: bool = _of_model(False)
+    attention_output_gate: bool = _of_model(False)
+    apply_layernorm_1p: bool = _of_model(False)
+    post_self_attn_layernorm: bool = _of_model(False)
+    post_mlp_layernorm: bool = _of_model(False)
+    rotary_interleaved: bool = _of_model(False)
+    moe_shared_expert_gate: bool = _of_model(False)
+    mtp_num_layers: int | None = _of_model()
+    disable_bias_linear: bool = _of_model(False)
+    swiglu: bool = _of_model(False)
+    quick_geglu: bool = _of_model(False)
+    glu_linear_offset: float | None = _of_model()
+    activation_func_clamp_value: float | None = _of_model()
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = _of_model()
+    window_size: str | None = _of_model()
+    window_attn_skip_freq: int | None = _of_model()
+    enable_gpt_oss: bool = _of_model(False)
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = _of_model()
+    norm_epsilon: float | None = _of_model()
+    attention_dropout: float | None = _of_model()
+    hidden_dropout: float | None = _of_model()
+    vocab_size: int | None = _compared()
+    padded_vocab_size: int | None = _of_model()
+    make_vocab_size_divisible_by: int | None = _of_model()
+    untie_embeddings_and_output_weights: bool = _of_model(False)
+    max_position_embeddings: int | None = _of_model()
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] | None = (
+        _of_model()
     )
-    add_qkv_bias: bool = flag(False, "The query, key and value projections have biases.")
-    spec: tuple[str, ...] | None = flag(
-        None, "Module and function of slime's layers for a family, such as `slime_plugins.models.glm4 get_glm_spec`."
-    )
-    use_gated_attention: bool = flag(False, "The output of attention is multiplied by a gate, as in Qwen3-Next.")
-    attention_output_gate: bool = flag(False, "The same as --use-gated-attention.")
-    apply_layernorm_1p: bool = flag(False, "Weights of normalization layers are stored as their difference from 1.")
-    post_self_attn_layernorm: bool = flag(False, "The output of attention is normalized, as in GLM-4.")
-    post_mlp_layernorm: bool = flag(False, "The output of feed-forward layers is normalized, as in GLM-4.")
-    rotary_interleaved: bool = flag(False, "RoPE rotates pairs of neighboring channels, as in GLM-4.")
-    moe_shared_expert_gate: bool = flag(False, "The output of the shared expert is multiplied by a gate.")
-    mtp_num_layers: int | None = flag(None, "Layers for multi-token prediction (MTP), which are not trained.")
-    disable_bias_linear: bool = flag(False, "Linear layers have no biases, except for those of --add-qkv-bias.")
-    swiglu: bool = flag(False, "Feed-forward layers use SwiGLU.")
-    quick_geglu: bool = flag(False, "Feed-forward layers use the gate x * sigmoid(1.702 x), as in gpt-oss.")
-    glu_linear_offset: float | None = flag(None, "Offset added to the linear half of a gated activation.")
-    activation_func_clamp_value: float | None = flag(None, "Bound to which inputs of a gated activation are clamped.")
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(
-        None, "Attention softmax; `learnable` adds a sink logit per head, as in gpt-oss."
-    )
-    window_size: str | None = flag(
-        None, "Sliding window of local attention layers as `before,after`, for example `128,0`."
-    )
-    window_attn_skip_freq: int | None = flag(
-        None, "Every Nth layer has full attention, the others use --window-size.", within="[1, inf)"
-    )
-    enable_gpt_oss: bool = flag(False, "The model is gpt-oss.")
-    normalization: Literal["LayerNorm", "RMSNorm"] | None = flag(None, "Type of normalization layers.")
-    norm_epsilon: float | None = flag(None, "Epsilon added to the variance in normalization layers.")
-    attention_dropout: float | None = flag(None, "Dropout of attention weights.")
-    hidden_dropout: float | None = flag(None, "Dropout of hidden states.")
-    vocab_size: int | None = flag(None, "Number of embedding rows.")
-    padded_vocab_size: int | None = flag(None, "Number of embedding rows; the vocabulary is never padded.")
-    make_vocab_size_divisible_by: int | None = flag(
-        None,
-        "Divisor of the vocabulary size. The vocabulary is never padded, so a number that does not divide it is "
-        "refused.",
-        within="[1, inf)",
-    )
-    untie_embeddings_and_output_weights: bool = flag(False, "Embedding and output layer are separate tensors.")
-    max_position_embeddings: int | None = flag(None, "Longest sequence that the model supports, in tokens.")
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] | None = flag(
-        None, "Position encoding: `rope`, or `yarn` for RoPE extended by YaRN."
-    )
-    use_rotary_position_embeddings: bool = flag(False, "The model uses rotary position embeddings (RoPE).")
-    rotary_base: float | None = flag(None, "Base of the RoPE frequencies.")
-    rotary_percent: float | None = flag(None, "Fraction of each head to which RoPE applies.")
-    rotary_scaling_factor: float | None = flag(None, "Context extension factor of YaRN.")
-    mscale: float | None = flag(None, "YaRN's `mscale`; ignored without YaRN.")
-    mscale_all_dim: float | None = flag(None, "YaRN's `mscale_all_dim`; ignored without YaRN.")
-    use_rope_scaling: bool = flag(False, "RoPE frequencies are scaled as in Llama 3.")
-    rope_scaling_factor: float | None = flag(None, "Factor of that scaling.")
-    multi_latent_attention: bool = flag(False, "The model uses multi-head latent attention (MLA).")
-    q_lora_rank: int | None = flag(None, "Dimension of the compressed queries.")
-    kv_lora_rank: int | None = flag(None, "Dimension of the compressed keys and values.")
-    qk_head_dim: int | None = flag(None, "Dimension of a head's queries and keys without RoPE.")
-    qk_pos_emb_head_dim: int | None = flag(None, "Dimension of a head's queries and keys with RoPE.")
-    v_head_dim: int | None = flag(None, "Dimension of a head's values.")
-    num_experts: int | None = flag(None, "Number of routed experts per layer.")
-    moe_layer_freq: str | None = flag(
-        None,
-        "Layers with experts: N for every Nth layer, or a pattern with one number per layer such as `[0]*3+[1]*58`.",
-    )
-    moe_ffn_hidden_size: int | None = flag(None, "Intermediate size of an expert.")
-    moe_shared_expert_intermediate_size: int | None = flag(None, "Intermediate size of all shared experts together.")
-    moe_router_topk: int | None = flag(None, "Experts per token.")
-    moe_router_score_function: Literal["softmax", "sigmoid"] | None = flag(
-        None, "Function that turns router logits into scores."
-    )
-    moe_router_pre_softmax: bool = flag(
-        False,
-        "Expert weights come from a softmax over all experts instead of the selected ones; ignored with sigmoid "
-        "scores.",
-    )
-    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the expert weights.")
-    moe_router_num_groups: int | None = flag(None, "Number of expert groups.")
-    moe_router_group_topk: int | None = flag(None, "Number of expert groups that a token may use.")
-    moe_token_drop_policy: Literal["probs", "position"] | None = flag(
-        None, "Accepted for slime compatibility; no effect (experts have no capacity limit and no token is dropped)."
-    )
-    no_masked_softmax_fusion: bool = flag(
-        False, "Accepted for slime compatibility; no effect (this kernel is not used)."
-    )
-    no_rope_fusion: bool = flag(False, "Accepted for slime compatibility; no effect (this kernel is not used).")
-    no_bias_swiglu_fusion: bool = flag(False, "Accepted for slime compatibility; no effect (this kernel is not used).")
-    no_bias_gelu_fusion: bool = flag(False, "Accepted for slime compatibility; no effect (this kernel is not used).")
-    no_bias_dropout_fusion: bool = flag(False, "Accepted for slime compatibility; no effect (this kernel is not used).")
-    no_position_embedding: bool = flag(False, "The model has no learned position embeddings.")
-    attention_softmax_in_fp32: bool = flag(
-        False, "Accepted for slime compatibility; no effect (the attention softmax is always computed in float32)."
-    )
+    use_rotary_position_embeddings: bool = _of_model(False)
+    rotary_base: float | None = _compared()
+    rotary_percent: float | None = _of_model()
+    rotary_scaling_factor: float | None = _of_model()
+    mscale: float | None = _of_model()
+    mscale_all_dim: float | None = _of_model()
+    use_rope_scaling: bool = _of_model(False)
+    rope_scaling_factor: float | None = _of_model()
+    multi_latent_attention: bool = _of_model(False)
+    q_lora_rank: int | None = _of_model()
+    kv_lora_rank: int | None = _of_model()
+    qk_head_dim: int | None = _of_model()
+    qk_pos_emb_head_dim: int | None = _of_model()
+    v_head_dim: int | None = _of_model()
+    num_experts: int | None = _of_model()
+    moe_layer_freq: str | None = _of_model()
+    moe_ffn_hidden_size: int | None = _of_model()
+    moe_shared_expert_intermediate_size: int | None = _of_model()
+    moe_router_topk: int | None = _of_model()
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = _of_model()
+    moe_router_pre_softmax: bool = _of_model(False)
+    moe_router_topk_scaling_factor: float | None = _of_model()
+    moe_router_num_groups: int | None = _of_model()
+    moe_router_group_topk: int | None = _of_model()
+    moe_token_drop_policy: Literal["probs", "position"] | None = _of_model()
+    no_masked_softmax_fusion: bool = _of_model(False)
+    no_rope_fusion: bool = _of_model(False)
+    no_bias_swiglu_fusion: bool = _of_model(False)
+    no_bias_gelu_fusion: bool = _of_model(False)
+    no_bias_dropout_fusion: bool = _of_model(False)
+    no_position_embedding: bool = _of_model(False)
+    attention_softmax_in_fp32: bool = _of_model(False)

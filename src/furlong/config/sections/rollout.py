@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from furlong.config.flag_spec import flag
 
+_EPISODES = "custom_generate_function_path or agent_function_path or agent_command or environment"
+
 
 @dataclass(frozen=True)
 class RolloutFlags:
@@ -30,14 +32,20 @@ class RolloutFlags:
         "0.",
         within="[0, 1]",
     )
-    rollout_min_new_tokens: int = flag(0, "Minimum response length, in tokens.", within="[0, inf)")
+    rollout_min_new_tokens: int = flag(
+        0, "Minimum response length, in tokens.", within="[0, inf)", bound="<= rollout_max_response_len"
+    )
     rollout_max_response_len: int | None = flag(
         None,
         "Maximum response length, in tokens. Default: what --rollout-max-context-len leaves after the prompt.",
         within="[1, inf)",
+        bound="< rollout_max_context_len",
     )
     rollout_max_prompt_len: int | None = flag(
-        None, "Maximum prompt length, in tokens; longer prompts are excluded and counted.", within="[1, inf)"
+        None,
+        "Maximum prompt length, in tokens; longer prompts are excluded and counted.",
+        within="[1, inf)",
+        bound="< rollout_max_context_len",
     )
     rollout_max_context_len: int | None = flag(
         None,
@@ -45,12 +53,13 @@ class RolloutFlags:
         within="[2, inf)",
     )
     rollout_stop: tuple[str, ...] | None = flag(None, "Strings that end a response.")
-    rollout_stop_token_ids: tuple[int, ...] | None = flag(None, "Token ids that end a response.")
+    rollout_stop_token_ids: tuple[int, ...] | None = flag(None, "Token ids that end a response.", within="[0, inf)")
     rollout_skip_special_tokens: bool = flag(False, "Remove special tokens from the text of responses.")
     over_sampling_batch_size: int | None = flag(
         None,
         "Number of prompts to submit at a time until a rollout is complete. Default: --rollout-batch-size.",
         within="[1, inf)",
+        bound=">= rollout_batch_size",
     )
     partial_rollout: bool = flag(False, "Keep aborted responses and complete them in a later rollout.")
     mask_offpolicy_in_partial_rollout: bool = flag(
@@ -66,6 +75,8 @@ class RolloutFlags:
         "Number of samples that are generated at a time, evaluations included. With --async-buffer-size, a rollout "
         "then consists of the first complete groups. Default: no limit.",
         within="[1, inf)",
+        needs="loss_type!=sft_loss",
+        excludes="rollout_function_path debug_train_only",
     )
     max_token_staleness: int | None = flag(
         None,
@@ -84,32 +95,32 @@ class RolloutFlags:
         "Time limit of one episode of an agent, in seconds: it ends, and what was sampled is trained "
         "on with its reward. Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
+        needs=_EPISODES,
     )
     turn_timeout: float | None = flag(
         None,
         "Time limit of one call of the policy, in seconds; the episode then ends. Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
+        needs=_EPISODES,
     )
     tool_timeout: float | None = flag(
         None,
         "Time limit between two calls of the policy, in seconds, for tools and environments; the episode then ends. "
         "Default: no limit.",
         within="(0, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
+        needs=_EPISODES,
     )
     max_turns: int | None = flag(
         None,
         "Maximum number of turns that an episode samples. Default: no limit.",
         within="[1, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
+        needs=_EPISODES,
     )
     max_episode_tokens: int | None = flag(
         None,
         "Maximum number of tokens that an episode samples in all its turns. Default: no limit.",
         within="[1, inf)",
-        needs="custom_generate_function_path or agent_function_path or agent_command or environment",
+        needs=_EPISODES,
     )
     rollout_function_path: str | None = flag(None, "User function that produces a whole rollout.")
     custom_generate_function_path: str | None = flag(None, "User function that generates one sample.")
@@ -152,7 +163,10 @@ class DataFlags:
         within="[1, inf)",
     )
     start_rollout_id: int | None = flag(
-        None, "Number of the first rollout. Default: the one after the loaded checkpoint, else 0.", within="[0, inf)"
+        None,
+        "Number of the first rollout. Default: the one after the loaded checkpoint, else 0.",
+        within="[0, inf)",
+        bound="< num_rollout",
     )
     input_key: str = flag("input", "Column of the prompt: text, or a list of messages.")
     label_key: str | None = flag(None, "Column of the label that rewards compare with.")
@@ -257,13 +271,22 @@ class EvalFlags:
         None, "Sample from this many most likely tokens; -1 for all. Default: --rollout-top-k.", within="[-1, inf)"
     )
     eval_min_new_tokens: int | None = flag(
-        None, "Minimum response length, in tokens. Default: --rollout-min-new-tokens.", within="[0, inf)"
+        None,
+        "Minimum response length, in tokens. Default: --rollout-min-new-tokens.",
+        within="[0, inf)",
+        bound="<= eval_max_response_len",
     )
     eval_max_response_len: int | None = flag(
-        None, "Maximum response length, in tokens. Default: --rollout-max-response-len.", within="[1, inf)"
+        None,
+        "Maximum response length, in tokens. Default: --rollout-max-response-len.",
+        within="[1, inf)",
+        bound="< eval_max_context_len",
     )
     eval_max_prompt_len: int | None = flag(
-        None, "Maximum prompt length, in tokens. Default: --rollout-max-prompt-len.", within="[1, inf)"
+        None,
+        "Maximum prompt length, in tokens. Default: --rollout-max-prompt-len.",
+        within="[1, inf)",
+        bound="< eval_max_context_len",
     )
     eval_max_context_len: int | None = flag(
         None,

@@ -192,7 +192,11 @@ class DebugFlags:
         False,
         "Refuse flags of slime that are otherwise accepted with a line that says what happens instead.",
     )
-    debug_rollout_only: bool = flag(False, "Only generate and score; the trainer is not created.")
+    debug_rollout_only: bool = flag(
+        False,
+        "Only generate and score; the trainer is not created.",
+        excludes="debug_train_only load_debug_rollout_data",
+    )
     debug_train_only: bool = flag(
         False,
         "Only train, on --load-debug-rollout-data; no engine is created.",
@@ -234,6 +238,7 @@ class DebugFlags:
         "First rollout to profile; the first of a run includes warm-up.",
         within="[0, inf)",
         needs="use_pytorch_profiler",
+        bound="< profile_step_end",
     )
     profile_step_end: int = flag(
         2, "Rollout before which profiling ends.", within="[1, inf)", needs="use_pytorch_profiler"

@@ -17,12 +17,13 @@ class SessionFlags:
         None,
         "User function that runs an agent: `f(base_url, prompt, request_kwargs, metadata)`, async or not. The agent "
         "calls base_url + /v1/chat/completions, /v1/messages or /v1/responses.",
+        excludes="custom_generate_function_path apply_chat_template",
     )
     agent_command: str | None = flag(
         None,
         "Command that runs an agent, once per sample. OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the key are in its "
         "environment, the task is JSON on stdin.",
-        excludes="agent_function_path",
+        excludes="agent_function_path custom_generate_function_path apply_chat_template",
     )
     agent_memory_limit: float | None = flag(
         None,
@@ -37,7 +38,7 @@ class SessionFlags:
         "Several are a mixture: `weight` is the share of an environment, `prompt_data` its data, `name` its name in "
         "metrics, and `max_turns` and the other limits of episodes replace those of the run.",
         kind="many",
-        excludes="agent_function_path agent_command",
+        excludes="agent_function_path agent_command custom_generate_function_path apply_chat_template",
     )
     env_workers: tuple[str, ...] = flag(
         ("thread", "32"),
@@ -51,7 +52,7 @@ class SessionFlags:
         False,
         "Applications outside of the run play the episodes: POST /sessions of the session server returns the session "
         "of one sample, and POST .../end sets its reward.",
-        excludes="agent_function_path agent_command environment",
+        excludes="agent_function_path agent_command environment custom_generate_function_path apply_chat_template",
     )
     session_idle_timeout: float = flag(
         600.0,

@@ -117,18 +117,20 @@ class OptimFlags:
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "Optimizer; `adam` is AdamW (decoupled weight decay).")
     lr: float = flag(1e-6, "Learning rate.", within="[0, inf)")
-    min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
+    min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)", bound="<= lr")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = flag(
         "constant", "Shape of the learning-rate decay after the warm-up."
     )
     lr_decay_iters: int | None = flag(
         None, "Optimizer steps until --min-lr is reached. Default: all steps of the run.", within="[1, inf)"
     )
-    lr_warmup_iters: int = flag(0, "Optimizer steps over which the learning rate rises to --lr.", within="[0, inf)")
+    lr_warmup_iters: int = flag(
+        0, "Optimizer steps over which the learning rate rises to --lr.", within="[0, inf)", bound="<= lr_decay_iters"
+    )
     lr_warmup_fraction: float | None = flag(
         None, "Length of the warm-up as a fraction of --lr-decay-iters.", within="[0, 1]", excludes="lr_warmup_iters"
     )
-    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", within="[0, inf)")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", within="[0, inf)", bound="<= lr")
     weight_decay: float = flag(0.01, "Decoupled weight decay.", within="[0, inf)")
     adam_beta1: float = flag(0.9, "Decay rate of Adam's first moment.", within="[0, 1)")
     adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment.", within="[0, 1)")

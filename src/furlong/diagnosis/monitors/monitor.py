@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from furlong.catalogue import Diagnosis, Severity, diagnosis
-from furlong.config.checks.pool_checks import max_staleness
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import first_quantized, quantized_kv_cache, trained_model
+from furlong.config.facts import max_staleness
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.core.model_config import read_json

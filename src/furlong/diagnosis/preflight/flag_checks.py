@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from furlong.catalogue import Diagnosis, Problem, diagnosis
-from furlong.config.checks.notices import notices
+from furlong.config.checks.validate import notices
 from furlong.config.evaluation import used_eval_specs
 from furlong.core.user_functions import load_function
 from furlong.diagnosis.preflight.context import PreflightContext

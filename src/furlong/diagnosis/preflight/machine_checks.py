@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.checks.device_checks import device_problems, start_problems
-from furlong.config.checks.engine_checks import without_engines
+from furlong.config.checks.engine_checks import device_problems, start_problems
+from furlong.config.facts import without_engines
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.addresses import split_port

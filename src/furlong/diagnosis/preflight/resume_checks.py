@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.checks.environment_specs import parse_environments
+from furlong.config.environment_specs import parse_environments
 from furlong.config.sections import Config
 from furlong.core.sample import Group
 from furlong.core.text import abbreviate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from furlong.config.checks.model_rules import returns_routes
+from furlong.config.facts import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port
 from furlong.core.transports import transport_spec

@@ -10,10 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from furlong.config.checks.device_checks import start_problems
-from furlong.config.checks.model_rules import returns_routes
+from furlong.config.checks.engine_checks import start_problems
 from furlong.config.engine_groups import EngineGroup, ServedModel, engine_parts, served_models
 from furlong.config.evaluation import used_eval_specs
+from furlong.config.facts import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port, is_loopback
 from furlong.core.cuda_allocator import without_expandable_segments

@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from furlong.config.checks.device_checks import attention_problem
+from furlong.config.checks.engine_checks import attention_problem
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from furlong.config.checks.model_rules import GPT_OSS_CLAMP, GPT_OSS_OFFSET
 from furlong.training.megatron.family import FC1, FC2, Architecture, Family, RoutingRule, WeightRule
 
 MOE = (
@@ -35,8 +34,8 @@ def _mlp_values(hf: Any) -> dict[str, Any]:
 
     return {
         "activation_func": quick_gelu,
-        "activation_func_clamp_value": getattr(hf, "swiglu_limit", GPT_OSS_CLAMP),
-        "glu_linear_offset": GPT_OSS_OFFSET,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0),
+        "glu_linear_offset": 1.0,
     }
 
 

@@ -1,0 +1,83 @@
+"""What follows from a configuration: which engines a run has, what they return, and which groups rollouts share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from furlong.config.sections import Config
+from furlong.core.model_config import read_json
+from furlong.core.routing import RoutingShape
+
+SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have GPUs of their own
+
+
+def is_started(config: Config) -> bool:
+    """Whether furlong starts engine servers."""
+    return config.cluster.engine in ("sglang", "embedded") and config.engines.rollout_num_gpus is not None
+
+
+def is_served(config: Config) -> bool:
+    """Whether engines are servers, started by furlong or not."""
+    return config.cluster.engine == "external" or is_started(config)
+
+
+def without_engines(config: Config) -> str:
+    """Return the flag that makes engines unnecessary; "" if the run generates."""
+    if config.debug.debug_train_only:
+        return "--debug-train-only"
+    return "--loss-type sft_loss" if config.algo.loss_type == "sft_loss" and not config.eval.is_used else ""
+
+
+def read_model_config(config: Config) -> dict[str, Any]:
+    """Return config.json of the model; {} if it does not exist. Raises ConfigError."""
+    return read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json")
+
+
+def routing_of(config: Config) -> RoutingShape | None:
+    """Return the routing shape from config.json; None for a dense model or without the file."""
+    return RoutingShape.of(read_model_config(config))
+
+
+def returns_routes(config: Config) -> bool:
+    """Whether the engine returns its expert choices; never for a dense model."""
+    moe = config.moe
+    if routing_of(config) is None or config.algo.loss_type == "sft_loss":
+        return False
+    if moe.log_routing_agreement is None:
+        is_in_process = config.cluster.engine == "embedded" and not is_served(config)
+        return moe.use_rollout_routing_replay or is_in_process
+    return moe.use_rollout_routing_replay or moe.log_routing_agreement
+
+
+def shares_groups(config: Config) -> bool:
+    """Return whether rollouts share the groups in flight, and consist of the first complete ones.
+
+    Asynchronous runs do if permits or a larger bound give them a choice, and for custom generate functions and agents,
+    whose episodes may be long. Over-sampling and partial rollouts end each rollout by aborting the rest, so those have
+    their own groups.
+    """
+    rollout = config.rollout
+    over = rollout.over_sampling_batch_size
+    aborts = rollout.partial_rollout or over not in (None, config.data.rollout_batch_size)
+    if not rollout.async_buffer_size or aborts or rollout.rollout_function_path is not None:
+        return False
+    return (
+        rollout.max_concurrent_episodes is not None
+        or max_staleness(config) > default_staleness(config)
+        or rollout.stale_tokens != "pace"
+        or rollout.custom_generate_function_path is not None
+        or config.session.agent_function_path is not None
+        or config.session.agent_command is not None
+    )
+
+
+def default_staleness(config: Config) -> int:
+    """Return the age that tokens can reach if rollouts are trained on in order."""
+    return (config.rollout.async_buffer_size or 0) + config.sync.update_weights_interval - 1
+
+
+def max_staleness(config: Config) -> int:
+    """Return the bound of the age of trained tokens, in rollouts."""
+    bound = config.rollout.max_token_staleness
+    return default_staleness(config) if bound is None else bound
