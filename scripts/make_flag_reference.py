@@ -1,10 +1,15 @@
-"""Generate docs/configuration.md from the flag declarations: python scripts/make_flag_reference.py."""
+"""Generate the page of flags from their declarations: a hook of mkdocs, or python scripts/make_flag_reference.py FILE.
+
+The page is not committed: `furlong train --help` prints the same.
+"""
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from furlong.config import Config
 from furlong.config.compat import MILES, SLIME, VALUES
@@ -12,12 +17,14 @@ from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.help import FILE_FLAGS, shown_default
 from furlong.config.hooks import HOOKS
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+PAGE = "configuration.md"
 
 INTRODUCTION = """\
 # Flags
-
-<!-- Written by scripts/make_flag_reference.py from the flags' declarations. Change those. -->
 
 `furlong train`, `train.py`, `train_async.py` and `furlong doctor` share these flags. Names are slime's where slime has
 the flag.
@@ -37,6 +44,14 @@ rollout:
 lr: 1.0e-6
 ```
 """
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page to the site."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, PAGE, content=render()))
+    return files
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -93,5 +108,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    print(f"wrote {TARGET}")
+    Path(sys.argv[1]).write_text(render(), encoding="utf-8")

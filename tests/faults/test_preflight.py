@@ -174,7 +174,7 @@ def test_an_engine_cannot_run_ahead_on_the_trainers_gpus(world):
 def test_a_token_limit_that_would_be_ignored(world):
     found = only(world.look(max_tokens_per_gpu=64, micro_batch_size=2), "CFG04")
     assert "--use-dynamic-batch-size" in found.finding
-    assert "rollout_max_response_len / context_parallel_size" in found.remedy
+    assert "add --use-dynamic-batch-size" in found.remedy
     assert world.look(max_tokens_per_gpu=64, use_dynamic_batch_size=True) == []
 
 

@@ -45,7 +45,7 @@ class Args:
         if (why := find_refusal(f"--{name.replace('_', '-')}")) is not None:
             raise AttributeError(f"args.{name}: {why.reason}")
         _, hint = did_you_mean(name, specs)
-        raise AttributeError(f"args has no {name}; {hint or 'see docs/configuration.md for all names'}")
+        raise AttributeError(f"args has no {name}; {hint or '`furlong train --help` lists all names'}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(

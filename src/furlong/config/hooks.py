@@ -8,6 +8,7 @@ or be a verifier `fn(response, label, metadata) -> float`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -67,45 +68,11 @@ class Hook:
         return f"{prefix}def fn({', '.join(names)})"
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """Loaded functions by flag name without `_path`; None if the flag is not given."""
-
-    rollout_function: Function | None = None
-    eval_function: Function | None = None
-    custom_generate_function: Function | None = None
-    rollout_sample_hook: tuple[Function, ...] = ()
-    agent_function: Function | None = None
-    environment: tuple[Function, ...] = ()
-    custom_rm: Function | None = None
-    dynamic_sampling_filter: Function | None = None
-    buffer_filter: Function | None = None
-    rollout_sample_filter: Function | None = None
-    rollout_all_samples_process: Function | None = None
-    rollout_data_postprocess: Function | None = None
-    custom_loss_function: Function | None = None
-    custom_tis_function: Function | None = None
-    custom_pg_loss_reducer_function: Function | None = None
-    custom_advantage_function: Function | None = None
-    custom_reward_post_process: Function | None = None
-    custom_convert_samples_to_train_data: Function | None = None
-    custom_rollout_log_function: Function | None = None
-    custom_eval_rollout_log_function: Function | None = None
-    data_source: Function | None = None
-    custom_megatron_init: Function | None = None
-    custom_model_provider: Function | None = None
-    custom_megatron_before_log_prob_hook: Function | None = None
-    custom_megatron_before_train_step_hook: Function | None = None
-    custom_update_weight_post_write: Function | None = None
-    session_match: Function | None = None
-    session_leaves: Function | None = None
-    session_tool_parser: Function | None = None
-
-
 _ROLLOUT = ("args", "rollout_id", "data_source")
 _TIS = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
 _REDUCER = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
 _LOGGING = ("rollout_id", "args", "samples", "extra_metrics", "rollout_time")
+_STEP = ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler")
 
 # slime's example of importance weights with rejection: --use-tis, --use-rs and their settings do the same.
 BUILT_IN = (
@@ -113,64 +80,62 @@ BUILT_IN = (
     "examples.train_infer_mismatch_helper.mis.compute_mis_weights",
 )
 
-HOOKS: dict[str, Hook] = {
-    "rollout_function": Hook("--rollout-function-path", _ROLLOUT, ("evaluation",)),
-    "eval_function": Hook("--eval-function-path", _ROLLOUT, ("evaluation",)),
-    "custom_generate_function": Hook(
-        "--custom-generate-function-path", ("args", "sample", "sampling_params"), calling="async"
-    ),
-    "rollout_sample_hook": Hook(
-        "--rollout-sample-hook-path",
-        ("args", "sample"),
-        ("rollout_id", "evaluation"),
-        calling="either",
-        drops_keywords=True,
-    ),
-    "agent_function": Hook(
-        "--agent-function-path",
-        (),
-        ("base_url", "prompt", "request_kwargs", "metadata"),
-        calling="either",
-        drops_keywords=True,
-    ),
-    "environment": Hook("--environment", ("**arguments",), methods=("reset", "step")),
-    "custom_rm": Hook("--custom-rm-path", ("args", "sample"), calling="either"),
-    "dynamic_sampling_filter": Hook("--dynamic-sampling-filter-path", ("args", "samples")),
-    "buffer_filter": Hook("--buffer-filter-path", ("args", "rollout_id", "buffer", "num_samples")),
-    "rollout_sample_filter": Hook("--rollout-sample-filter-path", ("args", "data")),
-    "rollout_all_samples_process": Hook("--rollout-all-samples-process-path", ("args", "all_samples", "data_source")),
-    "rollout_data_postprocess": Hook("--rollout-data-postprocess-path", ("args", "rollout_id", "rollout_data")),
-    "custom_loss_function": Hook("--custom-loss-function-path", ("args", "batch", "logits", "sum_of_sample_mean")),
-    "custom_tis_function": Hook("--custom-tis-function-path", ("args",), _TIS, names=BUILT_IN),
-    "custom_pg_loss_reducer_function": Hook("--custom-pg-loss-reducer-function-path", _REDUCER),
-    "custom_advantage_function": Hook("--custom-advantage-function-path", ("args", "rollout_data")),
-    "custom_reward_post_process": Hook("--custom-reward-post-process-path", ("args", "samples")),
-    "custom_convert_samples_to_train_data": Hook("--custom-convert-samples-to-train-data-path", ("args", "samples")),
-    "custom_rollout_log_function": Hook("--custom-rollout-log-function-path", _LOGGING),
-    "custom_eval_rollout_log_function": Hook(
-        "--custom-eval-rollout-log-function-path", ("rollout_id", "args", "data", "extra_metrics")
-    ),
-    "custom_megatron_init": Hook("--custom-megatron-init-path", ("args",)),
-    "custom_model_provider": Hook(
-        "--custom-model-provider-path", (), ("pre_process", "post_process", "vp_stage"), drops_keywords=True
-    ),
-    "custom_megatron_before_log_prob_hook": Hook(
-        "--custom-megatron-before-log-prob-hook-path", ("args", "model", "store_prefix")
-    ),
-    "custom_megatron_before_train_step_hook": Hook(
-        "--custom-megatron-before-train-step-hook-path",
-        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
-    ),
-    "custom_update_weight_post_write": Hook(
-        "--custom-update-weight-post-write-path", ("args", "version_dir", "rollout_engines")
-    ),
-    "data_source": Hook(
-        "--data-source-path", ("args",), methods=("get_samples", "add_samples", "save", "load", "__len__")
-    ),
-    "session_match": Hook("--session-match", ("message",), names=("echo", "strict")),
-    "session_leaves": Hook("--session-leaves", ("leaves",), names=("all", "last", "longest")),
-    "session_tool_parser": Hook("--session-tool-parser", ("text", "tools"), names=("auto", *TOOL_PARSERS)),
-}
+
+def _hook(positional: tuple[str, ...], keywords: tuple[str, ...] = (), *, several: bool = False, **facts: Any) -> Any:
+    """Declare the call of a flag's function; see `Hook`. The flag is `--field-name-path`, unless `flag` is given."""
+    facts |= {"positional": positional, "keywords": keywords}
+    return dataclasses.field(default=() if several else None, metadata=facts)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Loaded functions by flag name without `_path`; None if the flag is not given."""
+
+    rollout_function: Function | None = _hook(_ROLLOUT, ("evaluation",))
+    eval_function: Function | None = _hook(_ROLLOUT, ("evaluation",))
+    custom_generate_function: Function | None = _hook(("args", "sample", "sampling_params"), calling="async")
+    rollout_sample_hook: tuple[Function, ...] = _hook(
+        ("args", "sample"), ("rollout_id", "evaluation"), several=True, calling="either", drops_keywords=True
+    )
+    agent_function: Function | None = _hook(
+        (), ("base_url", "prompt", "request_kwargs", "metadata"), calling="either", drops_keywords=True
+    )
+    environment: tuple[Function, ...] = _hook(
+        ("**arguments",), several=True, flag="--environment", methods=("reset", "step")
+    )
+    custom_rm: Function | None = _hook(("args", "sample"), calling="either")
+    dynamic_sampling_filter: Function | None = _hook(("args", "samples"))
+    buffer_filter: Function | None = _hook(("args", "rollout_id", "buffer", "num_samples"))
+    rollout_sample_filter: Function | None = _hook(("args", "data"))
+    rollout_all_samples_process: Function | None = _hook(("args", "all_samples", "data_source"))
+    rollout_data_postprocess: Function | None = _hook(("args", "rollout_id", "rollout_data"))
+    custom_loss_function: Function | None = _hook(("args", "batch", "logits", "sum_of_sample_mean"))
+    custom_tis_function: Function | None = _hook(("args",), _TIS, names=BUILT_IN)
+    custom_pg_loss_reducer_function: Function | None = _hook(_REDUCER)
+    custom_advantage_function: Function | None = _hook(("args", "rollout_data"))
+    custom_reward_post_process: Function | None = _hook(("args", "samples"))
+    custom_convert_samples_to_train_data: Function | None = _hook(("args", "samples"))
+    custom_rollout_log_function: Function | None = _hook(_LOGGING)
+    custom_eval_rollout_log_function: Function | None = _hook(("rollout_id", "args", "data", "extra_metrics"))
+    custom_megatron_init: Function | None = _hook(("args",))
+    custom_model_provider: Function | None = _hook((), ("pre_process", "post_process", "vp_stage"), drops_keywords=True)
+    custom_megatron_before_log_prob_hook: Function | None = _hook(("args", "model", "store_prefix"))
+    custom_megatron_before_train_step_hook: Function | None = _hook(_STEP)
+    custom_update_weight_post_write: Function | None = _hook(("args", "version_dir", "rollout_engines"))
+    data_source: Function | None = _hook(("args",), methods=("get_samples", "add_samples", "save", "load", "__len__"))
+    session_match: Function | None = _hook(("message",), flag="--session-match", names=("echo", "strict"))
+    session_leaves: Function | None = _hook(("leaves",), flag="--session-leaves", names=("all", "last", "longest"))
+    session_tool_parser: Function | None = _hook(
+        ("text", "tools"), flag="--session-tool-parser", names=("auto", *TOOL_PARSERS)
+    )
+
+
+def _call_of(field: dataclasses.Field[Any]) -> Hook:
+    facts: dict[str, Any] = {"flag": f"--{field.name.replace('_', '-')}-path"} | dict(field.metadata)
+    return Hook(**facts)
+
+
+HOOKS: dict[str, Hook] = {field.name: _call_of(field) for field in dataclasses.fields(Hooks)}
 
 
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function", "environment")

@@ -167,7 +167,7 @@ RULES = [
      "--save-debug-train-data d/./{rollout_id} | --save-debug-rollout-data d/{rollout_id}"),
     ("--load-debug-rollout-data d/{rollout_id} --save-debug-train-data d/{rollout_id}",
      "--save-debug-train-data d/{rollout_id} | --load-debug-rollout-data d/{rollout_id}"),
-    ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "--debug-rollout-only | --load-debug-rollout-data"),
+    ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "-only | --load-debug-rollout-data"),
     ('--apply-chat-template-kwargs {"a":1}', "--apply-chat-template-kwargs {'a': 1} | --apply-chat-template"),
     ("--num-rollout 0", "--num-rollout 0"),
     ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a | no file a"),

@@ -16,8 +16,7 @@ from furlong.config.passthrough import OptionList
 from furlong.inference.server.limits import ServerLimits, flag_of
 
 ROOT = Path(__file__).parents[3]
-OWN_TABLE = ROOT / "docs" / "configuration.md"  # is written from the flags themselves
-PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {OWN_TABLE, ROOT / "CHANGELOG.md"})
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*(?![\w*-])")  # not `--eval-*`, nor `--sglang-NAME`
 WORD = re.compile(r'"(--[\w-]+)"(, action=argparse\.BooleanOptionalAction)?')
 COMMANDS = (

@@ -94,7 +94,7 @@ class ClusterFlags:
         within="[1, inf)",
         needs=_ON_RAY,
     )
-    train_env_vars: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
+    train_env_vars: dict[str, Any] = flag(
         {},
         "Environment variables of the trainer processes, as a JSON object.",
         needs=_ON_RAY,
@@ -158,7 +158,7 @@ class EnginesFlags:
     sglang_server_start_timeout: float = flag(
         1800.0, "Timeout of an engine's start, in seconds.", within="(0, inf)", needs="rollout_num_gpus"
     )
-    sglang_options: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
+    sglang_options: dict[str, Any] = flag(
         {},
         "SGLang options as a JSON object; each is also available as a flag --sglang-NAME, such as "
         "--sglang-attention-backend fa3 or --sglang-disable-cuda-graph.",
@@ -169,7 +169,7 @@ class EnginesFlags:
         "the load even; the others start an sglang-router with this policy. `manual` keeps sessions on one engine.",
         needs="rollout_num_gpus",
     )
-    router_options: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
+    router_options: dict[str, Any] = flag(
         {}, "sglang-router options as a JSON object; each is also available as a flag --router-NAME."
     )
 
@@ -187,7 +187,7 @@ class SyncFlags:
         "full",
         "What to send: `full` sends every tensor, `delta` only what changed since the last update (`disk` only).",
     )
-    update_weight_transport: TransportName | None = flag(  # noqa: RUF009  flag() declares a field
+    update_weight_transport: TransportName | None = flag(
         None,
         "How to send weights: `memory` copies to the engine in this process; to servers, `nccl` broadcasts (gloo on "
         "CPUs), `disk` writes a directory, `ipc` shares GPU memory on one machine. Default: memory for the engine in "

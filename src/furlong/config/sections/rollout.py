@@ -173,7 +173,7 @@ class DataFlags:
     metadata_key: str = flag("metadata", "Column of an object that becomes the sample's metadata.")
     tool_key: str = flag("tools", "Column of the tool definitions for the chat template.")
     apply_chat_template: bool = flag(False, "Render prompts with the tokenizer's chat template.")
-    apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009  flag() declares a field
+    apply_chat_template_kwargs: dict[str, Any] = flag(
         {},
         "Keyword arguments for the chat template, as a JSON object.",
         needs="apply_chat_template or custom_generate_function_path",
