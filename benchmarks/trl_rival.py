@@ -17,7 +17,7 @@ def furlong_words(
     model: Path, data: Path, output: Path, *, prompts: int, samples: int, new: int, lr: float, **more: Any
 ) -> list[str]:
     """Return furlong's command line. `more` maps field names to flag values; True turns a switch on."""
-    from furlong.inference.supervisor.server_launch import argv_from_options
+    from furlong.inference.supervisor.launch import argv_from_options
 
     return argv_from_options(
         {

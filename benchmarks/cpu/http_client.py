@@ -32,12 +32,10 @@ from typing import Any
 import orjson
 import psutil
 
-from furlong.inference.sglang.generate_requests import sampling_json
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost
-from furlong.inference.supervisor.router import SglangRouter
+from furlong.inference.sglang.engine import HttpEngine, sampling_json
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.process import LocalHost
+from furlong.inference.supervisor.replica import SglangRouter
 from furlong.interfaces import SamplingParams
 
 Requests = list[tuple[str, list[int]]]

@@ -39,11 +39,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from furlong.config.sections import SyncFlags
 from furlong.core.weights import WeightSource
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.engine_process import start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import ServeLaunch
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.launch import ServeLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.replica import start_server
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.remote_sync import LocalSync

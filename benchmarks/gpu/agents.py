@@ -105,7 +105,7 @@ def write_prompts(path: Path) -> Path:
 def launch_of(model: Path, options: argparse.Namespace, device: str) -> Any:
     """Return how to start the server."""
     from furlong.config.passthrough import find, value_of
-    from furlong.inference.supervisor.server_launch import ServeLaunch, SglangLaunch
+    from furlong.inference.supervisor.launch import ServeLaunch, SglangLaunch
 
     if options.engine == "embedded":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -171,8 +171,8 @@ def columns(rows: Sequence[Mapping[str, float]], episodes: int, steps: int) -> l
 
 async def compare(model: Path, device: str, options: argparse.Namespace) -> None:
     """Start the server, train each row, and print a line as soon as it is done."""
-    from furlong.inference.supervisor.engine_process import start_server
-    from furlong.inference.supervisor.host import HostGpus, LocalHost
+    from furlong.inference.supervisor.process import HostGpus, LocalHost
+    from furlong.inference.supervisor.replica import start_server
 
     began, found = time.perf_counter(), dict[str, Any]()
     gpus = [HostGpus(LocalHost(), 0, 1)]

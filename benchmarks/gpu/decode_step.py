@@ -27,10 +27,10 @@ from rollout import client_of, options_from, write_model
 from train_mfu import SHAPES
 
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.engine_process import start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.replica import start_server
 from furlong.interfaces import Engine, SamplingParams
 
 

@@ -44,11 +44,11 @@ from update_timing import time_updates
 from weight_sync import servers_of, transport_context
 
 from furlong.core.weights import WeightSource
-from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.server import SglangServer
-from furlong.inference.supervisor.engine_process import ServerProcess, start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost, ServerProcess
+from furlong.inference.supervisor.replica import start_server
 from furlong.interfaces import SamplingParams
 from furlong.models.tokenizer import build_tokenizer
 from furlong.quantization.fp8 import Fp8Blocks, Fp8Scaled

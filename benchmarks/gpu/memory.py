@@ -45,10 +45,10 @@ from train_mfu import SHAPES, RandomBackend, Task, free, megatron_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
-from furlong.inference.sglang.generate_requests import sampling_json
-from furlong.inference.supervisor.engine_process import start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.sglang.engine import sampling_json
+from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.replica import start_server
 from furlong.interfaces import SamplingParams
 from furlong.tools.memory_model import ModelSize, TrainingSetup
 from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable

@@ -40,14 +40,11 @@ from train_mfu import SHAPES
 from transformers import GenerationConfig
 
 from furlong.config.passthrough import find, value_of
-from furlong.inference.sglang.generate_requests import sampling_json
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.engine_process import ServerProcess, start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.router import SglangRouter
-from furlong.inference.supervisor.server_launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.sglang.engine import HttpEngine, sampling_json
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.launch import Launch, ServeLaunch, SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost, ServerProcess
+from furlong.inference.supervisor.replica import SglangRouter, start_server
 from furlong.interfaces import SamplingParams
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer

@@ -54,10 +54,10 @@ from furlong.config.sections import AlgoFlags, SyncFlags, TrainFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.weights import WeightSource
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.engine_process import start_server
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import Launch
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.supervisor.launch import Launch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.replica import start_server
 from furlong.interfaces import SamplingParams
 from furlong.loop.device_sharing import Colocated
 from furlong.training.offload import HostMemory, device_memory

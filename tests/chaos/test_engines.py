@@ -152,22 +152,6 @@ def test_a_colocated_engine_is_replaced_in_any_phase(engines, model, tmp_path, m
     check_nothing_is_lost(folder, 10)
 
 
-def test_an_engine_that_is_stopped_while_it_restarts_is_started_again(engines, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("furlong.inference.supervisor.start_watch.STOPPED_S", 1.0)
-    engines.fault = partial(faulty_engines.is_killed_and_stopped_while_it_restarts, tmp_path)
-    argv = flags(
-        model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", engine="embedded", rollout_num_gpus=1,
-        num_rollout=3, use_fault_tolerance=True, rollout_max_response_len=24,
-    )  # fmt: skip
-    assert train(argv) == 3
-    check_nothing_is_lost(tmp_path / "run", 3)
-    assert (tmp_path / "stopped").exists()
-    log = (tmp_path / "run" / "run.log").read_text()
-    assert re.search(r"engine 0 failed to restart: .* stands still while it starts: process \d+ has been stopped", log)
-    [restarted] = events(tmp_path / "run", "engine_restarted")
-    assert restarted["seconds"] < 60
-
-
 @pytest.mark.parametrize(
     ("killed_in", "version", "changes"),
     [

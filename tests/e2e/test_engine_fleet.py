@@ -77,7 +77,7 @@ def test_a_colocated_server_reproduces_the_run_of_the_embedded_engine(model, dat
 @pytest.mark.parametrize("is_tolerant", [False, True])  # nothing is lost yet, and a wrong flag would fail each time
 def test_a_server_that_fails_to_start_ends_the_run_with_its_log(is_tolerant, model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "furlong.inference.supervisor.server_launch.argv_from_options",
+        "furlong.inference.supervisor.launch.argv_from_options",
         lambda values: ["--model-path", "/no/such/model"],
     )
     two = {"rollout_num_gpus": 2, "sglang_log_dir": tmp_path / "logs", "use_fault_tolerance": is_tolerant}

@@ -20,7 +20,7 @@ import torch
 
 from furlong.config.topology import Topology
 from furlong.inference.sglang.server import SglangServer
-from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.supervisor.process import HostGpus, LocalHost
 from sglang_runs import ROLLOUTS, Trained, run, write_wide
 
 pytestmark = [

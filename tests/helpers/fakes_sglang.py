@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.device_checksum import Checksums
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",

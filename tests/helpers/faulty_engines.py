@@ -58,15 +58,6 @@ def sends_a_signal_while_generating(number: signal.Signals, once: Path) -> None:
     SlotBatch.run = has_a_signal
 
 
-def is_killed_and_stopped_while_it_restarts(folder: Path) -> None:
-    """Kill the process during a rollout; stop the next one before it serves, and no other."""
-    if (folder / "killed").exists():
-        with contextlib.suppress(FileExistsError):
-            (folder / "stopped").touch(exist_ok=False)
-            os.kill(os.getpid(), signal.SIGSTOP)
-    sends_a_signal_while_generating(signal.SIGKILL, folder / "killed")
-
-
 def leaks_request_buffers() -> None:
     """On each release of memory, leak a buffer for every concurrent request beyond `FEW`."""
     run, release = SlotBatch.run, EmbeddedEngine.release_memory

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from furlong.inference.supervisor.host import LocalHost, LocalProcess
+from furlong.inference.supervisor.process import LocalHost, LocalProcess
 from runs import FORKED, Fault, command_in_child
 
 SERVE = ["-m", "furlong", "serve"]

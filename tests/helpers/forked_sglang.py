@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import warm_python
-from furlong.inference.supervisor import host
+from furlong.inference.supervisor import process as host
 
 PRELOADED = (
     "sglang.srt.entrypoints.http_server",

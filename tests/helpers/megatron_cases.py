@@ -22,9 +22,7 @@ from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import TrainerError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.server.http_server import running_server
-from furlong.inference.sglang.client import probe
-from furlong.inference.sglang.server import connected
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, connected, probe
 from furlong.interfaces import TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.hf_config import load_config

@@ -14,9 +14,7 @@ import torch
 
 from backends import megatron_backend
 from furlong.core.weights import EngineAddress, WeightSource
-from furlong.inference.sglang.client import probe
-from furlong.inference.sglang.server import SglangServer, connected
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer, connected, probe
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.remote_sync import RankSync, RemoteSync

@@ -23,8 +23,8 @@ from transformers import GenerationConfig, PretrainedConfig, Qwen3Config
 
 from furlong.config.command_line import load
 from furlong.core.sample import Sample
-from furlong.inference.supervisor.host import LocalHost
-from furlong.inference.supervisor.server_launch import argv_from_options
+from furlong.inference.supervisor.launch import argv_from_options
+from furlong.inference.supervisor.process import LocalHost
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.run.launch import run

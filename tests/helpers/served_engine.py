@@ -31,10 +31,8 @@ from furlong.core.weights import WeightSource
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.server.http_server import running_server
 from furlong.inference.server.limits import ServerLimits
-from furlong.inference.sglang.client import probe
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.server import ServerInfo, SglangServer, probe
 from furlong.models.tokenizer import build_tokenizer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport

@@ -9,10 +9,10 @@ import os
 import torch
 
 from furlong.config.sections import EnginesFlags
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.replica_set import ReplicaSet
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.supervisor import ReplicaSet
 from furlong.interfaces import SamplingParams
 
 BACKEND = os.environ.get("FURLONG_TEST_ATTENTION", "fa3")

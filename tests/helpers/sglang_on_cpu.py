@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from forked_sglang import fork_servers
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo
 from runs import REPOSITORY
 
 SITE = REPOSITORY / ".sglang-cpu"

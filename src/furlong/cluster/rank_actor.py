@@ -32,7 +32,7 @@ from furlong.core.tracing import tracer
 from furlong.core.weights import EngineAddress
 from furlong.errors import CheckpointError
 from furlong.files.atomic import PendingFiles
-from furlong.inference.supervisor.host import STARTED_AGAIN
+from furlong.inference.supervisor.process import STARTED_AGAIN
 from furlong.machine import (
     LOG_FORMAT,
     choose_threads,

@@ -1,4 +1,4 @@
-"""Engine servers on the machines of the cluster: `RayHost` implements `inference.supervisor.host.Host` by an actor.
+"""Engine servers on the machines of the cluster: `RayHost` implements `inference.supervisor.process.Host` by an actor.
 
 The actor starts processes with `LocalHost` in its own unmodified environment. They end with the actor: when
 the run ends, when the actor is killed, and when the machine loses its Ray.
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from furlong.cluster.actor_process import Failure, die_with_parent, local_address
 from furlong.cluster.gpu_placement import Placement, Slot
 from furlong.errors import EngineError
-from furlong.inference.supervisor.host import STOP_S, Activity, HostGpus, LocalHost, LocalProcess
+from furlong.inference.supervisor.process import STOP_S, Host, HostGpus, HostProcess, LocalHost, LocalProcess
 from furlong.machine import set_gloo_interface
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ async def _tried(work: Awaitable[T]) -> T | Failure:
         return Failure.of(error)
 
 
-class RayHost:
-    """Implements `inference.supervisor.host.Host` on a machine of the cluster."""
+class RayHost(Host):
+    """A machine of the cluster."""
 
     def __init__(self, actor: Any, address: str) -> None:
         self._actor, self.address = actor, address
@@ -115,16 +115,15 @@ class HostLostError(EngineError):
 
 
 @dataclass(frozen=True)
-class RayProcess:
-    """Implements `inference.supervisor.host.HostProcess` for a process on another machine."""
+class RayProcess(HostProcess):
+    """A process on a machine of the cluster."""
 
     host: RayHost
     number: int
     pid: int
 
     @property
-    def where(self) -> str:
-        """Process id and machine, for messages."""
+    def where(self) -> str:  # noqa: D102
         return f"process {self.pid} on {self.host.address}"
 
     async def poll(self) -> int | None:
@@ -138,14 +137,6 @@ class RayProcess:
     async def log_tail(self, lines: int = 30) -> list[str]:
         """The last lines of its log; before them its first exception, if it is further up."""
         return await self._call("log_tail", lines, if_lost=lambda error: [str(error)])
-
-    async def activity(self) -> Activity:
-        """What it and its descendants have done so far; nothing if the host is lost."""
-        return await self._call("activity", if_lost=lambda _: Activity())
-
-    async def other_listener(self, port: int) -> str:
-        """Describe another process that listens on the port; "" if the process itself does, or the host is lost."""
-        return await self._call("other_listener", port, if_lost=lambda _: "")
 
     async def _call(self, method: str, *arguments: Any, if_lost: Callable[[HostLostError], Any]) -> Any:
         try:

@@ -31,7 +31,7 @@ from furlong.core.metric import Metrics, merge
 from furlong.core.weights import EngineAddress, WeightSource
 from furlong.errors import MACHINE_MEMORY, WORKER_DIED, ClusterError, FurlongError, SyncError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.inference.supervisor.host import tail
+from furlong.inference.supervisor.process import tail
 from furlong.interfaces import Trainer
 from furlong.training.packing import RankPart
 from furlong.training.ranks import Ranks

@@ -46,9 +46,7 @@ def serve(words: list[str]) -> int:
 
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
-    """Check whether a port can be bound (0 always can); return GPU03 with the process that uses it if not."""
-    from furlong.inference.supervisor.host import port_owner
-
+    """Check whether a port can be bound (0 always can); return GPU03 if not."""
     with contextlib.ExitStack() as opened:
         try:
             probe, address = socket_for(host, port)
@@ -63,11 +61,10 @@ def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:
                 cause = "This machine does not have that address."
                 remedy = "use --host 127.0.0.1, or 0.0.0.0 for all addresses of this machine"
                 return diagnosis("GPU03", f"--host {host}: {error.strerror}", cause=cause, remedy=remedy)
-            owner, pid = port_owner(port)
             return diagnosis(
                 "GPU03",
-                f"{flag} {port}: cannot listen on {host_and_port(host, port)} ({error.strerror}); {owner} has it",
-                remedy=f"end that process, or use {flag} 0 for a free port",
-                evidence={"host": host, "port": port, "pid": pid},
+                f"{flag} {port}: cannot listen on {host_and_port(host, port)} ({error.strerror})",
+                remedy=f"end the process that has it (`ss -ltnp sport = :{port}`), or use {flag} 0 for a free port",
+                evidence={"host": host, "port": port},
             )
     return None

@@ -47,7 +47,7 @@ def _cluster_findings(config: Config) -> Iterator[Diagnosis]:
     for problem in device_problems(config, "cuda" if resource == "GPU" else "cpu"):
         yield from_problem(problem, {"address": address})
     if is_started(config) and not without_engines(config):
-        from furlong.inference.supervisor.server_launch import key_problem  # imports torch
+        from furlong.inference.supervisor.launch import key_problem  # imports torch
 
         keys = (key_problem(config.cluster.sglang_api_key, "an engine", node.address) for node in nodes)
         if problem := next(filter(None, keys), None):

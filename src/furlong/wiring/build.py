@@ -32,7 +32,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import MANIFEST, find_checkpoint, find_foreign_weights, find_resume_folder
 from furlong.files.run_inputs import InputFile, RunInput, RunInputs, flat_settings
 from furlong.files.safetensors_header import read_header
-from furlong.inference.supervisor.server_launch import check_startable
+from furlong.inference.supervisor.launch import check_startable
 from furlong.interfaces import DataSource, Parts, Tracker
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule

@@ -22,7 +22,7 @@ from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
 from furlong.errors import ConfigError
 from furlong.inference.sglang.server import connected
-from furlong.inference.supervisor.host import HostGpus
+from furlong.inference.supervisor.process import HostGpus
 from furlong.machine import chosen_log_level
 from furlong.training.packing import split_batch
 from furlong.training.ranks import Ranks

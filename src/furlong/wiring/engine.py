@@ -20,14 +20,13 @@ from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.monitor import CONNECTED, RunMonitor
 from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.sglang.external_servers import connect_external
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.supervisor.server_launch import build_launches
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.external import connect_external
+from furlong.inference.supervisor.launch import build_launches
 from furlong.inference.supervisor.supervisor import EngineSupervisor, local_engine_placements
 from furlong.interfaces import DeviceSharing, Engine, Trainer, WeightSync
 from furlong.loop.device_sharing import Colocated
 from furlong.machine import choose_threads, raise_open_file_limit
-from furlong.models.hf_config import vocabulary_size
 from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
@@ -170,17 +169,15 @@ def _http_engine(context: RunContext) -> HttpEngine:
             gives_up_unanswered=config.fault.use_fault_tolerance,
             needs_router=is_split(trained_model(config).groups),
             routing=routing_of(config),
-            vocab_size=vocabulary_size(context.model_dir),
         )
     else:
-        servers, router = connect_external(config)
+        servers, router = connect_external(config, context.tokenizer)
         num_servers = len(servers)
         engine = HttpEngine(
             servers,
             router=router,
             tokenizer=context.tokenizer,
             routing=routing_of(config),
-            vocab_size=vocabulary_size(context.model_dir),
         )
     raise_open_file_limit(config.cluster.sglang_server_concurrency * num_servers + SPARE_FILES)
     return engine

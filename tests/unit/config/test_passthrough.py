@@ -9,7 +9,7 @@ import pytest
 from furlong.config.command_line import argv_from_config, parse
 from furlong.config.passthrough import REFUSED, OptionList
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.server_launch import argv_from_options
+from furlong.inference.supervisor.launch import argv_from_options
 
 WORDS = [
     "--sglang-attention-backend", "fa3", "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static=0.6",

@@ -9,8 +9,8 @@ import torch
 
 from furlong.core import cuda_allocator as allocator_module
 from furlong.core.cuda_allocator import CudaAllocator, without_expandable_segments
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.server_launch import SglangLaunch
+from furlong.inference.supervisor.launch import SglangLaunch
+from furlong.inference.supervisor.process import HostGpus, LocalHost
 
 MODEL = Path("model")
 CUDA = torch.device("cuda")

@@ -12,10 +12,9 @@ import pytest
 
 from furlong.config.sections import ClusterFlags
 from furlong.errors import ENGINE_KILLED, ENGINE_UNANSWERED, Loss
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.engine_process import EngineReplica
-from furlong.inference.supervisor.host import HostGpus, LocalHost
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.inference.supervisor.replica import EngineReplica
 
 SERVER = """
 import json, sys
@@ -89,7 +88,7 @@ SILENT = Loss("it does not answer", ENGINE_UNANSWERED)
     ],
 )
 def test_the_exit_of_a_process_explains_its_broken_connections(polls, lost, loss, monkeypatch):
-    monkeypatch.setattr("furlong.inference.supervisor.engine_process.EXIT_WAIT_S", 0.2)
+    monkeypatch.setattr("furlong.inference.supervisor.replica.EXIT_WAIT_S", 0.2)
     server = SglangServer("http://127.0.0.1:1", ServerInfo.read({}))
     server.lost = lost
     replica = EngineReplica(0, [], process=ExitingProcess(polls), server=server)

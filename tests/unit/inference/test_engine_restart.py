@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, SyncError
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.engine_process import EngineReplica
-from furlong.inference.supervisor.replica_set import ReplicaSet
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.replica import EngineReplica
+from furlong.inference.supervisor.supervisor import ReplicaSet
 from furlong.weight_sync.transports.transport import late_fields
 
 

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
 import time
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from fakes_engine import run, tiny_model
-from furlong.core.routing import RoutingShape, text_from_routes
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, ConfigError, EngineError, EngineTimeoutError, Loss
-from furlong.inference.sglang.client import CONTROL_S, probe, url_of
-from furlong.inference.sglang.engine_answers import reason_in
-from furlong.inference.sglang.http_engine import HttpEngine
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.pool import ServerPool
 from furlong.inference.sglang.request_queue import MAX_SENDING
-from furlong.inference.sglang.server import PAUSE_S, SglangServer, connected
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.sglang.server_pool import ServerPool
+from furlong.inference.sglang.server import CONTROL_S, PAUSE_S, ServerInfo, SglangServer, connected, probe, url_of
 from furlong.interfaces import SamplingParams
 from furlong.weight_sync.verification import WeightVerifier, record_for
 from served_engine import ScriptedServer, ServedEngine, reply
@@ -74,7 +68,7 @@ def test_a_request_contains_everything_that_determines_the_answer():
     assert done.versions == [-1, -1]  # "default" is not a version number
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 500])
+@pytest.mark.parametrize("status", [400, 500])
 def test_a_refusal_is_an_error_at_once_with_the_servers_reason(status):
     with scripted(lambda body: (status, {"error": {"message": "no such thing"}})) as (servers, engine):
         with pytest.raises(EngineError, match=rf"{servers[0].url}/generate answered {status}: no such thing"):
@@ -83,7 +77,7 @@ def test_a_refusal_is_an_error_at_once_with_the_servers_reason(status):
 
 
 def test_a_busy_router_is_retried_and_then_an_error(monkeypatch):
-    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    monkeypatch.setattr("furlong.inference.sglang.engine.BACKOFF_S", 1e-4)
     with scripted(lambda body: (503, {"message": "no worker"})) as (servers, engine):
         with pytest.raises(EngineError, match=r"no answer after 9 attempts.*no worker"):
             run(engine, lambda: engine.generate([1], PARAMS))
@@ -92,7 +86,7 @@ def test_a_busy_router_is_retried_and_then_an_error(monkeypatch):
 
 @pytest.mark.parametrize("names_engine", [True, False])
 def test_an_error_behind_a_router_names_the_engine_or_all_engines(names_engine, monkeypatch):
-    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    monkeypatch.setattr("furlong.inference.sglang.engine.BACKOFF_S", 1e-4)
     said = ["no worker"]
     with scripted(lambda body: (503, {"message": said[0]}), lambda body: (200, reply([4]))) as (servers, direct):
         front, behind = direct.servers
@@ -108,77 +102,9 @@ def test_an_error_behind_a_router_names_the_engine_or_all_engines(names_engine, 
     assert (rids[-1] in message, "--router-log-level" in message) == (not names_engine, not names_engine)
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"text": "a"}, "without 'meta_info'"),
-        ("<html>a proxy's page</html>", "<html>a proxy's page"),
-        (reply([4], output_token_logprobs=[[None, 4, None]]), "log-prob"),
-        (reply([4], output_token_logprobs=[[-1.0, 5, None]]), "answered 1 tokens"),
-        (reply([4], output_token_logprobs=None), "log-probs of 0"),
-        (reply([4, 5, 6, 7]), "answered 4 tokens, but max_new_tokens was 3"),
-        (reply([4], reason="tired"), "tired"),
-        (reply([4], reason=["stop"]), "finish_reason"),
-        ({"error": {"message": "out of memory"}}, "out of memory"),
-        ([], "something else"),
-        (None, "something else"),
-        ({"meta_info": []}, "something else"),
-        ({**reply([4]), "text": 5}, "text '5'"),
-        ({**reply([4]), "text": ["a"]}, "text"),
-        ({**reply([4]), "output_ids": 4}, "output_ids '4'"),
-        ({**reply([4]), "output_ids": [[4]]}, "answered 1 tokens"),
-        (reply([[4]]), "a token"),
-        (reply([4.0]), "a token '4.0'"),
-        (reply([True]), "a token 'True'"),
-        (reply([-4]), "a token '-4'"),
-        (reply([4], output_token_logprobs=7), "something else"),
-        (reply([4], output_token_logprobs=[[-1.0]]), "something else"),
-        (reply([4], output_token_logprobs=[["-1.0", 4, None]]), "log-prob"),
-        (reply([4], output_token_logprobs=[[True, 4, None]]), "log-prob"),
-        (reply([4], output_token_logprobs=[[0.5, 4, None]]), "log-prob '0.5'"),
-        (reply([4], token_versions=0), "token_versions '0'"),
-        (reply([4], token_versions=["0"]), "token_versions"),
-        (reply([4], token_versions=[0, 0]), "a list of 1 integers"),
-        (reply([4], token_versions=[-1]), "versions from 0"),
-        (reply([4], token_versions=[1 << 63]), "versions from 0"),
-        (reply([4], cached_tokens=-1), "cached_tokens '-1'"),
-        (reply([4], cached_tokens=10**9), "cached_tokens"),
-        (reply([4], cached_tokens="1"), "cached_tokens"),
-        (reply([4], weight_version=["0"]), "weight_version"),
-        (reply([4], weight_version=None), "weight_version"),
-    ],
-)
-def test_an_unusable_answer_is_an_error(answer, words):
-    with scripted(lambda body: (200, answer)) as (_, engine), pytest.raises(EngineError, match=words):
-        run(engine, lambda: engine.generate([1], PARAMS))
-
-
-ROUTES = np.tile(np.array([1, 3], np.int16), (2, 2, 1))  # of two of three tokens, in two layers
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (None, "--enable-return-routed-experts"),
-        (text_from_routes(ROUTES[:1]), "of 1 tokens; expected 2"),
-        ("***", "base64"),
-        (text_from_routes(ROUTES[:, :1][:1]), "2 layers x"),
-    ],
-)
-def test_missing_routed_experts_are_an_error(given, words):
-    params = dataclasses.replace(PARAMS, return_routed_experts=True)
-    for text, is_wrong in ((text_from_routes(ROUTES), False), (given, True)):
-        with scripted(lambda body, text=text: (200, reply([4, 5], routed_experts=text))) as (servers, engine):
-            engine = HttpEngine(engine.servers, routing=RoutingShape(2, 2, 4))
-            with pytest.raises(EngineError, match=words) if is_wrong else contextlib.nullcontext():
-                done = run(engine, lambda engine=engine: engine.generate([1], params))
-                np.testing.assert_array_equal(done.routed_experts, ROUTES)
-            assert generated(servers[0])[0]["return_routed_experts"] is True
-
-
 @pytest.mark.parametrize("is_supervised", [True, False])
 def test_a_server_that_passes_health_checks_but_generates_nothing_is_lost(monkeypatch, caplog, is_supervised):
-    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    monkeypatch.setattr("furlong.inference.sglang.engine.BACKOFF_S", 1e-4)
 
     async def dead(path, body):
         return (200, {}) if path == "/health" else (503, {"message": "its scheduler is gone"})
@@ -212,20 +138,13 @@ def test_a_server_that_hangs_is_an_error_after_the_limit():
 
 
 def test_an_abort_by_the_server_is_retried_and_then_an_error(monkeypatch):
-    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    monkeypatch.setattr("furlong.inference.sglang.engine.BACKOFF_S", 1e-4)
     answers = iter([reply([4], reason="abort"), reply([4, 5])])
     with scripted(lambda body: (200, next(answers))) as (_, engine):
         assert run(engine, lambda: engine.generate([1], PARAMS)).tokens == [4, 5]
     bad = reply([], finish_reason={"type": "abort", "message": "out of memory"})
     with scripted(lambda body: (200, bad)) as (_, engine), pytest.raises(EngineError, match="out of memory"):
         run(engine, lambda: engine.generate([1], PARAMS))
-
-
-def test_an_answer_from_unknown_weights_is_an_error():
-    with scripted(lambda body: (200, reply([4], version="default"))) as (_, engine):
-        engine.servers[0].finish_loading(3)
-        with pytest.raises(EngineError, match=r"'default', but it was given 3 \.\. 3"):
-            run(engine, lambda: engine.generate([1], PARAMS))
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -240,11 +159,6 @@ def test_tokens_of_a_request_paused_during_an_update_get_the_version_it_began_wi
 
         engine.servers[0].finish_loading(3)
         assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 3]
-
-
-def test_versions_per_token_are_used_if_the_server_reports_them():
-    with scripted(lambda body: (200, reply([4, 5], version="4", token_versions=[3, 4]))) as (_, engine):
-        assert run(engine, lambda: engine.generate([1], PARAMS)).versions == [3, 4]
 
 
 def test_a_prompts_samples_share_a_server_and_prompts_are_spread():
@@ -328,7 +242,7 @@ def test_success_false_in_a_200_reply_is_an_error():
 
 @pytest.mark.slow
 def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr("furlong.inference.sglang.generate_requests.ABORT_S", 0.02)
+    monkeypatch.setattr("furlong.inference.sglang.engine.ABORT_S", 0.02)
 
     async def hang():
         await asyncio.sleep(3)
@@ -381,14 +295,6 @@ def test_addresses_become_urls_and_invalid_ones_are_rejected():
             url_of(wrong)
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9"):
         probe("http://127.0.0.1:9", api_key=None)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b'{"error": {"message": "a"}}', "a"), (b'{"message": "b"}', "b"), (b'{"detail": "c"}', "c"), (b"oops", "oops")],
-)
-def test_the_reason_is_found_in_every_form(content, words):
-    assert reason_in(content) == words
 
 
 @pytest.mark.slow
@@ -502,7 +408,7 @@ def test_data_parallel_copies_have_their_own_gpus_without_dp_attention():
 
 
 def test_a_group_is_answered_although_its_prefill_request_fails(monkeypatch):
-    monkeypatch.setattr("furlong.inference.sglang.http_engine.BACKOFF_S", 1e-4)
+    monkeypatch.setattr("furlong.inference.sglang.engine.BACKOFF_S", 1e-4)
     for first in ((503, {}), (200, "no generation")):
         answers = iter([first, *[(200, reply([4]))] * 3])
         with scripted(lambda body, answers=answers: next(answers)) as (servers, engine):

@@ -15,18 +15,23 @@ import pytest
 from furlong.config.command_line import parse
 from furlong.config.passthrough import OptionList
 from furlong.core.process_environment import API_KEY_VARIABLE
-from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, ConfigError, EngineError
-from furlong.inference.supervisor.engine_process import ServerProcess, local_placements, ready_pause, start_server
-from furlong.inference.supervisor.host import Activity, HostGpus, LocalHost, tail
-from furlong.inference.supervisor.server_launch import (
+from furlong.errors import ENGINE_KILLED, ConfigError, EngineError
+from furlong.inference.supervisor.launch import (
     Ports,
     ServeLaunch,
     SglangLaunch,
     argv_from_options,
     build_launches,
 )
-from furlong.inference.supervisor.start_watch import StartWatch
-from served_engine import ScriptedServer
+from furlong.inference.supervisor.process import (
+    HostGpus,
+    LocalHost,
+    ServerProcess,
+    local_placements,
+    ready_pause,
+    tail,
+)
+from furlong.inference.supervisor.replica import start_server
 
 MODEL = Path("model")
 PORTS = Ports(http=16000, nccl=16001, rendezvous=16002)
@@ -40,7 +45,6 @@ print("ready", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
-STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 LOGGED_SETTINGS = """
 import argparse, logging, os, psutil, sys
@@ -52,7 +56,7 @@ if __name__ == "__main__":
     if given.api_key == "-'hidden-word" and not any("hidden-word" in word for word in shown):
         print("the key is right, and is nowhere else", flush=True)
     logging.basicConfig(level="INFO", format="%(message)s", force=True)
-    logging.info(f"Settings(api_key={given.api_key!r}, model_path={given.model_path!r})")
+    logging.info(f"Settings(model_path={given.model_path!r})")
 """
 
 
@@ -163,31 +167,6 @@ def test_an_engine_on_two_nodes_has_its_rendezvous_on_the_first(tmp_path):
     asyncio.run(case())
 
 
-def test_another_process_on_the_port_of_an_engine_is_an_error(tmp_path):
-    async def answer(path, body):
-        return 200, {}
-
-    async def case() -> str:
-        process = await LocalHost().start(
-            [sys.executable, "-S", "-c", "import time; time.sleep(60)"], log=tmp_path / "l"
-        )
-        engine = ServerProcess("engine 3", stranger.url, [process], None)
-        try:
-            with pytest.raises(EngineError) as raised:
-                await engine.while_starting(engine.wait_until_ready(), 20)
-        finally:
-            await engine.stop()
-        return str(raised.value)
-
-    stranger = ScriptedServer(answer)
-    try:
-        said = asyncio.run(case())
-    finally:
-        stranger.stop()
-    assert f"engine 3 should listen at {stranger.url} (process " in said
-    assert f"but process {os.getpid()} (" in said
-
-
 def test_the_key_of_furlong_serve_is_in_its_environment_and_not_in_its_command():
     launch = ServeLaunch(MODEL, api_key="secret", device="cuda", num_slots=8, num_threads=1)
     place = HostGpus(LocalHost(), first_gpu=2, num_gpus=1)
@@ -209,7 +188,7 @@ def test_sglang_at_a_reachable_address_requires_a_key():
 
 
 @pytest.mark.slow
-def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_in_its_log(tmp_path):
+def test_the_key_of_sglang_is_in_its_environment_and_not_in_its_command(tmp_path):
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -223,7 +202,7 @@ def test_the_key_of_sglang_is_in_its_environment_and_neither_in_its_command_nor_
             await asyncio.sleep(0.01)
         return tail(tmp_path / "engine-0.log", 100)
 
-    told = ["the key is right, and is nowhere else", "Settings(api_key='***', model_path='model')"]
+    told = ["the key is right, and is nowhere else", "Settings(model_path='model')"]
     assert asyncio.run(case()) == told
 
 
@@ -298,75 +277,11 @@ def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     asyncio.run(case())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
-        (
-            "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGSTOP)",
-            "has been stopped by",
-        ),
-        (
-            "import os, signal, subprocess, sys; print('loading', flush=True)\n"
-            "subprocess.run([sys.executable, '-S', '-c', 'import os, signal; os.kill(os.getpid(), signal.SIGSTOP)'])",
-            "has been stopped by",
-        ),
-        ("import signal; print('loading', flush=True); signal.pause()", "no processor time and logged nothing"),
-    ],
-    ids=["stopped", "stopped child", "idle"],
-)
-def test_a_starting_server_that_stands_still_is_an_error_long_before_the_startup_timeout(
-    program, why, tmp_path, monkeypatch
-):
-    watch = "furlong.inference.supervisor.start_watch"
-    monkeypatch.setattr(f"{watch}.LOOK_S", 0.02)
-    monkeypatch.setattr(f"{watch}.{'IDLE_S' if 'pause' in program else 'STOPPED_S'}", 0.5)
-
-    async def case() -> None:
-        engine = await started(program, tmp_path)
-        try:
-            with pytest.raises(EngineError, match=rf"(?s)stands still while it starts: .*{why}.*loading") as caught:
-                await engine.while_starting(engine.wait_until_ready(), 60)
-        finally:
-            await engine.stop(0.0)
-        assert caught.value.code == ENGINE_HANGS
-
-    asyncio.run(case())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cpu_s", "log_bytes", "stalls"),
-    [(0.0, 0, True), (0.01, 0, False), (0.0, 10, False)],
-    ids=["idle", "computes", "logs"],
-)
-def test_a_starting_server_is_idle_if_none_of_its_processes_computes_or_logs(cpu_s, log_bytes, stalls, monkeypatch):
-    @dataclass
-    class Process:
-        """A process that has computed and logged a little more at each look."""
-
-        cpu_s: float = 0.0
-        log_bytes: int = 0
-        looks: int = 0
-
-        async def activity(self) -> Activity:
-            self.looks += 1
-            return Activity((), self.cpu_s * self.looks, self.log_bytes * self.looks)
-
-    async def case() -> bool:
-        watch = StartWatch([Process(), Process(cpu_s, log_bytes)])
-        return any([await watch.stall() for _ in range(100) if not await asyncio.sleep(0.002)])
-
-    monkeypatch.setattr("furlong.inference.supervisor.start_watch.LOOK_S", 0.0)
-    monkeypatch.setattr("furlong.inference.supervisor.start_watch.IDLE_S", 0.1)
-    assert asyncio.run(case()) == stalls
-
-
 def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):
     async def case() -> None:
         host = LocalHost()
         [port] = await host.reserve_ports(1)
-        with pytest.raises(ConfigError, match=f"port {port} is taken by .*; use another port"):
+        with pytest.raises(ConfigError, match=f"port {port} is taken; use another port"):
             await started("pass", tmp_path, port=port)
         await host.release_ports([port])
 

@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.host import LocalHost
-from furlong.inference.supervisor.router import SglangRouter
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.process import LocalHost
+from furlong.inference.supervisor.replica import SglangRouter
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -109,5 +108,5 @@ def test_the_router_requires_the_key_which_no_command_shows(workers, tmp_path, c
     caplog.set_level("INFO")
     assert asyncio.run(body()) == [401, 401]
     assert len(workers[0].asked) == 1
-    assert "api_key_runner sglang_router.launch_router" in caplog.text
+    assert "sglang_router.launch_router" in caplog.text
     assert "hidden-word" not in caplog.text + (tmp_path / "router.log").read_text()

@@ -11,11 +11,10 @@ import pytest
 
 from furlong.config.sections import FaultFlags
 from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, EngineError, Loss
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
-from furlong.inference.supervisor.engine_process import EngineReplica
-from furlong.inference.supervisor.replica_set import ReplicaSet
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.inference.supervisor.replica import EngineReplica
+from furlong.inference.supervisor.supervisor import ReplicaSet
 
 
 class FakeRouter:

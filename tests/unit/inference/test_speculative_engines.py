@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.sglang_layout.quantized_loading import LOADER
 from served_engine import ScriptedServer
 

@@ -11,8 +11,7 @@ import torch
 
 from fakes_engine import tiny_model
 from furlong.errors import EngineError
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from served_engine import ScriptedServer, Untrained

@@ -22,9 +22,8 @@ from furlong.errors import EngineError, RolloutError, TrainerError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.http_server import running_server
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.interfaces import Completion, SamplingParams
 from furlong.models import hf_model as hf
 from furlong.models.hf_config import load_config

@@ -14,8 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from fakes_engine import run, tiny_model
 from furlong.errors import SyncError
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.broadcast import BroadcastTransport
 from served_engine import ScriptedServer, Untrained

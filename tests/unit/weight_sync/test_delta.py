@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from furlong.errors import EngineTimeoutError, SyncError
 from furlong.files import delta as codec
 from furlong.files.delta import Delta, DeltaWriter
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DeltaTransport
 from served_engine import ScriptedServer, Untrained

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from fakes_engine import run, tiny_model
 from furlong.errors import EngineError, SyncError
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.interfaces import SamplingParams
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport

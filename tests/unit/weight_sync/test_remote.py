@@ -13,8 +13,7 @@ import torch
 from fakes_engine import run, tiny_model
 from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, checksum
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, EngineTimeoutError, SyncError, UnreachableError
-from furlong.inference.sglang.server import SglangServer, connected
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.server import ServerInfo, SglangServer, connected
 from furlong.interfaces import DeviceSharing, SamplingParams
 from furlong.loop.train import WeightUpdater
 from furlong.weight_sync.remote_sync import LocalSync, RankSync, RemoteSync

@@ -8,7 +8,7 @@ import pytest
 
 from furlong.config.command_line import examine, parse
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.server_launch import check_startable
+from furlong.inference.supervisor.launch import check_startable
 from furlong.wiring import build
 from runs import flags, write_model, write_prompts
 

@@ -23,7 +23,7 @@ from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_
 from furlong.diagnosis.postmortem.sudden_end import killed, may_go_on
 from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.files.atomic import is_locked
-from furlong.inference.supervisor.host import end_of_log, last_text, tail
+from furlong.inference.supervisor.process import last_text, tail
 from furlong.tracking.run_files import (
     EVENTS,
     RUN_LOG,
@@ -184,8 +184,8 @@ def _names_process(text: str, stem: str) -> bool:
 
 
 def last_words(path: Path) -> list[str]:
-    """Return the name and last lines of a log; for a process's log also its first exception."""
-    lines = tail(path, TAIL_LINES) if path.name == RUN_LOG else end_of_log(path, TAIL_LINES)
+    """Return the name and last lines of a log."""
+    lines = tail(path, TAIL_LINES)
     return [f"last lines of {path}:", *(line[:300] for line in lines)] if lines else []
 
 

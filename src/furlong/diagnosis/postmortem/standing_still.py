@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
+import httpx
 import psutil
 
 from furlong.catalogue import Diagnosis, diagnosis
@@ -18,13 +19,12 @@ from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE, hang_remedy
 from furlong.diagnosis.monitors.monitor import RunFacts
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
-from furlong.inference.sglang.http_client import BrokenConnectionError, ForbiddenAnswerError, get_once
 
 IDLE_S, BUSY_S = 60.0, 300.0  # without progress, at least, of processes that compute nothing, and of others
 STARTING_S = 120.0  # the same of processes that compute nothing, before the first step
 IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so far
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
-HEALTH_S, HEALTH_BYTES, MAX_REQUESTS = 10.0, 1 << 20, 16  # of an engine's answer to /health; concurrent requests
+HEALTH_S, MAX_REQUESTS = 10.0, 16  # of an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
 NOTED_CAUSES = {
     "HOOK02": "A custom function does not return.",
@@ -150,10 +150,8 @@ def unanswering_engine(address: str) -> list[Diagnosis]:
     """ENG03 for an engine that refuses connections, ENG06 for one that does not answer a health request."""
     url, shown = (address if "://" in address else f"http://{address}"), address.rpartition("@")[2]
     try:
-        get_once(url.rstrip("/"), "/health", timeout_s=HEALTH_S, limit_bytes=HEALTH_BYTES)
-    except ForbiddenAnswerError:  # it answers
-        return []
-    except TimeoutError:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=HEALTH_S, trust_env=False)
+    except httpx.TimeoutException:
         return [
             diagnosis(
                 "ENG06",
@@ -163,7 +161,7 @@ def unanswering_engine(address: str) -> list[Diagnosis]:
                 evidence={"address": shown},
             )
         ]
-    except (BrokenConnectionError, ValueError) as error:  # ValueError: of the address
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return [
             diagnosis(
                 "ENG03",

@@ -331,7 +331,7 @@ def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
     config, cluster = context.config, context.config.cluster
     if cluster.engine != "external" or config.debug.debug_train_only or not context.generates:
         return
-    from furlong.inference.sglang.external_servers import external_addresses, read_external  # imports torch
+    from furlong.inference.sglang.external import external_addresses, read_external  # imports torch
 
     try:
         addresses, _ = external_addresses(config)

@@ -1,4 +1,10 @@
-"""`EngineSupervisor` keeps the engine servers of a run available, from start to shutdown, and monitors them."""
+"""Keeps the engine servers of a run available: start, health checks, replacement, shutdown.
+
+One `ReplicaSet` per served model; `EngineSupervisor` has all of them. A lost replica is replaced in this order: it is
+removed from the router, so that it gets no new requests; its processes are killed, so that its running requests fail
+and are sent elsewhere; it is restarted; the current weights are loaded into it and verified; only then is it added to
+the router again.
+"""
 
 from __future__ import annotations
 
@@ -6,129 +12,449 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, served_models
-from furlong.config.sections import Config
+from furlong.config.sections import ClusterFlags, Config, EnginesFlags, FaultFlags
 from furlong.core.transports import transport_spec
-from furlong.errors import ConfigError, EngineError
-from furlong.inference.sglang.engine_answers import as_objects, whole
-from furlong.inference.sglang.generate_requests import GENERATE
-from furlong.inference.sglang.http_engine import HttpEngine
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_pool import TOKEN_TIMEOUT_S, ServerPool
-from furlong.inference.supervisor.engine_process import local_placements
-from furlong.inference.supervisor.host import HostGpus, LocalHost
-from furlong.inference.supervisor.replica_set import OnEvent, ReplicaSet, WeightLoader
-from furlong.inference.supervisor.router import SglangRouter
-from furlong.inference.supervisor.server_launch import Launch
+from furlong.errors import (
+    ENGINE_EXITED,
+    ENGINE_HANGS,
+    ENGINE_UNANSWERED,
+    ConfigError,
+    EngineError,
+    FurlongError,
+    Loss,
+    SyncError,
+)
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.pool import TOKEN_TIMEOUT_S, ServerPool
+from furlong.inference.sglang.server import GENERATE, PROBE_S, WEIGHT_REPORT_S, SglangServer
+from furlong.inference.supervisor.launch import Launch
+from furlong.inference.supervisor.process import HostGpus, LocalHost, local_placements
+from furlong.inference.supervisor.replica import EngineReplica, SglangRouter
 from furlong.interfaces import DeviceSharing
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.1  # between two looks at the process of an engine
+REPORT_S = 30.0  # between two log lines about engines that are still starting
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # between two attempts to load weights into a restarted engine
 LOAD_INTERVAL_S = 2.0  # between two load samples
 LOAD_TIMEOUT_S = 2.0  # for a server to report its load
-SILENT_S = 30.0  # without an answer, before a server is probed
+SILENT_S = 30.0  # without an answer, before a server is asked for a token
+ENGINE_FIX = (
+    "The run cannot continue without it. With --use-fault-tolerance it is restarted. Its log shows the cause, most "
+    "often too little memory"
+)
+ROUTER_FIX = (
+    "The run cannot continue without it. With --use-fault-tolerance it is restarted; --sglang-router-strategy direct "
+    "needs no router"
+)
+
+OnEvent = Callable[..., None]
 
 
-@dataclass(eq=False)
-class LoadMonitor:
-    """Samples the load of each server while requests run behind a router, which does not report it.
+class WeightLoader(Protocol):
+    """Loads weights into one server (`weight_sync.remote_sync.RemoteSync`, a layer above)."""
+
+    async def load_into(self, server: SglangServer, version: int) -> object:
+        """Load and verify the weights sent last. Raises SyncError if only the next weight update can provide them."""
+        ...
+
+
+@dataclass
+class ReplicaSet:
+    """Start, watch, replace and stop the engines of one model.
+
+    Without --use-fault-tolerance, the death of an engine fails every request with an EngineError that quotes the end
+    of its log, and so ends the run. `fail` fails the requests; the default is that of `engine`, which for a model that
+    is not trained has no requests of the run. Engines are numbered from `first_index` over all models, in logs and in
+    calls of `launches`.
+
+    Args:
+        launches: How to start each engine.
+        placements: GPUs of each engine, one `HostGpus` for each of its nodes.
+        engine: Requests go through it; `start` adds the servers to its pool.
+        log_dir: Folder for the logs of the engines.
+        min_context_len: Required context length. None: any.
+        probe_s: Timeout of the health check before and after weight updates.
+        report_s: Timeout of an engine's reports on its weights.
+        router: Started with the engines; None sends requests to the engines directly.
+        devices: Gives them to a colocated engine that is restarted.
+        first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
+        weights: Loads the current weights into a restarted engine; None if its folder has them.
+        on_event: Called with `engines_started` (num, seconds), `engine_lost` (engine, url, reason, why, code),
+            `engine_restarted` (engine, url, version, seconds), `router_lost` (why, code) and `router_restarted` (url,
+            seconds).
+    """
+
+    launches: Sequence[Launch]
+    placements: Sequence[Sequence[HostGpus]]
+    engine: HttpEngine
+    log_dir: Path
+    cluster: ClusterFlags = field(default_factory=ClusterFlags)
+    engines: EnginesFlags = field(default_factory=EnginesFlags)
+    fault: FaultFlags = field(default_factory=FaultFlags)
+    min_context_len: int | None = None
+    probe_s: float = PROBE_S
+    report_s: float = WEIGHT_REPORT_S
+    router: SglangRouter | None = None
+    devices: DeviceSharing = field(default_factory=DeviceSharing)
+    first_index: int = 0
+    first_ranks: Sequence[int] = ()
+    weights: WeightLoader | None = None
+    fail: Callable[[EngineError], None] | None = None
+    on_event: OnEvent = field(default=lambda _name, **_fields: None)
+    num_restarts: int = field(default=0, init=False)
+    _replicas: list[EngineReplica] = field(default_factory=list[EngineReplica], init=False)
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]], init=False)
+    _router_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _admitted: list[SglangServer] = field(default_factory=list[SglangServer], init=False)
+
+    async def start(self) -> None:
+        """Start all engines concurrently, wait until each of them answers, then watch them.
+
+        Logs every 30 seconds which are still starting. Raises EngineError with the log of the first one that fails to
+        start, and ConfigError for one whose context is too short; all processes are stopped then.
+        """
+        started = time.perf_counter()
+        ranks = self.first_ranks or [0] * len(self.placements)
+        numbered = enumerate(zip(self.placements, ranks, strict=True), self.first_index)
+        self._replicas = [EngineReplica(index, placement, rank) for index, (placement, rank) in numbered]
+        logger.info("starting %d engines; their logs are in %s", len(self._replicas), self.log_dir)
+        tasks = {asyncio.create_task(self._bring_up(replica)): replica for replica in self._replicas}
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=REPORT_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+                if pending:
+                    missing = ", ".join(tasks[task].name for task in pending)
+                    logger.info("%.0f s: waiting for %s", time.perf_counter() - started, missing)
+            if self.router is not None:
+                self.engine.pool.use_router(await self.router.start())
+            for replica in self._replicas:
+                assert replica.server is not None
+                await self._admit(replica.server)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop_all()
+            raise
+        seconds = time.perf_counter() - started
+        logger.info("%d engines are up after %.1f s", len(self._replicas), seconds)
+        self.on_event("engines_started", num=len(self._replicas), seconds=seconds)
+        self._watchers = [
+            asyncio.create_task(self._watch(replica, partial(self._replace, replica), ENGINE_FIX))
+            for replica in self._replicas
+        ]
+        if self.router is not None:
+            restart = partial(self._restart_router, self.router)
+            self._watchers.append(asyncio.create_task(self._watch(self.router, restart, ROUTER_FIX)))
+
+    async def close(self) -> None:
+        """Stop watching, stop all engines and close the connections; returns when the processes are gone."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._stop_all()
+        await self.engine.close()
+
+    async def _stop_all(self) -> None:
+        if self.router is not None:
+            await self.router.close()
+        await asyncio.gather(*(replica.process.stop() for replica in self._replicas if replica.process is not None))
+
+    # -- health ------------------------------------------------------------------------------------------------
+
+    async def _watch(
+        self, target: EngineReplica | SglangRouter, replace: Callable[[Loss, float], Awaitable[None]], fix: str
+    ) -> None:
+        """Watch an engine or the router and `replace` it whenever it is lost; any other error ends the run's requests.
+
+        `replace` gets the loss and the `time.perf_counter` of the loss. `fix` is the advice without fault tolerance.
+        """
+        try:
+            while True:
+                loss = await self._loss(target)
+                if not self.fault.use_fault_tolerance:
+                    raise loss.error(suffix=f"\n{fix}")
+                await replace(loss, time.perf_counter())
+        except FurlongError as error:
+            self._fail_requests(error if isinstance(error, EngineError) else EngineError(str(error), code=error.code))
+        except Exception as error:  # this task is never awaited: without an error, requests would wait forever
+            logger.exception("the supervisor of the engines failed")
+            what = f"{type(error).__name__} while watching or replacing an engine or the router: {error}"
+            fix = "the log has the traceback. Resume with the same command and --load"
+            self._fail_requests(EngineError(f"{what}; {fix}"))
+
+    def _fail_requests(self, error: EngineError) -> None:
+        fail = self.fail or self.engine.fail
+        fail(error)
+
+    async def _loss(self, target: EngineReplica | SglangRouter) -> Loss:
+        """Wait until `target` is lost; return why: its process ended, it hangs, or requests could not reach it."""
+        fault = self.fault
+        check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
+        while (loss := await target.exit_loss()) is None:
+            if fault.use_fault_tolerance and time.monotonic() >= check_s:
+                if (hang := await target.hang_loss(fault.rollout_health_check_timeout)) is not None:
+                    await asyncio.sleep(POLL_S)  # the exit of a process that just died is a better reason
+                    return await target.exit_loss() or hang
+                check_s = time.monotonic() + fault.rollout_health_check_interval
+            await asyncio.sleep(POLL_S)
+        return loss
+
+    def _count_restart(self, loss: Loss) -> str:
+        """Count one more restart; returns `3 of 10`. Raises EngineError if the limit is exceeded."""
+        limit = self.fault.rollout_max_engine_restarts
+        if self.num_restarts >= limit:
+            raise loss.error(
+                suffix=f"\nEngines were restarted {self.num_restarts} times, the limit of "
+                f"--rollout-max-engine-restarts {limit}; the logs of the engines are in {self.log_dir}"
+            )
+        self.num_restarts += 1
+        return f"{self.num_restarts} of {limit}"
+
+    # -- the router --------------------------------------------------------------------------------------------
+
+    async def _update_router(self, router: SglangRouter, command: Awaitable[None]) -> None:
+        """Await a command to the router. One that has died learns its engines when it is restarted."""
+        async with self._router_lock:
+            try:
+                await command
+            except EngineError:
+                if not self.fault.use_fault_tolerance or await router.exit_loss() is None:
+                    raise
+
+    async def _restart_router(self, router: SglangRouter, loss: Loss, lost_s: float) -> None:
+        """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
+        pool = self.engine.pool
+        logger.error("router_lost: %s", loss)
+        self.on_event("router_lost", why=str(loss), code=loss.code)
+        await pool.leave_router(loss)
+        while True:
+            logger.info("restarting the router (%s)", self._count_restart(loss))
+            await router.close()  # fails the command that holds the lock
+            try:
+                async with self._router_lock:
+                    client = await router.start()
+                    # Also those that load weights at the moment: they are usable again when the update ends.
+                    for server in [each for each in self._admitted if each.lost is None]:
+                        await _add_to_router(router, server)
+                    pool.use_router(client)
+                break
+            except EngineError as error:
+                loss = Loss(str(error), error.code)
+                logger.error("the router failed to restart: %s", error)
+        seconds = time.perf_counter() - lost_s
+        logger.info("router_restarted: at %s, %.1f s after it was lost", client.url, seconds)
+        self.on_event("router_restarted", url=client.url, seconds=seconds)
+
+    # -- one replica -------------------------------------------------------------------------------------------
+
+    async def _bring_up(self, replica: EngineReplica) -> None:
+        await replica.bring_up(
+            self.launches[replica.index - self.first_index],
+            log_dir=self.log_dir,
+            start_timeout_s=self.engines.sglang_server_start_timeout,
+            cluster=self.cluster,
+            probe_s=self.probe_s,
+            report_s=self.report_s,
+            min_context_len=self.min_context_len,
+        )
+
+    async def _admit(self, server: SglangServer) -> None:
+        """Let the server receive requests."""
+        pool = self.engine.pool
+        if server not in pool.servers:
+            pool.add(server)
+        self._admitted = [each for each in self._admitted if each.lost is None] + [server]
+        if self.router is not None:
+            await self._update_router(self.router, _add_to_router(self.router, server))
+        pool.notify_change()
+
+    async def _replace(self, replica: EngineReplica, loss: Loss, lost_s: float) -> None:
+        """Replace a lost engine. Raises EngineError above the limit of restarts."""
+        await self._retire(replica, loss)
+        while True:
+            logger.info("restarting engine %d (%s)", replica.index, self._count_restart(loss))
+            try:
+                async with self.devices.starting() as settle:
+                    server = await self._restart(replica, settle)
+                await self._while_alive(replica, "while its weights were loaded", self._load_weights(server))
+                await self._while_alive(replica, "before it received requests", self._admit(server))
+            except FurlongError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                loss = Loss(str(error), error.code)
+                logger.error("engine %d failed to restart: %s", replica.index, error)
+                await self._discard(replica)
+                continue
+            seconds = time.perf_counter() - lost_s
+            logger.info(
+                "engine_restarted: engine %d at %s has weight version %s, %.1f s after it was lost",
+                replica.index, server.url, server.version, seconds,
+            )  # fmt: skip
+            self.on_event(
+                "engine_restarted", engine=replica.index, url=server.url, version=server.version, seconds=seconds
+            )
+            return
+
+    async def _retire(self, replica: EngineReplica, loss: Loss) -> None:
+        """Take a lost engine out of use and kill it, so that its requests go to other engines."""
+        server = replica.server
+        assert server is not None
+        self.engine.pool.mark_lost(server, loss)
+        logger.error("engine_lost: %s", loss)
+        self.on_event(
+            "engine_lost", engine=replica.index, url=server.url, reason=loss.reason, why=str(loss), code=loss.code
+        )
+        if self.router is not None:
+            await self._update_router(self.router, self.router.remove(server.url))
+        await replica.stop()
+        await self.engine.pool.remove(server)
+
+    async def _restart(self, replica: EngineReplica, settle: Callable[[SglangServer], Awaitable[None]]) -> SglangServer:
+        """Start an engine again and add it to the pool; it is `stale` if it needs weights before it gets requests."""
+        await self._bring_up(replica)
+        server = replica.server
+        assert server is not None
+        if self.weights is not None:
+            server.stale = "it only has the weights of its folder"
+        await settle(server)
+        self.engine.pool.add(server)
+        return server
+
+    async def _while_alive(self, replica: EngineReplica, when: str, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`, which needs the engine. Raises EngineError if the engine dies or hangs meanwhile."""
+        working = asyncio.ensure_future(work)
+        loss = asyncio.ensure_future(self._loss(replica))
+        try:
+            await asyncio.wait({working, loss}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise loss.result().error(prefix=f"{when}: ")
+            working.result()
+        finally:
+            for task in (working, loss):
+                task.cancel()
+            await asyncio.gather(working, loss, return_exceptions=True)
+
+    async def _load_weights(self, server: SglangServer) -> None:
+        """Load the newest weights that any engine has had, or wait for the weight update that brings them.
+
+        Only the next update can if the trainer has trained since. Raises EngineError if none comes in time, or if the
+        server fails to load them. Does nothing without `weights`: those of the folder are current.
+        """
+        if self.weights is None:
+            return
+        began_s, wait_s = time.monotonic(), RETRY_S
+        timeout_s = self.engines.sglang_server_start_timeout
+        why = "no weights were sent yet"
+        while server.stale:
+            versions = [replica.version for replica in self._replicas if replica.version is not None]
+            if versions:
+                try:
+                    async with self.devices.reloading():
+                        await self.weights.load_into(server, max(versions))
+                except SyncError as error:
+                    why = str(error)
+                    if server.url in error.broken:
+                        raise EngineError(f"{server.url} gave no answer: {why}", code=ENGINE_UNANSWERED) from error
+                    if error.late is not None and server.url in error.late["missing"]:
+                        raise EngineError(f"{server.url} hangs: {why}", code=ENGINE_HANGS) from error
+                    logger.info("%s waits for the next weight update: %s", server.url, why)
+                    server.awaits_weights = not self.devices.is_colocated  # a colocated trainer updates it in its turn
+                    self.engine.pool.notify_change()
+            until_s = time.monotonic() + wait_s
+            while server.stale and time.monotonic() < until_s:
+                await asyncio.sleep(POLL_S)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+            if server.stale and time.monotonic() - began_s > timeout_s:
+                raise EngineError(
+                    f"{server.url} got no weights in {timeout_s:g} s: {why}. With --update-weight-transport disk the "
+                    "last version stays on disk and can be loaded at any time"
+                )
+
+    async def _discard(self, replica: EngineReplica) -> None:
+        """Kill an engine that failed to restart."""
+        server, pool = replica.server, self.engine.pool
+        if server is not None and server in pool.servers:
+            pool.mark_lost(server, Loss("it failed to restart", ENGINE_EXITED))
+            if self.router is not None:
+                await self._update_router(self.router, self.router.remove(server.url))
+            await pool.remove(server)
+        await replica.stop()
+
+
+async def _add_to_router(router: SglangRouter, server: SglangServer) -> None:
+    """Add a server to the router; returns early if the server is lost before the router has reached it."""
+    adding = asyncio.ensure_future(router.add(server))
+    try:
+        while not adding.done() and not server.lost:
+            await asyncio.wait({adding}, timeout=POLL_S)
+        if adding.done():
+            adding.result()
+    finally:
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+
+
+async def watch_load(pool: ServerPool) -> None:
+    """Sample the load of each server while requests run behind a router, which does not report it.
 
     `ServerPool.take_load` returns the means. A sample that a server does not answer counts for none of them.
     """
-
-    pool: ServerPool
-
-    async def check(self) -> None:
-        """Wait for the interval and take one sample."""
+    while True:
         await asyncio.sleep(LOAD_INTERVAL_S)
-        if self.pool.router is None or not self.pool.num_sent:
-            return
-        servers = [server for server in self.pool.alive() if server.is_usable]
-        counts = [count for count in await asyncio.gather(*map(num_requests, servers)) if count is not None]
-        if len(counts) == len(servers):
-            self.pool.note_load(servers, counts)
+        if pool.router is None or not pool.num_sent:
+            continue
+        servers = [server for server in pool.alive() if server.is_usable]
+        counts = await asyncio.gather(*(server.num_requests(LOAD_TIMEOUT_S) for server in servers))
+        if len(known := [count for count in counts if count is not None]) == len(servers):
+            pool.note_load(servers, known)
 
 
-async def num_requests(server: SglangServer) -> int | None:
-    """Running and queued requests of a server; None if it does not report them."""
-    where = f"GET {server.url}/v1/loads"
-    try:
-        answer = await server.ask_object("/v1/loads", timeout_s=LOAD_TIMEOUT_S)
-        loads = as_objects(answer.get("loads"), where, "loads")
-        names = ("num_running_reqs", "num_waiting_reqs")
-        return sum(whole(rank, name, where, default=0) for rank in loads for name in names)
-    except EngineError as error:
-        logger.debug("%s does not report its load: %s", server.url, error)
-        return None
+async def watch_silence(pool: ServerPool, on_event: OnEvent) -> None:
+    """Report servers that accept requests but do not answer: stopped, asleep, or stuck in a kernel.
 
-
-@dataclass(eq=False)
-class SilenceMonitor:
-    """Reports servers that accept requests but do not answer: stopped, asleep, or stuck in a kernel.
-
-    It only reports; without it, such a server would be noticed when its requests time out, hours later. It is not
-    needed with --use-fault-tolerance, whose health checks detect hanging engines.
-
-    A server that has not answered for `SILENT_S` seconds is asked for a token, or for its health if the open request
-    is not a generation. If it does not answer that either, `on_event` is called with `engine_silent` (url, running,
-    asked, seconds, health): running requests, path of the oldest one, seconds since its last answer, and the error of
-    the probe. It is called again each time the silence has doubled.
+    With --use-fault-tolerance health checks replace such a server; otherwise its requests would time out hours later.
+    A server that has requests and has answered none for `SILENT_S` seconds is asked for a token. If it does not answer
+    that either, `on_event` is called with `engine_silent`, and again each time the silence has doubled.
     """
+    quiet_s: dict[SglangServer, float] = {}
+    reported_s: dict[SglangServer, float] = {}
 
-    pool: ServerPool
-    on_event: OnEvent
-    _reported: dict[SglangServer, float] = field(default_factory=dict[SglangServer, float], init=False)
+    async def check(server: SglangServer) -> None:
+        num_running, since_s = (pool.router or server).running, quiet_s.setdefault(server, time.monotonic())
+        if num_running and server.answered_s <= since_s:
+            if time.monotonic() - since_s < SILENT_S:
+                return
+            if health := await server.generation_error(TOKEN_TIMEOUT_S):
+                seconds = time.monotonic() - since_s
+                if server.is_usable and server.answered_s <= since_s and seconds >= 2 * reported_s.get(server, 0.0):
+                    reported_s[server] = seconds
+                    on_event(
+                        "engine_silent", url=server.url, running=num_running, asked=GENERATE,
+                        seconds=round(seconds, 1), health=health,
+                    )  # fmt: skip
+                return
+        quiet_s[server] = time.monotonic()
+        if reported_s.pop(server, None) is not None:
+            logger.info("%s answers again", server.url)
 
-    async def check(self) -> None:
-        """Wait for the interval and check each server once."""
+    while True:
         await asyncio.sleep(SILENT_S / 4)
-        await asyncio.gather(*(self._check(server) for server in self.pool.alive()))
-
-    async def _check(self, server: SglangServer) -> None:
-        owed = server.oldest_unanswered() or self._owed_by_router()
-        answered_s = server.answered_s
-        if owed is None or time.monotonic() - max(answered_s, owed[1]) < SILENT_S:
-            if self._reported.pop(server, None) is not None:
-                logger.info("%s answers again", server.url)
-            return
-        path, asked_s = owed
-        health = await (server.generation_error(TOKEN_TIMEOUT_S) if path == GENERATE else _health_error(server))
-        now_s = time.monotonic()
-        if not health:
-            server.answered_s = now_s
-        seconds = now_s - max(answered_s, asked_s)
-        if server.lost or server.answered_s > answered_s or seconds < 2 * self._reported.get(server, 0.0):
-            return
-        self._reported[server] = seconds
-        router = self.pool.router
-        self.on_event(
-            "engine_silent",
-            url=server.url,
-            running=server.running if router is None else router.running,
-            asked=path,
-            seconds=round(seconds, 1),
-            health=health,
-        )
-
-    def _owed_by_router(self) -> tuple[str, float] | None:
-        """The oldest unanswered request of the router, which any server may have."""
-        return None if self.pool.router is None else self.pool.router.oldest_unanswered()
-
-
-async def _health_error(server: SglangServer) -> str:
-    """Why the server does not answer its health check; "" if it does."""
-    try:
-        await server.ask("/health", timeout_s=TOKEN_TIMEOUT_S)
-    except EngineError as error:
-        return str(error)
-    return ""
+        await asyncio.gather(*(check(server) for server in pool.alive()))
 
 
 class EngineSupervisor:
@@ -141,7 +467,7 @@ class EngineSupervisor:
     Args:
         config: The run's configuration.
         engine: Requests for the trained model go through it. The caller closes it, too.
-        on_event: Called with the events of `ReplicaSet`, and with `engine_silent` (`SilenceMonitor`).
+        on_event: Called with the events of `ReplicaSet`, and with `engine_silent` (`watch_silence`).
         log_dir: Folder for the logs of engines and routers.
         launches: How to start each engine, over all models.
         placements: GPUs of each engine, in the same order.
@@ -165,9 +491,9 @@ class EngineSupervisor:
     ) -> None:
         self._replica_sets: list[ReplicaSet] = []
         self._routers = _build_routers(config, log_dir) if launches else {}
-        self._monitors: list[Callable[[], Coroutine[Any, Any, None]]] = [LoadMonitor(engine.pool).check]
+        self._monitors: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(watch_load, engine.pool)]
         if not config.fault.use_fault_tolerance:
-            self._monitors.append(SilenceMonitor(engine.pool, on_event).check)
+            self._monitors.append(partial(watch_silence, engine.pool, on_event))
         self._tasks: list[asyncio.Task[None]] = []
         first = 0
         for model in served_models(config) if launches else ():
@@ -200,7 +526,7 @@ class EngineSupervisor:
 
     async def start(self) -> None:
         """Start all engines and routers concurrently, and the monitors. Raises EngineError if an engine fails to."""
-        self._tasks = [asyncio.create_task(_repeat(check)) for check in self._monitors]
+        self._tasks = [asyncio.create_task(monitor()) for monitor in self._monitors]
         await asyncio.gather(*(replicas.start() for replicas in self._replica_sets))
 
     async def close(self) -> None:
@@ -262,8 +588,3 @@ def _first_gpu(config: Config) -> int:
             "--update-weight-transport ipc or disk, or fewer GPUs for engines"
         )
     return 0
-
-
-async def _repeat(check: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    while True:
-        await check()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.inference.supervisor.host import LocalHost, loopback_address, port_owner, port_range, tail
+from furlong.inference.supervisor.process import LocalHost, loopback_address, port_range, tail
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms
 WAITING = "import signal; print('up', flush=True); signal.pause()"
@@ -115,7 +115,7 @@ def test_a_process_ends_with_the_program_that_started_it(tmp_path):
     log = tmp_path / "x.log"
     program = (
         "import asyncio, signal, sys\nfrom pathlib import Path\n"
-        "from furlong.inference.supervisor.host import LocalHost\n"
+        "from furlong.inference.supervisor.process import LocalHost\n"
         f"process = asyncio.run(LocalHost().start({[*QUICK, WAITING]!r}, log=Path({str(log)!r})))\n"
         "print(process.pid, flush=True)\nsignal.pause()\n"
     )
@@ -180,14 +180,14 @@ def test_a_machine_without_ipv4_uses_its_ipv6_loopback(monkeypatch):
             raise OSError(99, "Cannot assign requested address")
 
     assert LocalHost().address == "127.0.0.1"
-    monkeypatch.setattr("furlong.inference.supervisor.host.socket.socket", Without)
+    monkeypatch.setattr("furlong.inference.supervisor.process.socket.socket", Without)
     assert loopback_address() == "::1"
 
 
 def test_a_port_that_was_handed_over_is_not_reserved_again(tmp_path, monkeypatch):
     async def case() -> None:
         host = LocalHost()
-        monkeypatch.setattr("furlong.inference.supervisor.host.secrets.randbelow", lambda _: 0)
+        monkeypatch.setattr("furlong.inference.supervisor.process.secrets.randbelow", lambda _: 0)
         [first] = await host.reserve_ports(1)
         process = await host.start([*QUICK, "pass"], log=tmp_path / "x.log", ports=[first])
         [second] = await host.reserve_ports(1)
@@ -196,31 +196,6 @@ def test_a_port_that_was_handed_over_is_not_reserved_again(tmp_path, monkeypatch
         await host.release_ports([second])
 
     asyncio.run(case())
-
-
-def test_a_taken_port_names_its_process():
-    async def case() -> None:
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            other.listen()
-            port = other.getsockname()[1]
-            with pytest.raises(ConfigError, match=f"port {port} is taken by process {os.getpid()} "):
-                await LocalHost().reserve_ports(1, first=port)
-            assert port_owner(port)[1] == os.getpid()
-
-    asyncio.run(case())
-
-
-def test_the_options_of_another_process_are_not_shown():
-    """They may contain an API key."""
-    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", "/"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    ) as other:
-        assert other.stdout is not None
-        port = int(other.stdout.readline().split()[5])
-        assert port_owner(port) == (f"process {other.pid} ({sys.executable} -m http.server)", other.pid)
-        other.terminate()
 
 
 def test_a_fixed_port_is_reserved_only_once():

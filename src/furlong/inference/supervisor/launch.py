@@ -19,7 +19,7 @@ from furlong.core.addresses import host_and_port, is_loopback
 from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
 from furlong.errors import ConfigError, EngineError
-from furlong.inference.supervisor.host import HostGpus
+from furlong.inference.supervisor.process import HostGpus
 from furlong.models.quantized_folder import is_quantized
 from furlong.sglang_layout.quantized_loading import LOADER
 
@@ -246,9 +246,18 @@ def key_problem(key: str | None, who: str, address: str) -> str | None:
     )
 
 
+# Runs a module like `python -m` with the key of its environment. SGLang and sglang-router only take the key on the
+# command line, where `ps` shows it to every user of the machine.
+_WITH_KEY = (
+    "import os, runpy, sys\n"
+    f"sys.argv = [*sys.argv[1:], '--api-key=' + os.environ.pop('{API_KEY_VARIABLE}')]\n"
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
 def module_command(module: str, key: str | None) -> list[str]:
     """Return the command of a module that takes an `--api-key`; the key itself is in `api_key_environment`."""
-    return [sys.executable, "-m", *(["furlong.inference.supervisor.api_key_runner"] if key else []), module]
+    return [sys.executable, *(["-c", _WITH_KEY] if key else ["-m"]), module]
 
 
 def argv_from_options(values: Mapping[str, Any]) -> list[str]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from furlong.config.facts import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port
+from furlong.core.token_stream import TextTokenizer
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
-from furlong.inference.sglang.client import probe, url_of
-from furlong.inference.sglang.engine_answers import read_workers
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_info import ServerInfo
+from furlong.inference.sglang.answers import reading
+from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer, probe, url_of
 
 logger = logging.getLogger(__name__)
 
+SHOWN_TEXT = "12 + 30 = 42, naïve façade"
 
-def connect_external(config: Config) -> tuple[list[SglangServer], SglangServer | None]:
+
+def connect_external(config: Config, tokenizer: TextTokenizer | None) -> tuple[list[SglangServer], SglangServer | None]:
     """Return the servers and the router in front of them, if any. Raises ConfigError naming one that does not answer.
 
     A server with settings that this run cannot use is a ConfigError, too.
@@ -26,6 +28,8 @@ def connect_external(config: Config) -> tuple[list[SglangServer], SglangServer |
     cluster = config.cluster
     addresses, router_url = external_addresses(config)
     servers = [_connect(config, url) for url in addresses]
+    if tokenizer is not None:
+        asyncio.run(_check_tokenizers(servers, tokenizer))
     if router_url is None:
         return servers, None
     router = SglangServer(
@@ -76,6 +80,25 @@ def _connect(config: Config, url: str) -> SglangServer:
     )
 
 
+async def _check_tokenizers(servers: Sequence[SglangServer], tokenizer: TextTokenizer) -> None:
+    """Raise ConfigError for a server with another tokenizer; one that does not tokenize is not checked."""
+    for server in servers:
+        try:
+            answer = await server.ask("/tokenize", {"prompt": SHOWN_TEXT}, timeout_s=PROBE_S)
+            with reading(f"POST {server.url}/tokenize", answer):
+                text = tokenizer.decode(answer["tokens"], skip_special_tokens=True)
+        except EngineError as error:
+            logger.debug("%s does not tokenize: %s", server.url, error)
+            continue
+        finally:
+            await server.close()
+        if SHOWN_TEXT not in text:
+            raise ConfigError(
+                f"the engine at {server.url} has another tokenizer than --hf-checkpoint: the tokens that it gives "
+                f"{SHOWN_TEXT!r} mean {text!r}; start it with the model of this run"
+            )
+
+
 def _check_external(info: ServerInfo, url: str, config: Config) -> None:
     """Raise ConfigError for a server with settings that this run cannot use."""
     required = config.rollout.rollout_max_context_len
@@ -108,7 +131,8 @@ def _behind_router(url: str, addresses: Sequence[str], api_key: str | None) -> l
     """Return the servers of a router. Raises ConfigError if `addresses` differ: a server would get no weights."""
     answer = probe(url, api_key=api_key, path="/workers")
     try:
-        workers = [worker["url"].rstrip("/") for worker in read_workers(answer, f"GET {url}/workers")]
+        with reading(f"GET {url}/workers", answer):
+            workers = [str(worker["url"]).rstrip("/") for worker in answer["workers"]]
     except EngineError as error:
         raise ConfigError(f"{error}; is {url} the address of a router?") from error
     if not workers:

@@ -1,20 +1,24 @@
 """`HttpEngine`: the Engine interface over servers that speak SGLang's HTTP protocol.
 
-A request waits while generation is paused; a server is chosen (`server_pool`); the request waits for one of the
-server's slots; it is sent; its answer is checked. If no answer comes, the server's health is checked: a
-server that fails the check is not used again, and the request is sent to another one. That is safe because nothing of
-an answer was used, and with a `sampling_seed` the second answer equals the one that was lost.
+A request waits while generation is paused; a server is chosen (`pool`); the request waits for one of the server's slots
+and for its turn (`request_queue`); it is sent (`server`); its answer is converted (`answers`). If no answer comes, the
+server's health is checked: a server that fails the check is not used again, and the request is sent to another one.
+That is safe because nothing of an answer was used, and with a `sampling_seed` the second answer equals the one that was
+lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
-from functools import partial
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from furlong.core.metric import Metrics
@@ -31,18 +35,16 @@ from furlong.errors import (
     SyncError,
     UnreachableError,
 )
-from furlong.inference.sglang.answer_reader import AnswerReader, abort_reason, cached_tokens
-from furlong.inference.sglang.event_reader import EventReader
-from furlong.inference.sglang.generate_requests import (
-    GENERATE,
-    InFlightRequest,
-    InFlightRequests,
-    all_done,
-    prefix_body,
-    request_body,
+from furlong.inference.sglang.answers import (
+    AnswerReader,
+    EventReader,
+    abort_reason,
+    cached_tokens,
+    reading,
+    streamed_tokens,
 )
-from furlong.inference.sglang.server import SglangServer
-from furlong.inference.sglang.server_pool import ServerPool
+from furlong.inference.sglang.pool import ServerPool
+from furlong.inference.sglang.server import GENERATE, SglangServer
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,84 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 9  # for a request to servers that are alive
 BACKOFF_S = 0.1  # before the second attempt; doubles, 26 s in all, in which a router can be restarted
 RETRY_LOG_S = 5.0  # between two log lines about retries
+ABORT_S = 5.0  # for a server to answer aborted requests; after that they return without tokens
+
+
+@dataclass(eq=False)
+class InFlightRequest:
+    """One request of `HttpEngine.generate`, over all attempts.
+
+    is_abandoned: It was aborted and its server did not answer in time.
+    version: Weight version of the server when the request was sent.
+    prefilled: Prompt tokens that were cached before its own prompt was computed ahead; None if it was not.
+    stream: Receives tokens as they are sampled.
+    """
+
+    rid: str
+    session: str | None
+    prompt: list[int]
+    params: SamplingParams
+    stream: TokenStream | None = None
+    server: SglangServer | None = None
+    call: asyncio.Task[Any] | None = None
+    version: int | None = None
+    prefilled: int | None = None
+    is_sent: bool = False
+    is_aborted: bool = False
+    is_abandoned: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @cached_property
+    def key(self) -> int:
+        """Equal for requests with the same prompt."""
+        return hash(tuple(self.prompt))
+
+    @property
+    def where(self) -> str:
+        """Method and URL, for messages."""
+        assert self.server is not None
+        return f"POST {self.server.url}{GENERATE}"
+
+    def body(self) -> dict[str, Any]:
+        """The body without its `rid`, which changes with each attempt."""
+        body: dict[str, Any] = {
+            "input_ids": self.prompt,
+            "sampling_params": sampling_json(self.params),
+            "return_logprob": True,
+            "stream": self.stream is not None,
+        }
+        if self.params.return_routed_experts:
+            body["return_routed_experts"] = True
+        return body
+
+    def abandon(self) -> None:
+        """Stop waiting for its answer; once, because a second cancellation interrupts the closing of its connection."""
+        if not self.is_abandoned:
+            self.is_abandoned = True
+            if self.call is not None:
+                self.call.cancel()
+
+
+def sampling_json(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters under SGLang's names."""
+    values: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "min_new_tokens": params.min_new_tokens,
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": params.skip_special_tokens,
+        "no_stop_trim": params.no_stop_trim,
+    }
+    if params.stop:
+        values["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        values["stop_token_ids"] = list(params.stop_token_ids)
+    if params.sampling_seed is not None:
+        values["sampling_seed"] = params.sampling_seed
+    return values
 
 
 class HttpEngine(Engine):
@@ -58,8 +138,7 @@ class HttpEngine(Engine):
     Args:
         servers: Receive weights, and requests too unless there is a `router`.
         router: An sglang-router in front of the servers that chooses among them.
-        tokenizer: Decodes the text where servers return token ids only, and checks the text that they return.
-        vocab_size: Number of token ids of the model; None if unknown.
+        tokenizer: Decodes the text where servers return token ids only.
         is_supervised: An `EngineSupervisor` replaces lost servers, or calls `fail` when the run cannot continue.
             Requests wait until then.
         gives_up_unanswered: Whether a server that left a weight update unanswered is lost although it passes its
@@ -84,7 +163,6 @@ class HttpEngine(Engine):
         gives_up_unanswered: bool = True,
         needs_router: bool = False,
         routing: RoutingShape | None = None,
-        vocab_size: int | None = None,
     ) -> None:
         self.pool = ServerPool(
             servers,
@@ -93,8 +171,9 @@ class HttpEngine(Engine):
             is_supervised=is_supervised,
             gives_up_unanswered=gives_up_unanswered,
         )
-        self._reader = AnswerReader(tokenizer, routing, vocab_size)
-        self._in_flight = InFlightRequests(self.pool)
+        self._reader = AnswerReader(tokenizer, routing)
+        self._in_flight: set[InFlightRequest] = set()
+        self._run, self._counter = uuid.uuid4().hex[:12], itertools.count()
         self._gate = asyncio.Event()  # cleared while generation is paused
         self._gate.set()
         self._is_held = False
@@ -134,32 +213,34 @@ class HttpEngine(Engine):
     ) -> Completion:
         self.pool.check_open()
         started = time.perf_counter()
-        with self._in_flight.track(session, prompt, params, stream) as request, self._stoppable(request):
-            try:
-                completion = await self._answer(request, started)
-                if stream is not None:
-                    stream.put(0, completion.tokens, completion.log_probs)
-                return completion
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                self.pool.check_open()
-                assert request.is_abandoned
-                return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
-
-    @contextlib.contextmanager
-    def _stoppable(self, request: InFlightRequest) -> Generator[None]:
-        """Abort the request when its stream is stopped."""
-        if request.stream is None:
-            yield
-            return
+        request = InFlightRequest(self._new_rid(), session, prompt, params, stream)
+        self._in_flight.add(request)
         aborts: list[asyncio.Task[None]] = []
-        request.stream.set_abort(lambda: aborts.append(asyncio.create_task(self._in_flight.abort([request]))))
+        if stream is not None:
+            stream.set_abort(lambda: aborts.append(asyncio.create_task(self._abort([request]))))
         try:
-            yield
+            completion = await self._answer(request, started)
+            if stream is not None:
+                stream.put(0, completion.tokens, completion.log_probs)
+            return completion
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self.pool.check_open()
+            assert request.is_abandoned
+            return Completion([], [], [], "abort", latency_s=time.perf_counter() - started)
         finally:
-            request.stream.set_abort(None)
+            if stream is not None:
+                stream.set_abort(None)
+            self._in_flight.discard(request)
+            if request.call is not None:
+                request.call.cancel()  # of a coroutine that was closed, not cancelled
+            request.done.set()
+
+    def _new_rid(self) -> str:
+        """Return a request id that no server has seen."""
+        return f"furlong-{self._run}-{next(self._counter)}"
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. New requests wait for `resume`; `mode` decides about those that were sent.
@@ -175,7 +256,7 @@ class HttpEngine(Engine):
             await self.pool.idle.wait()  # a request that must be sent again waits for `resume`
             return
         self._paused = self.pool.alive()
-        requests = self._in_flight.all()
+        requests = list(self._in_flight)
         sglang_mode = "retract" if mode == "hold" else "abort"
         self._holds = self._holds or mode == "hold"
         if mode == "abort":
@@ -183,7 +264,7 @@ class HttpEngine(Engine):
                 request.is_aborted = True
         await self._command_all(self._paused, lambda server: server.pause(sglang_mode))
         if mode == "abort":
-            await self._in_flight.abort(requests)
+            await self._abort(requests)
 
     async def resume(self) -> None:
         """Generate again after `pause`. Raises EngineError if a server refuses."""
@@ -197,7 +278,8 @@ class HttpEngine(Engine):
         if isinstance(sessions, str):
             raise EngineError(f"abort expects a collection of sessions, got the string {sessions!r}; pass a list")
         self.pool.check_open()
-        await self._in_flight.abort(self._in_flight.of_sessions(sessions))
+        names = frozenset(sessions)
+        await self._abort([request for request in self._in_flight if request.session in names])
 
     async def load_weights(self, source: WeightSource, version: int) -> dict[str, str]:  # noqa: ARG002
         """Raise SyncError: servers get their weights from a weight transport (`weight_sync.remote_sync`)."""
@@ -211,7 +293,8 @@ class HttpEngine(Engine):
         """Fail running requests with EngineError and close the connections. The servers keep running."""
         self.pool.is_closed = True
         self._gate.set()
-        await all_done(self._in_flight.cancel())
+        for request in self._cancel_all():
+            await request.done.wait()
         await self.pool.close()
 
     # -- device memory -----------------------------------------------------------------------------------------
@@ -265,7 +348,7 @@ class HttpEngine(Engine):
         self.pool.failure = error
         self.pool.notify_change()
         self._gate.set()
-        self._in_flight.cancel()
+        self._cancel_all()
 
     async def _command_all(
         self, servers: Sequence[SglangServer], command: Callable[[SglangServer], Awaitable[None]]
@@ -293,9 +376,56 @@ class HttpEngine(Engine):
 
     # -- one request -------------------------------------------------------------------------------------------
 
+    def _cancel_all(self) -> list[InFlightRequest]:
+        """Cancel the calls of all requests, and return the requests."""
+        requests = list(self._in_flight)
+        for request in requests:
+            if request.call is not None and not request.is_abandoned:
+                request.call.cancel()
+        return requests
+
+    async def _abort(self, requests: Iterable[InFlightRequest]) -> None:
+        """Abort requests and wait for their answers; those not answered in time return without tokens.
+
+        An abort may overtake its request on the way to the server, so it is repeated until the request is done.
+        """
+        left = [request for request in requests if not request.done.is_set()]
+        deadline, pause_s = time.monotonic() + ABORT_S, 0.001
+        while left:
+            is_late = time.monotonic() > deadline
+            if is_late and (silent := [request for request in left if request.is_sent and not request.is_abandoned]):
+                logger.warning("%d aborted requests were not answered within %g s", len(silent), ABORT_S)
+            for request in left:
+                request.is_aborted = True
+                if not request.is_sent or is_late:
+                    request.abandon()
+            sent = [request for request in left if request.is_sent and not request.is_abandoned]
+            refused = [error for errors in await asyncio.gather(*map(self._send_abort, sent)) for error in errors]
+            if refused:  # these requests are abandoned later, or fail on their own
+                logger.warning("%d aborts were refused; the last: %s", len(refused), refused[-1])
+            for request in left:
+                if request.is_abandoned:
+                    await request.done.wait()
+            left = [request for request in left if not request.done.is_set()]
+            if left:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.2)
+
+    async def _send_abort(self, request: InFlightRequest) -> list[EngineError]:
+        """Abort a request on its server, or on all servers behind a router; returns their errors."""
+        refused: list[EngineError] = []
+        server = request.server
+        targets = self.pool.alive() if server is self.pool.router or server is None else [server]
+        for target in targets:
+            try:
+                await target.command("/abort_request", rid=request.rid, timeout_s=ABORT_S)
+            except EngineError as error:
+                refused.append(error)
+        return refused
+
     async def _answer(self, request: InFlightRequest, started: float) -> Completion:
         """Send the request until a server has answered it."""
-        body = request_body(request)
+        body = request.body()
         attempt = 0
         while not request.is_aborted:
             attempt += 1
@@ -305,16 +435,20 @@ class HttpEngine(Engine):
                 reply = await request.call
                 assert request.server is not None
                 completion = self._reader.completion(
-                    request,
                     reply,
+                    where=request.where,
+                    prompt_len=len(request.prompt),
+                    params=request.params,
+                    version=request.version,
                     newest=self.pool.newest_version(request.server),
-                    seconds=time.perf_counter() - started,
+                    prefilled=request.prefilled,
+                    latency_s=time.perf_counter() - started,
                 )
                 if completion.finish_reason != "abort" or request.is_aborted:
                     return completion
                 raise UnreachableError(f"{request.where} aborted a request on its own: {abort_reason(reply)}")
             except UnreachableError as error:
-                request.rid = self._in_flight.new_rid()  # a server may know the previous one
+                request.rid = self._new_rid()  # a server may know the previous one
                 if await self._is_explained(request, error, num_lost, is_last=attempt >= ATTEMPTS):
                     attempt = 0
                 elif attempt >= ATTEMPTS:
@@ -355,7 +489,7 @@ class HttpEngine(Engine):
         usable = await pool.usable()
         await self._gate.wait()
         server = request.server = pool.choose(usable, request.prompt, request.session)
-        request.cached_tokens = None
+        request.prefilled = None
         server.placed += 1
         headers = None
         if pool.router is not None:
@@ -371,14 +505,18 @@ class HttpEngine(Engine):
                     GENERATE,
                     timeout_s=server.timeout_s,
                     headers=headers,
-                    limit_bytes=self._reader.limit_bytes(request),
                     on_sent=ticket.mark_sent,
                 )
                 await self._wait_until_open(server)
                 body |= self._cache_key(server)
                 if ticket.leads:
                     with pool.count_request(server):
-                        request.cached_tokens = cached_tokens(request, await ask(prefix_body(body)))
+                        prefill = {
+                            "input_ids": request.prompt,
+                            "sampling_params": {"max_new_tokens": 0},
+                            "stream": False,
+                        }
+                        request.prefilled = cached_tokens(await ask(prefill | self._cache_key(server)))
                     ticket.release_followers()
                     await self._wait_until_open(server)
                 request.is_sent, request.version = True, pool.oldest_version(server)
@@ -398,16 +536,19 @@ class HttpEngine(Engine):
         infos = [each.info for each in self.pool.behind(server)]
         if are_furlong := all(info.is_furlong for info in infos):
             body["incremental_streaming_output"] = True
-        return EventReader(
-            request.where,
-            partial(self._reader.put_progress, request),
-            url=server.url,
-            limit_bytes=self._reader.limit_bytes(request),
-            is_incremental=are_furlong or any(info.streams_increments for info in infos),
-        )
+
+        def put(event: dict[str, Any]) -> None:
+            stream = request.stream
+            assert stream is not None
+            with reading(request.where, event):
+                position = stream.position
+                stream.put(position, *streamed_tokens(event, position))
+
+        is_incremental = are_furlong or any(info.streams_increments for info in infos)
+        return EventReader(request.where, put, url=server.url, is_incremental=is_incremental)
 
     def _cache_key(self, server: SglangServer) -> dict[str, str]:
-        """Separate prefix caches by weight version: a server that has requests in hold keeps its cache in an update."""
+        """Cache key per weight version: a server with held requests does not flush its prefix cache on an update."""
         if not self._holds or any(each.info.is_furlong for each in self.pool.behind(server)):
             return {}
         return {"extra_key": f"weights-{self.pool.oldest_version(server)}"}

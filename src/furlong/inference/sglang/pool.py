@@ -75,7 +75,7 @@ class ServerPool:
         self._num_awaiting = 0
         self._generation_check: asyncio.Future[bool] | None = None
         self._counted_s, self._busy_s = time.monotonic(), 0.0
-        self._num_samples = 0  # taken by a LoadMonitor, behind a router
+        self._num_samples = 0  # taken by `note_load`, behind a router
 
     # -- membership --------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ServerPool:
     def take_load(self) -> Metrics:
         """Requests on the busiest server and on average, over the time since the last call in which any ran.
 
-        Behind a router, which hides the server of a request: means over the samples of a `LoadMonitor`.
+        Behind a router, which hides the server of a request: means over the samples of `note_load`.
         """
         self._count_load()
         busy_s, self._busy_s = self._busy_s, 0.0
