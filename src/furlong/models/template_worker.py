@@ -6,17 +6,24 @@ rendering, or a list of them of which the last text is returned. "limit" is the 
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import sys
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def main() -> None:
     """Render one template."""
-    from furlong.models.tokenizer import render_template
-
     task: dict[str, Any] = json.load(sys.stdin)
     statm = Path("/proc/self/statm")  # of Linux
     in_use = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
@@ -43,3 +50,42 @@ def _rendered(render: Any, task: dict[str, Any], values: dict[str, Any]) -> dict
     if len(text) > task["max_chars"]:
         return {"limit": f"its text has {len(text)} characters"}
     return {"text": text}
+
+
+def render_template(source: str, values: Mapping[str, Any]) -> str:
+    """Render a chat template in a sandbox, as transformers does. Raises errors of the template."""
+    return _compiled(source).render(**values)
+
+
+class _Generation(Extension):
+    """Render the body of `{% generation %}` blocks, which mark assistant turns."""
+
+    tags = {"generation"}  # noqa: RUF012  type declared by jinja2
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """Replace the block by its statements."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals.update(functions)
+    return environment.from_string(source)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

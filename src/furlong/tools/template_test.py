@@ -16,7 +16,7 @@ from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
 from furlong.data.chat import Messages, double_template_problem, render_chat, rendered_prompts
 from furlong.models.hf_folder import accept_step, check_folder, end_ids
-from furlong.models.tokenizer import SHIPPED, JsonTokenizer, load_tokenizer, read_template
+from furlong.models.tokenizer import SHIPPED, load_tokenizer, read_template
 from furlong.tools.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
 
 SHOWN = 40  # characters on either side of a difference
@@ -237,7 +237,7 @@ def describe_ends(
     Raises ConfigError for a folder without a tokenizer.
     """
     check_folder(folder, tokenizer=True)
-    tokenizer = read_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
     texts = "".join(f", {text!r}" for text in stop)
     description = f"they end at {_token_names(tokenizer, stops)}{texts}"
@@ -314,13 +314,6 @@ def prompt_findings(prompts: Sequence[Any], tokenizer: Any, *, name: str) -> lis
     share = len(rendered_prompts(prompts, tokenizer)) / len(prompts)
     severity = None if share >= MIXED else "warning"  # a few may quote a template
     return [diagnosis("TPL01", f"{name}: {finding}", remedy=remedy, severity=severity)]
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Read a folder's tokenizer, with transformers if it has no tokenizer.json. Raises ConfigError."""
-    if (folder / "tokenizer.json").is_file():
-        return JsonTokenizer(folder)
-    return load_tokenizer(folder)
 
 
 def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str] | None:

@@ -16,7 +16,6 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import Config
 from furlong.core.sample import Group, Sample
 from furlong.models.hf_config import context_length, vocabulary_size
-from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
@@ -112,7 +111,6 @@ def read_tokenizer(model_dir: Path, template: str | None) -> Any:
     if template is not None:
         tokenizer.chat_template = read_template(template)
         logger.info("chat template %s replaces the one of %s", template, model_dir)
-    require_bounded_template(tokenizer, template or str(model_dir))
     return tokenizer
 
 

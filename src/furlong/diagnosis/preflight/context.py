@@ -28,10 +28,8 @@ from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, read_
 from furlong.data.tokenized import read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.models.hf_folder import check_folder
-from furlong.models.template_trial import require_bounded_template
-from furlong.models.tokenizer import read_template
+from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.tools.model_folder import StoredModel, read_model
-from furlong.tools.template_test import read_tokenizer
 
 FIRST_ROWS = 128
 SAMPLED_PLACES = 8  # in a JSON Lines file, after its first rows
@@ -110,10 +108,9 @@ class PreflightContext:
             return None
         try:
             check_folder(self.model_dir, tokenizer=True)
-            tokenizer = read_tokenizer(self.model_dir)
+            tokenizer = load_tokenizer(self.model_dir)
             if self.config.data.chat_template_path is not None:
                 tokenizer.chat_template = read_template(self.config.data.chat_template_path)
-            require_bounded_template(tokenizer, self.config.data.chat_template_path or str(self.model_dir))
         except ConfigError:  # reported by model.model_folder and flags.chat_template
             return None
         return tokenizer

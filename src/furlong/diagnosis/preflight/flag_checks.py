@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from furlong.catalogue import Diagnosis, Problem, diagnosis
@@ -17,9 +15,7 @@ from furlong.config.evaluation import used_eval_specs
 from furlong.core.user_functions import load_function
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.template_trial import require_bounded_template
 from furlong.models.tokenizer import read_template
-from furlong.tools.template_test import read_tokenizer
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems, uneven_notice
 
 MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide
@@ -120,23 +116,13 @@ def context_length(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a --chat-template-path that cannot be read, or whose rendering exceeds the limits."""
+    """CFG05: a --chat-template-path that cannot be read."""
     path = context.config.data.chat_template_path
     try:
         if path is not None:
-            require_bounded_template(_with_template(context, read_template(path)), path)
+            read_template(path)
     except ConfigError as error:
         yield diagnosis("CFG05", str(error), cause="", remedy="use a Jinja file, or a name of `furlong template list`")
-
-
-def _with_template(context: PreflightContext, source: str) -> Any:
-    """Return the run's tokenizer with another template; without a readable tokenizer, the template alone."""
-    if context.model_dir is not None:
-        with contextlib.suppress(ConfigError):  # reported by model.model_folder
-            tokenizer = read_tokenizer(context.model_dir)
-            tokenizer.chat_template = source
-            return tokenizer
-    return SimpleNamespace(chat_template=source)
 
 
 def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:

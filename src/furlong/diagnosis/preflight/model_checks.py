@@ -17,7 +17,7 @@ from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import ADDED_FAMILIES, CHANGED, COMPLETE, ChangedFolderError, check_folder, template_file
-from furlong.models.template_trial import require_bounded_template
+from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
     Conversation,
@@ -28,7 +28,6 @@ from furlong.tools.template_test import (
     marks_of,
     mixed_findings,
     prompt_findings,
-    read_tokenizer,
     rewriting_findings,
     stop_findings,
 )
@@ -42,16 +41,13 @@ def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT07: --hf-checkpoint lacks a config.json of a known family, weights, or a readable tokenizer."""
     if context.model_dir is None:
         return  # reported with the flags
-    has_own_template = context.config.data.chat_template_path is None
-    yield from folder_problems(context.model_dir, tokenizer=context.tokenizer, has_own_template=has_own_template)
+    yield from folder_problems(context.model_dir, tokenizer=context.tokenizer)
 
 
-def folder_problems(
-    folder: Path, *, tokenizer: Any = None, has_own_template: bool = True, needs_tokenizer: bool = True
-) -> Iterator[Diagnosis]:
+def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: bool = True) -> Iterator[Diagnosis]:
     """CKPT07: what keeps a run from loading a model folder, apart from its weights; at most one finding.
 
-    tokenizer: that of the folder, if it was read. has_own_template: whether the run renders with the folder's template.
+    tokenizer: that of the folder, if it was read.
     """
     try:
         check_folder(folder, weights=True, tokenizer=needs_tokenizer)
@@ -66,9 +62,7 @@ def folder_problems(
         config = read_json(folder / "config.json")
         read_json(folder / "generation_config.json")
         if tokenizer is None and needs_tokenizer:
-            tokenizer = read_tokenizer(folder)  # raises its problem
-            if has_own_template:
-                require_bounded_template(tokenizer, str(folder))
+            tokenizer = load_tokenizer(folder)  # raises its problem
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition("; ")
         if not finding:

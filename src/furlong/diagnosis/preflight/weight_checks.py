@@ -29,8 +29,8 @@ from furlong.models.hf_folder import (
     quantization_seen,
     template_file,
 )
+from furlong.models.tokenizer import load_tokenizer
 from furlong.tools.model_folder import StoredModel, check_model, completeness, has_same_values, quantization, read_model
-from furlong.tools.template_test import read_tokenizer
 
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN = 3
@@ -190,7 +190,7 @@ def folder_findings(folder: Path) -> list[Diagnosis]:
     problems = list(folder_problems(folder, needs_tokenizer=has_tokenizer))
     if problems:
         return problems
-    model, tokenizer = read_model(folder), read_tokenizer(folder) if has_tokenizer else None
+    model, tokenizer = read_model(folder), load_tokenizer(folder) if has_tokenizer else None
     if tokenizer is None:
         problems.append(
             diagnosis(
@@ -333,7 +333,7 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     if not (folder / "tokenizer.json").is_file():
         return
-    vocab, other = tokenizer.get_vocab(), read_tokenizer(folder).get_vocab()
+    vocab, other = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
     moved = [token for token, number in vocab.items() if other.get(token) != number]
     if len(moved) > MOVED * len(vocab):
         yield diagnosis(
