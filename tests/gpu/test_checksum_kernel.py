@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fakes_sglang import device_checksum, engine_checksums, held_by
-from furlong.core.device_checksum import TILE_WORDS, Checksums, is_kernel_usable
 from furlong.core.weights import EngineSharding, WeightSource
 from furlong.sglang_layout.layout_checksums import expected
+from furlong.transfer.device_checksum import TILE_WORDS, Checksums, is_kernel_usable
 from furlong.weight_sync.weight_record import WeightRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import Checksums
 from furlong.inference.sglang.server import ServerInfo, SglangServer
+from furlong.transfer.device_checksum import Checksums
 
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",

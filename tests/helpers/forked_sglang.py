@@ -27,7 +27,7 @@ from furlong.inference.supervisor import process as host
 PRELOADED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.models.registry",
-    "furlong.core.device_checksum",
+    "furlong.transfer.device_checksum",
 )
 READ_ON_IMPORT = (*warm_python.READ_ON_IMPORT, "SGLANG_", "SGL_")
 READ_LATER = (

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_sglang import Sglang
-from furlong.core.device_checksum import Checksums
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
+from furlong.transfer.device_checksum import Checksums
 from furlong.weight_sync.verification import WeightVerifier, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes_sglang import engine_checksums as held
-from furlong.core.device_checksum import Checksums
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.sglang_layout.layout_checksums import WHOLE
+from furlong.transfer.device_checksum import Checksums
 from furlong.weight_sync.transports.transport import buckets_of
 from furlong.weight_sync.verification import compare_checksums
 from furlong.weight_sync.weight_record import ROWS, SAMPLES, WeightRecord

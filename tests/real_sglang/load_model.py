@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from furlong.core.device_checksum import Checksums
+from furlong.transfer.device_checksum import Checksums
 
 
 def initialize(folder: str) -> None:

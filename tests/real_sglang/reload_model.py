@@ -20,9 +20,9 @@ import torch
 from load_model import initialize
 from safetensors.torch import load_file
 
-from furlong.core.device_checksum import Checksums
-from furlong.core.shared_memory import offsets
 from furlong.sglang_layout.quantized_loading import header_of, load
+from furlong.transfer.device_checksum import Checksums
+from furlong.transfer.shared_memory import offsets
 from furlong.weight_sync.transports.ipc import check_message
 
 FP8 = "sglang.srt.layers.quantization.fp8"

@@ -337,3 +337,21 @@ class Group:
     def from_dict(cls, data: dict[str, Any]) -> Group:
         """Inverse of `to_dict`."""
         return cls(data["index"], [Sample.from_dict(s) for s in data["samples"]], data["epoch"], data["row"])
+
+
+_OUTCOME_FIELDS = ("reward", "outcome")  # returned by themselves
+
+
+def changed_fields(sample: Sample, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that user code in another process changed; `before` is what `Sample.to_dict` returned."""
+    after = sample.to_dict()
+    return {name: value for name, value in after.items() if value != before.get(name) and name not in _OUTCOME_FIELDS}
+
+
+def apply_changes(sample: Sample, changes: Mapping[str, Any]) -> None:
+    """Apply the result of `changed_fields` to the sample in the driver."""
+    for name, value in changes.items():
+        if name == "attributes":  # of user code, by name
+            vars(sample).update(value)
+            continue
+        setattr(sample, name, Status(value) if name == "status" else value)

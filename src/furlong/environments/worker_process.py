@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from furlong import errors
-from furlong.core.json_lines import decode_line, encode_line
 from furlong.core.process_tree import close_in_forked_children
-from furlong.core.sample import Sample
-from furlong.core.sample_changes import changed_fields
+from furlong.core.sample import Sample, changed_fields
 from furlong.core.user_code import describe_exception, is_async, message_of
 from furlong.core.user_functions import load_function
+from furlong.environments.json_lines import decode_line, encode_line
 from furlong.environments.protocol import Task
 from furlong.environments.returned_values import (
     checked_observation,

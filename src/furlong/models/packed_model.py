@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from furlong.core.batch import MicroBatch, sum_rows
-from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.errors import ConfigError, TrainerError
 from furlong.models.compiled_layers import LayerStack
 from furlong.models.context_parallel import ContextParallel, TokenShard
 from furlong.models.model_facts import check_family, length_limit, single_sequence_reason
+from furlong.models.onednn_caches import bound_onednn_caches
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding
 from furlong.models.packed_layout import PackedLayout, plan_layout
 from furlong.models.recurrent_layers import pack_delta_nets

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from furlong.core.bounded_reply import ReplyError, read_json
 from furlong.core.event_loop import call_in_thread
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.sample import Sample, Status
 from furlong.core.text import redact_credentials
 from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
+from furlong.rewards.bounded_reply import ReplyError, read_json
 from furlong.rewards.custom_reward import CustomReward, custom_reward, load_reward
 from furlong.rewards.sandbox import Limits, Sandbox
 from furlong.rewards.verifiers import Verifier, find_verifier, random_score

@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 import orjson
 
 from furlong.core.outcome import Outcome
-from furlong.core.sample import Sample
-from furlong.core.sample_changes import apply_changes
+from furlong.core.sample import Sample, apply_changes
 from furlong.errors import RewardError
 from furlong.rewards.sandbox_worker import HEADER, encode_frame, split_args
 

@@ -24,8 +24,7 @@ import orjson
 
 from furlong.core.outcome import Outcome
 from furlong.core.process_tree import close_in_forked_children, die_with_parent, end_group_at_end_of
-from furlong.core.sample import Sample
-from furlong.core.sample_changes import changed_fields
+from furlong.core.sample import Sample, changed_fields
 from furlong.core.user_code import describe_exception, frame_place, location_of, user_frame
 from furlong.rewards.custom_reward import CustomReward, load_reward
 

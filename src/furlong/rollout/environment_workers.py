@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from furlong.core.json_lines import decode_line, encode_line
+from furlong.environments.json_lines import decode_line, encode_line
 from furlong.environments.worker_policy import WorkerReply
 from furlong.environments.worker_process import error_fields, remote_error
 from furlong.errors import InfraError, RolloutError

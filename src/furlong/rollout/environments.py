@@ -19,8 +19,7 @@ import xxhash
 
 from furlong.config.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
 from furlong.core.event_loop import call_in_thread
-from furlong.core.sample import Sample
-from furlong.core.sample_changes import apply_changes
+from furlong.core.sample import Sample, apply_changes
 from furlong.core.user_code import is_async
 from furlong.core.user_functions import load_function
 from furlong.environments.protocol import Message, Observation, Step, Task

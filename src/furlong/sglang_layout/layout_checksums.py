@@ -26,8 +26,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import WORD_BYTES, Checksums
 from furlong.core.weights import UNSHARDED, EngineSharding, ShardKind, TensorShard, dtype_of
+from furlong.transfer.device_checksum import WORD_BYTES, Checksums
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HASHED = ("SGLang 0.5.16",)  # releases whose /weights_checker reports `core.device_checksum`s on CUDA
+HASHED = ("SGLang 0.5.16",)  # releases whose /weights_checker reports `transfer.device_checksum`s on CUDA
 # Options of HASHED servers, and the values that keep experts in the layout of `layout_checksums`.
 PLAIN_EXPERTS: Mapping[str, Sequence[Any]] = {
     "moe_runner_backend": ("auto", "triton"),  # the server reports the backend's name if auto selects another one

@@ -29,9 +29,9 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from furlong.core.device_checksum import Checksums
 from furlong.core.weights import NamedTensor
 from furlong.sglang_layout.copy_plan import CopyPlan, CopyRecorder
+from furlong.transfer.device_checksum import Checksums
 
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update

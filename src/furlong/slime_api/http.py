@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from furlong.core.bounded_reply import ReplyError, read_json
 from furlong.core.text import redact_credentials
 from furlong.errors import RolloutError
+from furlong.rewards.bounded_reply import ReplyError, read_json
 
 ATTEMPTS = 60  # of a request that cannot connect, or that the server answers with 429 or an error of its own
 MAX_CONNECTIONS = 4096

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import LocalChecksums
 from furlong.core.tracing import heartbeat
 from furlong.core.weights import NamedTensor, SyncReport, WeightSource
 from furlong.interfaces import Engine, Trainer, WeightSync
 from furlong.quantization.scheme import QuantizationScheme
+from furlong.transfer.device_checksum import LocalChecksums
 from furlong.weight_sync.verification import compare_checksums
 
 logger = logging.getLogger(__name__)

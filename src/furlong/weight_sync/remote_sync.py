@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from furlong.core.threads import in_thread
 from furlong.core.weights import EngineAddress, NamedTensor, SyncReport, WeightSource
 from furlong.errors import (
     ENGINE_HANGS,
@@ -34,6 +33,7 @@ from furlong.errors import (
 from furlong.inference.sglang.server import SglangServer
 from furlong.interfaces import Trainer, WeightSync
 from furlong.quantization.scheme import QuantizationScheme
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.transport import Connect, Transport, late_fields
 from furlong.weight_sync.verification import WeightVerifier, record_for
 from furlong.weight_sync.weight_record import WeightRecord

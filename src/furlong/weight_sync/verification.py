@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 import torch
 
 from furlong.catalogue import diagnosis
-from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
@@ -36,6 +35,7 @@ from furlong.sglang_layout.layout_checksums import (
     expected,
     kind_of,
 )
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.ipc import check_message
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
 

@@ -12,11 +12,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from furlong.core.device_checksum import Checksums
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import UNSHARDED, EngineSharding, NamedTensor, TensorShard, WeightSource, checksum
 from furlong.quantization.scheme import is_stored_part
 from furlong.sglang_layout.layout_checksums import HEAD, WHOLE, LayoutChecksums
+from furlong.transfer.device_checksum import Checksums
 
 _FINISHING = threading.Lock()
 ROWS = 2  # kept of each sampled tensor

@@ -17,7 +17,6 @@ import torch
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.batch import RolloutBatch
-from furlong.core.cuda_allocator import cuda_allocator
 from furlong.core.model_config import read_json
 from furlong.core.transports import transport_spec
 from furlong.core.user_functions import accepted_keywords
@@ -54,6 +53,7 @@ from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings, MegatronHooks
 from furlong.training.worker import RoundHooks, RoundWorker
+from furlong.transfer.cuda_allocator import cuda_allocator
 from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.context import RunContext
 

@@ -56,7 +56,7 @@ class _CheckerLoader(Loader):
         self._loader.exec_module(module)
         import torch
 
-        from furlong.core.device_checksum import Checksums
+        from furlong.transfer.device_checksum import Checksums
 
         def hashed(tensor: torch.Tensor) -> str:
             sums = Checksums()

@@ -15,11 +15,11 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from furlong.core import shared_memory
-from furlong.core.shared_memory import SharedBuffer, folder, offsets, open_shared
 from furlong.core.weights import Bucket, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.sglang_layout.quantized_loading import load
+from furlong.transfer import shared_memory
+from furlong.transfer.shared_memory import SharedBuffer, folder, offsets, open_shared
 from furlong.weight_sync.remote_sync import RankSync
 from furlong.weight_sync.transports.ipc import IpcTransport, fill, handle_message, in_order_of_parts, quantized_message
 from sglang_messages import unpickled

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from furlong.core.device_checksum import Checksums
 from furlong.core.weights import UNSHARDED, WeightSource
 from furlong.errors import SyncError
+from furlong.transfer.device_checksum import Checksums
 from furlong.weight_sync.verification import WeightVerifier, compare_checksums, record_for
 from sglang_messages import unpickled
 

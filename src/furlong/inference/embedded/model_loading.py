@@ -16,7 +16,6 @@ from torch import Tensor
 from furlong.core.file_kind import require_file
 from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
-from furlong.core.onednn_caches import bound_onednn_caches
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import CheckpointError, EngineError, SyncError
@@ -27,6 +26,7 @@ from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
+from furlong.models.onednn_caches import bound_onednn_caches
 from furlong.models.quantized_folder import trained_scheme
 from furlong.models.untrained_tensors import is_untrained, text_name
 from furlong.quantization.scheme import QuantizationScheme

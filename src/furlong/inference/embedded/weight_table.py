@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from furlong.core.device_checksum import LocalChecksums
 from furlong.core.text import abbreviate
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import SyncError
 from furlong.quantization.scheme import QuantizationScheme
+from furlong.transfer.device_checksum import LocalChecksums
 
 
 @dataclass

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from furlong.core.addresses import host_and_port
-from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor
 from furlong.errors import EngineError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.fields import integer, name_of, quote, required
-from furlong.process_group import join_group, wire_view
+from furlong.transfer.process_group import join_group, wire_view
+from furlong.transfer.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

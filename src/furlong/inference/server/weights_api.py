@@ -18,7 +18,6 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from furlong.core.shared_memory import open_shared
 from furlong.core.weights import NamedTensor, dtype_of
 from furlong.files.delta import Delta
 from furlong.inference.embedded.engine import EmbeddedEngine
@@ -34,6 +33,7 @@ from furlong.inference.server.fields import (
     version_label,
 )
 from furlong.inference.server.weight_groups import DEFAULT_NAME, WeightGroups
+from furlong.transfer.shared_memory import open_shared
 
 logger = logging.getLogger(__name__)
 

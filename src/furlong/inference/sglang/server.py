@@ -450,7 +450,7 @@ class SglangServer:
 
     @property
     def device_dtypes(self) -> frozenset[torch.dtype]:
-        """Possible dtypes of its weights if it computes `core.device_checksum`; else empty."""
+        """Possible dtypes of its weights if it computes `transfer.device_checksum`; else empty."""
         info = self.info
         if info.software not in HASHED or info.device_type != "cuda":
             return frozenset()

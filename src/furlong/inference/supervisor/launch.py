@@ -16,12 +16,12 @@ from furlong.config.evaluation import used_eval_specs
 from furlong.config.facts import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port, is_loopback
-from furlong.core.cuda_allocator import without_expandable_segments
 from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.process import HostGpus
 from furlong.models.quantized_folder import is_quantized
 from furlong.sglang_layout.quantized_loading import LOADER
+from furlong.transfer.cuda_allocator import without_expandable_segments
 
 RENDEZVOUS_PORTS = 8  # SGLang counts up from --dist-init-addr
 

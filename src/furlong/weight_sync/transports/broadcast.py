@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented
 
 from furlong.core.addresses import host_and_port, is_loopback, socket_for
-from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, NamedTensor, WeightSource
 from furlong.errors import EngineError, EngineTimeoutError, NoAnswerError, SyncError
 from furlong.inference.sglang.server import SglangServer
-from furlong.process_group import join_group, wire_view
+from furlong.transfer.process_group import join_group, wire_view
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext, buckets_of
 from furlong.weight_sync.weight_record import WeightRecord
 

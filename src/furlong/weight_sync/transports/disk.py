@@ -22,13 +22,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from furlong.core.threads import in_thread
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import SyncError
 from furlong.files.delta import DeltaWriter
 from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.inference.sglang.server import SglangServer
 from furlong.quantization.scheme import is_stored_part
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.transport import Connect, Transport, TransportContext
 from furlong.weight_sync.weight_record import WeightRecord
 

@@ -26,14 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from furlong.core.cuda_allocator import cuda_allocator
-from furlong.core.shared_memory import SharedBuffer, offsets
-from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
 from furlong.inference.sglang.server import SglangServer
 from furlong.sglang_layout.quantized_loading import LOADER, check_header_of, header_of
+from furlong.transfer.cuda_allocator import cuda_allocator
+from furlong.transfer.shared_memory import SharedBuffer, offsets
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.transport import Transport, TransportContext, buckets_of
 from furlong.weight_sync.weight_record import WeightRecord
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.sections import SyncFlags
-from furlong.core.threads import in_thread
 from furlong.core.tracing import tracer
 from furlong.core.weights import Bucket, EngineAddress, WeightSource
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.inference.sglang.server import SglangServer
+from furlong.transfer.threads import in_thread
 from furlong.weight_sync.weight_record import WeightRecord
 
 Connect = Callable[[Sequence[EngineAddress]], AbstractAsyncContextManager[Sequence[SglangServer]]]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from furlong.core import cuda_allocator as allocator_module
-from furlong.core.cuda_allocator import CudaAllocator, without_expandable_segments
 from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.inference.supervisor.process import HostGpus, LocalHost
+from furlong.transfer import cuda_allocator as allocator_module
+from furlong.transfer.cuda_allocator import CudaAllocator, without_expandable_segments
 
 MODEL = Path("model")
 CUDA = torch.device("cuda")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import furlong
 from fakes_sglang import device_checksum
-from furlong.core.device_checksum import TILE_WORDS, Checksums, _Table
 from furlong.inference.embedded.model_loading import source_from_folder
 from furlong.sglang_layout.layout_checksums import WHOLE, LayoutChecksums
+from furlong.transfer.device_checksum import TILE_WORDS, Checksums, _Table
 
 # /weights_checker of SGLang 0.5.16 on an H200, serving the quickstart's model.
 ANSWERED = {

@@ -32,6 +32,11 @@ FMIX = (0x85EBCA6B, 0xC2B2AE35)
 SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
 STEPS = (0x27D4EB2D, 0x165667B1)  # factors of the index
 TURNS = (15, 13)  # bits by which the index is rotated
+KERNEL_CONSTANTS = {"TILE": TILE_WORDS} | {
+    f"{name}_{hash}": value
+    for name, pair in (("FMIX", FMIX), ("SEED", SEEDS), ("STEP", STEPS), ("TURN", TURNS))
+    for hash, value in zip("AB", pair, strict=True)
+}
 FLUSH_BYTES = 512 << 20  # most bytes kept alive for a later flush; a larger tensor is read immediately
 CHUNK_TILES = 256  # per operation without the kernel: 8 MiB of words, and a few times that for temporaries
 
@@ -163,9 +168,9 @@ class _Table:
         if not self.parts:
             return sums
         if device.type == "cuda" and is_kernel_usable():
-            from furlong.core.checksum_kernel import add_tile_sums
+            from furlong.transfer.checksum_kernel import add_tile_sums
 
-            add_tile_sums(sums, self.rows, self.num_programs)
+            add_tile_sums(sums, self.rows, self.num_programs, KERNEL_CONSTANTS)
         else:
             plain_add_tile_sums(sums, self.rows, self.parts)
         return sums
@@ -298,9 +303,9 @@ def is_kernel_usable() -> bool:
     actual = expected.clone()
     plain_add_tile_sums(expected, table.rows, table.parts)
     try:
-        from furlong.core.checksum_kernel import add_tile_sums
+        from furlong.transfer.checksum_kernel import add_tile_sums
 
-        add_tile_sums(actual, table.rows, table.num_programs)
+        add_tile_sums(actual, table.rows, table.num_programs, KERNEL_CONSTANTS)
     except Exception as error:  # noqa: BLE001  Triton and its compilers raise many types
         logger.warning("GPU weight checksums are slow: the kernel could not be built: %s", error)
         return False

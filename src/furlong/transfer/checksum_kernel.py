@@ -1,4 +1,4 @@
-"""The tile sums of `core.device_checksum` as a Triton kernel: one launch for many tensors, one program per tile."""
+"""The tile sums of `transfer.device_checksum` as a Triton kernel: one launch for many tensors, one program per tile."""
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownArgumentType=false
@@ -7,30 +7,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from furlong.core.device_checksum import FMIX, SEEDS, STEPS, TILE_WORDS, TURNS
-
 BLOCK_WORDS = 512
 
 
-def add_tile_sums(sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], programs: int) -> None:
+def add_tile_sums(
+    sums: Tensor, rows: Sequence[tuple[int, int, int, int, int]], programs: int, constants: Mapping[str, int]
+) -> None:
     """Add the tile sums of the parts in `rows` (see `_Table.rows`) to `sums`, int32 [tiles, 2] on a GPU.
 
-    `programs` is the number of (part, tile) pairs that share words.
+    `programs` is the number of (part, tile) pairs that share words; `constants` are those of the hash.
     """
     pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=True)  # a pageable copy would block
     table = pinned.to(sums.device, non_blocking=True)
     with torch.cuda.device(sums.device):
         _tile_sums[(programs,)](
-            table, len(rows), sums,
-            TILE=TILE_WORDS, BLOCK=BLOCK_WORDS, FMIX_A=FMIX[0], FMIX_B=FMIX[1], SEED_A=SEEDS[0], SEED_B=SEEDS[1],
-            STEP_A=STEPS[0], STEP_B=STEPS[1], TURN_A=TURNS[0], TURN_B=TURNS[1], num_warps=4,
+            table, len(rows), sums, BLOCK=BLOCK_WORDS, num_warps=4, **constants,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from furlong.core import onednn_caches
+from furlong.models import onednn_caches
 
 
 def test_variables_that_are_set_keep_the_size_of_onednns_caches(monkeypatch):
@@ -23,7 +23,7 @@ def test_variables_that_are_set_keep_the_size_of_onednns_caches(monkeypatch):
 
 MANY_PRODUCTS = """
 import psutil, torch
-from furlong.core.onednn_caches import bound_onednn_caches
+from furlong.models.onednn_caches import bound_onednn_caches
 bound_onednn_caches()
 torch.set_num_threads(1)
 weight, used = torch.randn(256, 128), []
