@@ -15,28 +15,17 @@ from safetensors.torch import load_file, save_file
 from furlong.commands.inspect_run import report
 from furlong.config.command_line import load
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files import run_inputs
-from furlong.files.run_inputs import INPUTS
 from furlong.wiring.build import build
 from runs import flags, train, write_model, write_prompts
-
-BLOCK_BYTES = 1024
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_inputs, "BLOCK_BYTES", BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with a checkpoint, its model and its data of 20 blocks."""
+    """A finished run with a checkpoint, its model and its data."""
     folder = tmp_path_factory.mktemp("original")
     write_model(folder / "model")
     write_prompts(folder / "prompts.jsonl", 600)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_inputs, "BLOCK_BYTES", BLOCK_BYTES)
-        train(argv(folder))
+    train(argv(folder))
     return folder
 
 
@@ -76,10 +65,6 @@ def edit_lines(path: Path, change: Callable[[list[str]], None]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def reorder(lines: list[str]) -> None:
-    lines[250:300] = lines[250:300][::-1]
-
-
 def relabel(lines: list[str]) -> None:
     lines[400] = lines[400].replace('"label": "1200"', '"label": "1201"')
 
@@ -108,37 +93,21 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "model" / "config.json", **changes)
 
 
-CHANGES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
-    "rows reordered": (
-        "data",
-        r"prompts\.jsonl: [2-4] of 2\d blocks .*lines 2\d\d to 2\d\d",
-        lambda folder: edit_lines(folder / "prompts.jsonl", reorder),
-    ),
-    "a wrong label": (
-        "data",
-        r"1 of 2\d blocks .*lines 3\d\d to 4\d\d",
-        lambda folder: edit_lines(folder / "prompts.jsonl", relabel),
-    ),
-    "shuffled ids": ("tokenizer", r"tokenizer\.json model\.vocab was 'checksum", shuffle_ids),
-    "another template": ("chat-template", "chat template, line ", edit_template),
-    "another weight": ("weights", r"model\.safetensors: .*tensors model\.layers\.1\.mlp\.up_proj\.weight", edit_tensor),
-    "rms_norm_eps": ("config", r"config\.json rms_norm_eps was 1e-06, is 0\.1", edit_config(rms_norm_eps=0.1)),
-    "hidden_act": ("config", r"hidden_act was 'silu', is 'gelu'", edit_config(hidden_act="gelu")),
-    "eos_token_id": ("config", r"eos_token_id was 3, is 2", edit_config(eos_token_id=2)),
-    "positions": ("config", r"max_position_embeddings was 128, is 256", edit_config(max_position_embeddings=256)),
-    "generation": (
-        "config",
-        r"generation_config\.json eos_token_id was 3, is 1",
-        lambda folder: edit_json(folder / "model" / "generation_config.json", eos_token_id=1),
-    ),
+CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a wrong label": ("data", lambda folder: edit_lines(folder / "prompts.jsonl", relabel)),
+    "shuffled ids": ("tokenizer", shuffle_ids),
+    "another template": ("chat-template", edit_template),
+    "another weight": ("weights", edit_tensor),
+    "rms_norm_eps": ("config", edit_config(rms_norm_eps=0.1)),
+    "generation": ("config", lambda folder: edit_json(folder / "model" / "generation_config.json", eos_token_id=1)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_underneath_is_refused_with_its_place_unless_it_is_accepted(name: str, saved: Path) -> None:
-    kind, text, change = CHANGES[name]
+def test_a_change_underneath_is_refused_unless_it_is_accepted(name: str, saved: Path) -> None:
+    kind, change = CHANGES[name]
     change(saved)
-    with pytest.raises(CheckpointError, match=f"{kind}: .*{text}.*--allow-changed-inputs {kind}"):
+    with pytest.raises(CheckpointError, match=f"{kind}: the content of .*--allow-changed-inputs {kind}"):
         resume(saved)
     resume(saved, allow_changed_inputs=[kind])
     events = [json.loads(line) for line in (saved / "run" / "events.jsonl").read_text().splitlines()]
@@ -158,16 +127,6 @@ def test_all_changes_are_named_at_once(saved: Path) -> None:
         resume(saved)
     with pytest.raises(CheckpointError, match="--allow-changed-inputs tokenizer"):
         resume(saved, allow_changed_inputs=["config"])
-
-
-def test_a_checkpoint_without_a_record_is_loaded_as_before(saved: Path) -> None:
-    checkpoint = saved / "save" / "iter_0000001"
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    sizes = {name: file["bytes"] for name, file in manifest["files"].items() if name != INPUTS}
-    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": sizes}))
-    (checkpoint / INPUTS).unlink()
-    shuffle_ids(saved)
-    resume(saved)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

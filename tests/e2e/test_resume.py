@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
 from furlong.commands.inspect_run import report
 from furlong.data.audit import audit
-from furlong.files.checkpoint_folder import MANIFEST, TRACKER, read_manifest
 from runs import flags, reproducible, rows, train, trainer_bytes, write_prompts
 
 NUM, STOP = 6, 2
@@ -95,18 +93,3 @@ def test_resumed_run_equals_one_that_was_never_stopped(name, model, tmp_path):
     result = audit(resumed / "run" / "ledger.jsonl", finished=True)
     assert result.ok, result.summary()
     assert result.num_resumes == 1
-
-
-def test_a_resume_from_an_old_checkpoint_without_a_tracker_warns_once_of_each(model, tmp_path, caplog):
-    argv = flags(model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run", num_rollout=1)
-    save = tmp_path / "save"
-    train([*argv, "--save", str(save)])
-    (save / TRACKER).unlink()
-    folder = save / "iter_0000001"
-    sizes = {name: record.num_bytes for name, record in read_manifest(folder).items()}
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "step": 1, "files": sizes}))
-    caplog.clear()
-    train([*argv, "--num-rollout", "2", "--load", str(save)])
-    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert [each.count(TRACKER) for each in warnings] == [1, 0]
-    assert [each.count("without checksums") for each in warnings] == [0, 1]

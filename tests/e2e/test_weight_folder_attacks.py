@@ -18,13 +18,8 @@ ATTACKS = {
     "flip": "content[len(content) * 3 // 4] ^= 4; path.write_bytes(content)",
     "cut": "path.write_bytes(content[: len(content) // 2])",
     "removed": "path.unlink()",
-    "pipe": "path.unlink(); os.mkfifo(path)",
-    "deep": "path.write_text('[' * 3000)",
-    "another file": "path.write_bytes(max(path.parent.iterdir(), key=lambda p: (p != path, p.name)).read_bytes())",
-    "folder removed": "shutil.rmtree(path.parent)",
 }
 HOOK = """
-import os, shutil
 from pathlib import Path
 
 def attack(args, version_dir, rollout_engines):
@@ -58,23 +53,21 @@ def attacked(folder: Path, file: str, attack: str, url: str, model: Path, data: 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "deep"])
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_changed_shard_is_an_error(attack, server, model, data, tmp_path):
     text = attacked(tmp_path, SHARD, attack, server, model, data)
     assert "did not answer" not in text
     assert "weights" in text if attack == "flip" else str(tmp_path / "run" / "weights") in text
 
 
-@pytest.mark.parametrize("attack", ["pipe", "deep"])
-def test_a_changed_index_is_an_error(attack, server, model, data, tmp_path):
-    text = attacked(tmp_path, INDEX, attack, server, model, data)
+def test_a_changed_index_is_an_error(server, model, data, tmp_path):
+    text = attacked(tmp_path, INDEX, "cut", server, model, data)
     assert "did not answer" not in text
     assert str(tmp_path / "run" / "weights") in text
 
 
-@pytest.mark.parametrize("attack", ["flip", "pipe"])
 @pytest.mark.parametrize("file", ["delta.json", "delta.bin"])
-def test_a_changed_delta_is_an_error(file, attack, server, model, data, tmp_path):
-    text = attacked(tmp_path, file, attack, server, model, data)
+def test_a_changed_delta_is_an_error(file, server, model, data, tmp_path):
+    text = attacked(tmp_path, file, "flip", server, model, data)
     assert "did not answer" not in text
     assert file in text

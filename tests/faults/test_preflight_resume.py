@@ -15,7 +15,7 @@ from furlong.core.sample import Group, Sample
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import prompt_settings
-from furlong.files.checkpoint_folder import write_manifest
+from furlong.files.manifest import write_manifest
 from furlong.tracking.rollout_dump import save_samples
 from stored_models import dense_layer, write_safetensors
 

@@ -20,7 +20,6 @@ from faults.world import names, only
 from faults_marker import fault
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import TRACKER
-from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.models.hf_model import load_model
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.int4 import Int4Groups
@@ -46,7 +45,6 @@ def own(world, complete) -> Path:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    (folder / MODEL_MANIFEST).unlink(missing_ok=True)  # as of another tool
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import forked_sglang
 from furlong.core.weights import UNSHARDED
-from furlong.files.model_manifest import write_model_manifest
 from furlong.models.hf_model import build_model, save_model
 from furlong.sglang_layout.layout_checksums import DENSE, WITH_EXPERTS, LayoutChecksums, expected
 from models_zoo import family_config
@@ -53,7 +52,6 @@ def loaded(tmp_path_factory):
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         save_model(model, root / family)
-        write_model_manifest(root / family)
         words.append(f"{root / family},{module},{name}")
     path = os.pathsep.join(map(str, [STAND_INS, SITE, REPOSITORY / "src"]))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

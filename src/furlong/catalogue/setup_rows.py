@@ -53,8 +53,7 @@ ROWS = (
         cause="A download was interrupted, or a conversion left files out.",
         checked="Every shard of model.safetensors.index.json exists and has the length that its header states, every "
         "tensor of the index is in its shard, every layer has tensors, layers of one kind have the same number, and "
-        "shapes are those of config.json. The embedding has a row for every token of the tokenizer. Files of a folder "
-        "that furlong wrote are those of its furlong_manifest.json.",
+        "shapes are those of config.json. The embedding has a row for every token of the tokenizer.",
         remedy="Download or convert the model again; `furlong check DIR` names the missing shard or layer.",
         guides=(SD,),
     ),
@@ -88,8 +87,7 @@ ROWS = (
         "error",
         symptom="`transformers` cannot find a model, on one node or on some of several.",
         cause="The folder is missing or incomplete, or it is a name on the hub; furlong does not download models.",
-        checked="--hf-checkpoint is a folder with config.json, weights and a readable tokenizer. If furlong wrote it "
-        "(furlong_manifest.json), its files are unchanged.",
+        checked="--hf-checkpoint is a folder with config.json, weights and a readable tokenizer.",
         remedy="Pass a local folder to --hf-checkpoint; `hf download NAME --local-dir DIR` downloads one.",
         guides=(MQ, SQ),
     ),
@@ -115,8 +113,7 @@ ROWS = (
         checked="quantization_config.ignore (FP8: modules_to_not_convert) against every two-dimensional weight: none "
         "that is stored unquantized may be missing in it, none that is stored quantized may be covered, and no router, "
         "embedding or output layer may be stored quantized.",
-        remedy="Add the patterns that the message prints to quantization_config.ignore in config.json. In a folder "
-        "that furlong wrote, accept that change with `furlong check DIR --accept-changes`.",
+        remedy="Add the patterns that the message prints to quantization_config.ignore in config.json.",
         guides=(SD,),
     ),
     Row(

@@ -15,7 +15,6 @@ from furlong.diagnosis.saved_files import check_saved
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.atomic import atomic_folder, write_atomically
 from furlong.files.checkpoint_folder import TRACKER, find_checkpoint, tracker_text
-from furlong.files.model_manifest import MODEL_MANIFEST, changed_files, write_model_manifest
 from furlong.tools.memory_plan import size_text
 from furlong.tools.weight_values import check_weights
 
@@ -53,16 +52,9 @@ def check(words: list[str]) -> int:
     )
     parser.add_argument("--headers-only", action="store_true", help="do not read tensor values")
     parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="of a model that furlong wrote: if nothing else is wrong, record its files as they are now",
-    )
-    parser.add_argument(
         "--hf-checkpoint", metavar="DIR", type=Path, help="also check that a Megatron-LM checkpoint matches this model"
     )
     options = parser.parse_args(words)
-    if options.accept_changes:
-        return _accept(options.folder)
     records = check_saved(options.folder)
     if records is not None and options.hf_checkpoint is not None:
         raise ConfigError(f"--hf-checkpoint has no effect: {options.folder} has no weights; remove it")
@@ -77,27 +69,6 @@ def check(words: list[str]) -> int:
         what = "files and layers" if options.headers_only else "files, layers and values"
         show_findings(findings, well=f"{options.folder}: {what} are complete")
     return findings_code(findings)
-
-
-def _accept(folder: Path) -> int:
-    """Record the files of a model folder as they are now and show the changes, if nothing else is wrong with it."""
-    manifest = folder / MODEL_MANIFEST
-    if not manifest.is_file():
-        raise ConfigError(f"--accept-changes has no effect: {folder} has no {MODEL_MANIFEST}; remove it")
-    changed, before = changed_files(folder), manifest.read_bytes()
-    is_accepted = False
-    try:
-        write_model_manifest(folder)
-        findings = _findings(folder, None, with_values=True)
-        is_accepted = not any(finding.severity == "error" for finding in findings)
-    finally:
-        if not is_accepted:
-            manifest.write_bytes(before)
-    if findings:
-        show_findings(findings, well="")
-    if is_accepted:
-        show("\n".join(f"accepted: {each}" for each in changed) or f"{folder}: no file was changed")
-    return int(not is_accepted)
 
 
 def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Diagnosis]:
@@ -224,7 +195,6 @@ def megatron_to_hf(words: Sequence[str]) -> int:
         if any(finding.severity == "error" for finding in findings):
             show_findings(findings, well="")
             raise CheckpointError(f"the model converted from {source} is incomplete; check SOURCE with `furlong check`")
-        write_model_manifest(partial)
     show(f"{target}: {count} tensors, {size_text(num_bytes)}, read back and equal; files and layers are complete")
     _forward(options.forward, tool, source, target, num_bytes)
     return 0

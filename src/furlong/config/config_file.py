@@ -15,7 +15,6 @@ from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import value_from_yaml
 from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
-from furlong.core.json_values import TOO_DEEP, check_depth
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
 
@@ -163,10 +162,6 @@ def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
     if len(content) > MOST_BYTES:
         raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
     try:
-        values = yaml.load(content.decode("utf-8"), _UniqueKeys)
-        check_depth(values)
-        return values
-    except RecursionError as error:
-        raise ConfigError(f"{where} is not usable: {TOO_DEEP}; write {form}") from error
+        return yaml.load(content.decode("utf-8"), _UniqueKeys)
     except _NOT_YAML as error:
         raise ConfigError(f"{where} is not YAML: {error}; write {form}") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec
-from furlong.core.json_values import check_depth, parse_json, parse_written_json
+from furlong.core.json_values import parse_written_json
 from furlong.core.text import shortened
 
 _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
@@ -76,7 +76,7 @@ def many_from_equals(spec: FlagSpec, text: str) -> list[str]:
     """Return the values of `--flag=TEXT`: the items of a JSON array of the flag's type, else [TEXT]."""
     if text.startswith("["):
         try:
-            items = parse_json(text)
+            items = json.loads(text)
         except ValueError:
             return [text]
         if isinstance(items, list) and all(type(item) is spec.type for item in items):
@@ -124,7 +124,6 @@ def _finite(number: Any) -> Any:
 
 def _json_object(value: Any) -> dict[str, Any]:
     """Reject values that JSON cannot represent, such as dates, as they are written to command lines and files."""
-    check_depth(value)
     try:
         same = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

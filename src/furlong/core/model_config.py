@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from furlong.core.file_kind import require_file
-from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.errors import ConfigError
 
@@ -105,10 +104,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        require_file(path)
         if not path.is_file():
             return {}
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; download it again or check its permissions"

@@ -16,7 +16,7 @@ import orjson
 from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
 from furlong.core.chat_template import TEMPLATE_ERRORS
-from furlong.core.json_values import MAX_DEPTH, TOO_DEEP, check_depth, duplicate_key
+from furlong.core.json_values import duplicate_key
 from furlong.data.chat import has_text, message_problem, render_chat, require_template
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -261,12 +261,10 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
     try:
         values = orjson.loads(text)
-        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-            check_depth(values)
         if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
             # orjson converts integers beyond 64 bits to floats, and keeps the last value of a duplicate key
             values = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         try:
             shown = text.decode()[:60].strip()
         except UnicodeDecodeError as broken:
@@ -292,11 +290,7 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
 
 def _decoded_text(text: str) -> Any:
     """Return the value of JSON in a string. Raises ValueError, also for text that is not Unicode, and _BadRowError."""
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    check_depth(value)
+    value = json.loads(text, object_pairs_hook=_object)
     if r"\ud" in text.lower():  # half a surrogate pair cannot be encoded again
         orjson.loads(text)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +12,6 @@ import xxhash
 
 from furlong.config.checks.value_checks import split_slice
 from furlong.config.task_specs import PACKAGE, is_task, num_episodes
-from furlong.core.file_kind import irregular_kind
-from furlong.core.json_values import parse_json
 from furlong.core.text import shortened
 from furlong.data.source_file import SourceFile
 from furlong.errors import ConfigError, DataError
@@ -60,8 +59,6 @@ class PromptDataPath:
             if (path / STATE).is_file():
                 return "arrow"
             raise DataError(_folder_problem(path))
-        if (kind := irregular_kind(path)) is not None:
-            raise DataError(f"{path} is {kind}, not a file; write its rows to a file, and check --prompt-data")
         if not path.is_file():
             raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
         if path.suffix in (".jsonl", ".ndjson"):
@@ -141,7 +138,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a dataset folder. Raises DataError that names the file."""
     again = "copy the folder again, or save the dataset again with save_to_disk"
     try:
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; {again}") from error
     except ValueError as error:

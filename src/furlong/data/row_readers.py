@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from furlong.core.json_values import MAX_DEPTH, TOO_DEEP
 from furlong.data.arrow_batches import count_rows
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source_file import SourceFile
@@ -175,14 +174,9 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raise DataError if two columns have the same name, or if types are nested too deeply."""
+    """Raise DataError if two columns have the same name."""
     if len(set(schema.names)) < len(schema.names):
         raise DataError(f"{path} has columns of the same name: {schema.names}; rename one")
-    level = [field.type for field in schema]
-    for _ in range(MAX_DEPTH):
-        level = [kind.field(i).type for kind in level for i in range(kind.num_fields)]
-    if level:
-        raise DataError(f"{path}: {TOO_DEEP} in its columns; write it with fewer levels")
 
 
 def _present(columns: list[str], names: list[str]) -> list[str]:

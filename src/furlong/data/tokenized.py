@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from furlong.core.json_values import parse_json
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow, RowFilter
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import RawRow, RowReader, read_slice
@@ -68,7 +67,7 @@ class TokenizedRenderer:
 
         try:
             label, metadata, tools = (
-                None if key is None else parse_json(values[key])
+                None if key is None else json.loads(values[key])
                 for key in (fmt.label_key, fmt.metadata_key, fmt.tool_key)
             )
             if not isinstance(metadata, dict | None) or not isinstance(tools, list | None):
@@ -142,7 +141,7 @@ def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
         text = (schema.metadata or {}).get(_KEY)
         if text is None:
             return None
-        settings: dict[str, Any] = parse_json(text)
+        settings: dict[str, Any] = json.loads(text)
         keys = [key for name, key in settings.items() if name.endswith("_key") and key]
         expected: dict[str, Any] = dict.fromkeys(keys, pa.string()) | {TOKENS: TOKEN_TYPE}
         if {field.name: field.type for field in schema} != expected:

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import glob
 import os
 import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from furlong.files.checksums import leave_checksums
-from furlong.files.verified_tensors import stored_places
+from furlong.files.manifest import leave_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PARTIAL = ".partial"  # suffix of a file or folder that is incomplete, or is being deleted
-REPLACED = ".replaced"  # suffix under which earlier versions kept the old folder during its replacement
+REPLACED = f".replaced{PARTIAL}"  # suffix of the old folder while the new one takes its place
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from network file systems mounted without locks
-LOCK = ".lock"  # in a workspace: locked while its writer runs
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_file(path: Path) -> Generator[Path]:
     """Yield a temporary path, and rename what the body wrote there to `path` once it is synced to disk.
 
-    A symbolic link is followed: its target is replaced. If the body or the rename fails, `path` is unchanged. Several
-    writers of one `path` do not disturb each other: the last rename wins. The temporary path is in a folder of this
-    writer next to `path`, which is deleted at the end; the next writer of `path` deletes those of killed processes.
+    A symbolic link is followed: its target is replaced. If the body or the rename fails, `path` is unchanged. Of
+    several writers of one `path`, the last rename wins.
 
         with atomic_file(folder / "config.json") as draft:
             draft.write_text(text)
     """
     path = path.resolve()
-    with _workspace(path) as workspace:
-        draft = workspace / path.name
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
         yield draft
         sync_to_disk(draft)
         os.replace(draft, path)
         sync_to_disk(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -53,100 +51,37 @@ def write_atomically(path: Path, text: str) -> None:
         draft.write_text(text)
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_folder(path: Path) -> Generator[Path]:
-    """Yield an empty folder, and rename it to `path` once its files are synced to disk.
+    """Yield an empty folder, and rename it to `path` once its files are synced to disk. One writer at a time.
 
     The old content of `path` is deleted; a symbolic link is followed. If the body or the rename fails, `path` is
     unchanged. After a kill, `path` is the old folder, the new one, or (between two renames) absent, but never
-    incomplete. Several writers and leftovers are handled as in `atomic_file`. Raises NotADirectoryError if `path` is a
-    file.
+    incomplete; the next writer deletes what was left. Raises NotADirectoryError if `path` is a file.
     """
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "cannot replace a file with a folder", str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _workspace(path) as workspace:
-        draft, replaced = workspace / path.name, workspace / f"{path.name}{REPLACED}"
-        draft.mkdir()
+    draft, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    try:
         yield draft
         sync_files(draft)
         if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
         try:
             draft.rename(path)
         except OSError:
-            with contextlib.suppress(OSError):  # keep the first error
+            with suppress(OSError):  # keep the first error
                 replaced.rename(path)
             raise
         sync_to_disk(path.parent)
-    _delete_leftovers(path)  # the old folder, if a kill had left it as the only one
-
-
-@contextlib.contextmanager
-def _workspace(path: Path) -> Generator[Path]:
-    """Yield a new folder `NAME.xxxxxxxx.partial` next to `path`, which only this writer uses; delete it at the end.
-
-    Deletes the folders of killed writers first. A lock on a file in it, which ends with the process, shows that its
-    writer runs; where locks do not work, leftovers remain.
-    """
-    _delete_leftovers(path)
-    folder, lock = _create_workspace(path)
-    try:
-        yield folder
     finally:
-        _delete_workspace(folder, path)
-        os.close(lock)
-
-
-def _create_workspace(path: Path) -> tuple[Path, int]:
-    """Create and lock a workspace. Another writer may delete it before it is locked; then it is created again."""
-    while True:
-        folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        folder.mkdir()
-        try:
-            lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(lock)
-                raise
-        if (folder / LOCK).exists():
-            return folder, lock
-        os.close(lock)
-
-
-def _delete_leftovers(path: Path) -> None:
-    """Delete workspaces of `path` whose writer has ended, and temporary files of earlier versions."""
-    _delete(path.with_name(path.name + PARTIAL))
-    if path.exists():
-        _delete(path.with_name(path.name + REPLACED))
-    for folder in path.parent.glob(f"{glob.escape(path.name)}.????????{PARTIAL}"):
-        with contextlib.suppress(OSError):  # in use, deleted by another writer, or not ours to delete
-            if not (folder / LOCK).exists():
-                folder.rmdir()  # killed before it was locked, or its writer is about to lock it
-                continue
-            with (folder / LOCK).open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _delete_workspace(folder, path)
-
-
-def _delete_workspace(folder: Path, path: Path) -> None:
-    """Delete a workspace, unless it contains the only copy of the old `path`."""
-    if path.exists() or not (folder / f"{path.name}{REPLACED}").exists():
-        _delete(folder)
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or folder if it exists. An entry that cannot be deleted makes the next operation on it fail."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync_files(folder: Path) -> None:
@@ -203,9 +138,12 @@ class PendingFiles:
             self._writes.popleft()()
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file and leave its checksums for the manifest. Raises OSError or SafetensorError."""
+def save_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, *, for_manifest: bool = True
+) -> None:
+    """Write a safetensors file, and leave its checksum for the manifest. Raises OSError or SafetensorError."""
     from safetensors.torch import save_file  # imports torch
 
     save_file(tensors, path, metadata)
-    leave_checksums(path, stored_places(path))
+    if for_manifest:
+        leave_checksum(path)

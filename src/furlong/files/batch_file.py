@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metric
 from furlong.errors import CheckpointError
-from furlong.files.sealed_arrays import load_arrays, save_arrays
+from furlong.files.tensor_file import read_arrays
 
 FORMAT = "furlong-rollout-batch-1"
 ROUTES = "routed_experts"
-HEADER = frozenset({"format", "rollout_id", "metadata", "metrics"})
 ARRAYS = tuple(
     f.name
     for f in dataclasses.fields(RolloutBatch)
@@ -35,15 +35,15 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
         "metadata": json.dumps(batch.metadata),
         "metrics": json.dumps({name: (m.total, m.weight, m.rule) for name, m in batch.metrics.items()}),
     }
-    save_arrays(path, arrays, header)
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, header)
 
 
 def load_batch(path: Path | str) -> RolloutBatch:
     """Read a file written by `save_batch`. Raises CheckpointError if it is damaged or has another format."""
+    arrays, header = read_arrays(Path(path))
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
     try:
-        arrays, header = load_arrays(Path(path), HEADER)
-        if header.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}")
         return RolloutBatch(
             rollout_id=int(header["rollout_id"]),
             columns={name.removeprefix("column."): a for name, a in arrays.items() if name.startswith("column.")},
@@ -52,5 +52,5 @@ def load_batch(path: Path | str) -> RolloutBatch:
             routed_experts=arrays.get(ROUTES),
             **{name: arrays[name] for name in ARRAYS},
         )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; use another --ckpt-step") from error

@@ -75,7 +75,7 @@ class Delta:
                 raise ValueError("its content does not match its format and checksum")
             entries = {name: Entry(**fields) for name, fields in data["tensors"].items()}
             return Delta(folder, data["version"], data["base_version"], data["encoding"], data["checksum"], entries)
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise SyncError(f"{path} is not a valid delta manifest: {error}; {REMEDY}") from error
 
     def source(self, base: Callable[[str], Tensor]) -> WeightSource:

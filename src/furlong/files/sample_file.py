@@ -2,7 +2,7 @@
 
 A dump is one safetensors file, whatever its suffix (slime's `rollout_{rollout_id}.pt` works too):
 
-- metadata: `format` "furlong.samples", `version` "1", `rollout_id`, and the checksum of `core.sealed_arrays`;
+- metadata: `format` "furlong.samples", `version` "1", `rollout_id`;
 - tensor `json` (uint8): UTF-8 JSON {"groups": [{"index", "epoch", "row", "name", "samples": [{...}]}]}; a sample has
 all fields that differ from their default, except the per-token lists;
 - for each per-token list in `COLUMNS`: tensor `<field>`, the lists of all samples concatenated, and tensor
@@ -21,16 +21,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from furlong.core.sample import Group, Sample
 from furlong.errors import CheckpointError, DataError
 from furlong.files.atomic import atomic_file
-from furlong.files.sealed_arrays import load_arrays, save_arrays
-from furlong.files.verified_tensors import TensorFile
+from furlong.files.tensor_file import read_arrays, read_header
 
 FORMAT = "furlong.samples"
 VERSION = "1"
-HEADER = frozenset({"format", "version", "rollout_id"})
 COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teacher_log_probs")
 
 PICKLED = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # starts of torch.save's and pickle's files
@@ -69,7 +68,7 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as draft:
-        save_arrays(draft, tensors, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
+        save_file(tensors, draft, {"format": FORMAT, "version": VERSION, "rollout_id": str(rollout_id)})
 
 
 def load_samples(path: Path | str, rollout_id: int | None = None) -> SampleDump:
@@ -80,12 +79,11 @@ def load_samples(path: Path | str, rollout_id: int | None = None) -> SampleDump:
     path = Path(path)
     check_dump(path, rollout_id)
     try:
-        tensors, metadata = load_arrays(path, HEADER)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the rollout dump {path}: {error}; write it again") from error
-    try:
+        tensors, metadata = read_arrays(path)
         dump = _dump_of(tensors, int(metadata["rollout_id"]))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except CheckpointError as error:
+        raise DataError(f"{error}; write the dump again") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again") from error
     if rollout_id is not None and (sets := sorted({name for name in dump.names if name})):
         raise DataError(
@@ -104,15 +102,16 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
         what = "is a folder, not a rollout dump" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {what}; write one with --save-debug-rollout-data or --dump-details")
     try:
-        with TensorFile(path, None) as opened:
-            metadata = opened.texts
+        metadata = read_header(path).texts
     except CheckpointError as error:
-        if _start(path) in PICKLED:
+        with path.open("rb") as file:
+            is_pickled = file.read(2) in PICKLED
+        if is_pickled:
             raise DataError(
                 f"the rollout dump {path} was written with torch.save or pickle, as slime does: it contains pickled "
                 "objects, which furlong does not load; write it again with furlong's --save-debug-rollout-data"
             ) from error
-        raise DataError(f"cannot read the rollout dump {path}: {error}; write it again") from error
+        raise DataError(f"{error}; write the dump again") from error
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise DataError(
             f"{path} has format {metadata.get('format')!r} version {metadata.get('version')!r}, expected {FORMAT!r} "
@@ -123,15 +122,6 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
             f"{path} contains the dump of rollout {metadata.get('rollout_id')}, but its name is that of rollout "
             f"{rollout_id}; restore the dump of rollout {rollout_id}, or rename the file"
         )
-
-
-def _start(path: Path) -> bytes:
-    """Return the first two bytes of a file; b"" if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(2)
-    except OSError:
-        return b""
 
 
 def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump:

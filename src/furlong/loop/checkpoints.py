@@ -39,16 +39,14 @@ from furlong.files.checkpoint_folder import (
     STATE,
     STATE_FORMAT,
     TRACKER,
-    files_checked,
     find_checkpoint,
     find_complete_folders,
     folder_name,
     read_state,
     start_problem,
     step_from_folder,
-    write_manifest,
 )
-from furlong.files.model_manifest import write_model_manifest
+from furlong.files.manifest import files_checked, write_manifest
 from furlong.files.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
 from furlong.files.sample_file import load_samples, save_samples
 from furlong.interfaces import Parts
@@ -168,15 +166,9 @@ class Checkpoints:
         """Compare inputs with those in a checkpoint; keep accepted changes. Raises CheckpointError for others."""
         if self.inputs is None:
             return
-        saved = read_inputs(folder)
-        if saved is not None:
-            changes = await self.inputs.changes(saved, kinds)
-            self.inputs.check_accepted(folder, changes)
-            self._changes.extend(changes)
-        elif "data" in kinds:
-            logger.info("%s was saved without a record of its inputs, so only the data's ends are compared", folder)
-            if "data" in self.inputs.accepted:
-                self._changes.append(Change("data", f"{folder} has no record of it"))
+        changes = await self.inputs.changes(read_inputs(folder) or {}, kinds)
+        self.inputs.check_accepted(folder, changes)
+        self._changes.extend(changes)
 
     def find(self) -> Path | None:
         """Return the checkpoint folder to load; None if there is nothing to resume. Raises CheckpointError."""
@@ -283,12 +275,11 @@ class Checkpoints:
                     await parts.trainer.save_hf(draft)
                 if not any(draft.iterdir()):
                     raise CheckpointError(
-                        f"{draft} is empty: the trainer's files are not visible on this machine; set --save-hf to a "
+                        f"{folder} is empty: the trainer's files are not visible on this machine; set --save-hf to a "
                         "folder that all machines share"
                     )
                 if self.finish_export is not None:
                     self.finish_export(draft)
-                await asyncio.to_thread(write_model_manifest, draft)
                 await asyncio.to_thread(sync_files, draft)  # may take long; only the rename is left after it
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -321,10 +312,8 @@ class Checkpoints:
 
     def _commit(self, partial: Path, step: int) -> None:
         assert self.save_dir is not None
-        files = sorted(p for p in partial.rglob("*") if p.is_file())
-        for path in files:
-            sync_to_disk(path)
         write_manifest(partial, step)
+        sync_files(partial)
         final = self.save_dir / folder_name(step)
         before = [p for p in find_complete_folders(self.save_dir) if step_from_folder(p) < step]
         if final.exists():  # from an earlier continuation; the tracker must not name it while it is replaced

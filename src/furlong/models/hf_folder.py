@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from furlong.core.file_kind import irregular_kind
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files.model_manifest import MODEL_MANIFEST, changed_files
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-READ_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt")  # by loaders of folders
 ADDED_FAMILIES = ("kimi_k2", "mimo")  # model types that transformers lacks; see `added_families`
 ADAPTER = "adapter_config.json"  # of a PEFT folder, which has only the difference to a base model
 SNAPSHOTS = "snapshots"  # of a folder in the cache of huggingface_hub, with a model folder for each commit
@@ -28,15 +25,10 @@ QUANTIZED_NAMES = (
 )
 
 
-class ChangedFolderError(ConfigError):
-    """Files of a folder are not those that furlong wrote."""
-
-
 def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool = False) -> Path:
     """Return `folder` if it is a Hugging Face model folder.
 
-    Raises ConfigError with the missing files, similar names that exist, and how to get the files; also for folders,
-    named pipes and broken links under the names of files, and for files that differ from furlong's manifest.
+    Raises ConfigError with the missing files, similar names that exist, and how to get the files.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -47,10 +39,6 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
             f"no such model folder: {folder}{hint}. Give a local folder, not a hub name; "
             f"`hf download {folder} --local-dir DIR` downloads one"
         )
-    for path in sorted(path for pattern in READ_FILES for path in folder.glob(pattern)):
-        if (kind := irregular_kind(path)) is not None:
-            raise ConfigError(f"{path} is {kind}, not a file. Remove or replace it, or download the model again")
-    require_unchanged(folder)
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []
     needed += [TOKENIZER_FILES] if tokenizer else []
@@ -65,29 +53,6 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
             )
             raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_remedy(folder, names, present)}")
     return folder
-
-
-def require_unchanged(folder: Path) -> None:
-    """Raise ChangedFolderError that names the files of a folder that were changed since furlong wrote it."""
-    try:
-        changed = changed_files(folder)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    if changed:
-        raise ChangedFolderError(f"{'; '.join(changed)}. {accept_advice(folder)}")
-
-
-CHANGED = "Files were edited, or damaged on the disk or in a copy."
-
-
-def accept_advice(folder: Path) -> str:
-    """Return what to do about changed files."""
-    return f"Restore them, or if the change is yours accept it with `furlong check {folder} --accept-changes`"
-
-
-def accept_step(folder: Path) -> str:
-    """Return what follows an edit of a file in a folder that furlong wrote, as the end of a remedy; else ""."""
-    return f", then `furlong check {folder} --accept-changes`" if (folder / MODEL_MANIFEST).is_file() else ""
 
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:

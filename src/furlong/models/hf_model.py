@@ -27,7 +27,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.models.added_families import register_model
 from furlong.models.hf_config import load_config, load_whole_config, unreadable_errors, without_dropout
 from furlong.models.hf_folder import (
@@ -260,7 +259,6 @@ def save_model(model: PreTrainedModel, folder: Path | str) -> None:
     model.config.dtype = stored
     try:
         model.save_pretrained(folder, state_dict=state)
-        (folder / MODEL_MANIFEST).unlink(missing_ok=True)  # of the model that was there
     finally:
         model.config.dtype = before
 

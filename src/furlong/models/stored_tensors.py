@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.files.file_tensors import read_tensor
-from furlong.files.verified_tensors import TensorFile, open_tensor_file
-from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map, require_unchanged
+from furlong.files.tensor_file import TensorFile
+from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.untrained_tensors import is_untrained, is_with_vision, stored_name, text_name
 from furlong.quantization.weight_format import QuantizationError
@@ -75,19 +74,18 @@ class StoredTensors:
         file = self._open(self._files[stored])
         if stored not in file.tensors:
             raise CheckpointError(f"{file.path} has no tensor {stored}, which the index names there; download it again")
-        return read_tensor(file, stored)
+        return file.read(stored)
 
     def _open(self, file: str) -> TensorFile:
         with self._opening:
             if file not in self._opened:
-                self._opened[file] = self._stack.enter_context(open_tensor_file(self._folder / file))
+                self._opened[file] = self._stack.enter_context(TensorFile(self._folder / file))
             return self._opened[file]
 
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Generator[StoredTensors]:
-    """Open a folder to read its tensors. Raises CheckpointError if it has none, ConfigError if it was changed."""
-    require_unchanged(folder)
+    """Open a folder to read its tensors. Raises CheckpointError if it has none."""
     with contextlib.ExitStack() as stack:
         yield StoredTensors(folder, stack)
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
-from furlong.files.safetensors_header import LFS_POINTER
+from furlong.files.tensor_file import LFS_POINTER
 from furlong.models.hf_folder import check_folder
 
 if TYPE_CHECKING:  # it takes a second to import

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-from furlong.core.json_values import parse_json
 from furlong.core.text import redact_credentials
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ async def read_json(reply: httpx.Response, limit_bytes: int) -> Any:
     """Read the JSON body of a streamed reply with a status of success.
 
     Raises ReplyError for another status, for more than `limit_bytes` after decompression, and for a body that is not
-    JSON in UTF-8 or nested too deeply. httpx's errors of the transport pass through.
+    JSON in UTF-8. httpx's errors of the transport pass through.
     """
     content, status = await _read(reply, limit_bytes), reply.status_code
     if reply.is_redirect:
@@ -34,8 +34,8 @@ async def read_json(reply: httpx.Response, limit_bytes: int) -> Any:
     if not reply.is_success:
         raise ReplyError(f"HTTP {status}: {_shown(content)}", status)
     try:
-        return parse_json(content.decode())
-    except ValueError as error:
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise ReplyError(
             f"the reply is not JSON: {_shown(content)} ({str(error)[:SHOWN_CHARS]})", reply.status_code
         ) from error

@@ -15,13 +15,13 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files.safetensors_header import Shard, StoredTensor, read_header
-from furlong.models.hf_folder import accept_step, read_weight_map
+from furlong.files.tensor_file import Shard, StoredTensor, read_header
+from furlong.models.hf_folder import read_weight_map
 from furlong.quantization.ignore_list import NEVER_QUANTIZED, checked_ignore, is_ignored, module_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 5
-COMPARED, COMPARED_BYTES = 256, 1 << 16  # parts of two tensors that are compared, and bytes of each
+COMPARED = 256  # rows of two tensors that are compared
 _LAYER = re.compile(r"(?P<stack>.*?\b(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)")
 
 
@@ -87,20 +87,19 @@ def read_model(folder: Path) -> StoredModel:
 
 
 def has_same_values(model: StoredModel, one: str, other: str) -> bool:
-    """Compare two stored tensors: dtype, shape, and `COMPARED` parts of their bytes, spread evenly over them."""
+    """Compare two stored matrices: dtype, shape, and `COMPARED` rows, spread evenly over them."""
     tensors = model.tensors[one], model.tensors[other]
-    if (tensors[0].dtype, tensors[0].shape) != (tensors[1].dtype, tensors[1].shape):
+    if tensors[0] != tensors[1]:
         return False
-    step = max(tensors[0].num_bytes // COMPARED, COMPARED_BYTES)
+    import torch  # imported here, as most folders need no comparison
+
+    from furlong.files.tensor_file import TensorFile
+
     holders = [next(s.path for s in model.shards.values() if name in s.tensors) for name in (one, other)]
-    with holders[0].open("rb") as first, holders[1].open("rb") as second:
-        for start in range(0, tensors[0].num_bytes, step):
-            size = min(COMPARED_BYTES, tensors[0].num_bytes - start)
-            first.seek(tensors[0].offset + start)
-            second.seek(tensors[1].offset + start)
-            if first.read(size) != second.read(size):
-                return False
-    return True
+    rows = slice(None, None, -(-tensors[0].shape[0] // COMPARED))
+    with TensorFile(holders[0]) as first, TensorFile(holders[1]) as second:
+        parts = [file.mapped(name)[rows].contiguous() for file, name in ((first, one), (second, other))]
+        return torch.equal(*(part.view(torch.uint8) for part in parts))
 
 
 def check_model(folder: Path | str, *, id: str = "CKPT04") -> list[Diagnosis]:
@@ -149,11 +148,6 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
             add(why, {"shard": name}, cause=cause, remedy=f"`git lfs pull` in {model.folder}, or {again}")
         else:
             add(why, {"shard": name})
-    for name, shard in model.shards.items():
-        if shard.file_bytes != shard.needed_bytes:
-            problem = "is cut off" if shard.file_bytes < shard.needed_bytes else "is too long"
-            finding = f"{name} {problem}: it has {shard.file_bytes} bytes, but its header needs {shard.needed_bytes}"
-            add(finding, {"shard": name, "file_bytes": shard.file_bytes, "needed_bytes": shard.needed_bytes})
     stored = model.tensors
     elsewhere = {
         t: name for t, name in model.weight_map.items() if name in model.shards and t not in model.shards[name].tensors
@@ -247,7 +241,7 @@ def quantization(model: StoredModel) -> list[Diagnosis]:
     try:
         checked_ignore(ignore)
     except ConfigError as error:
-        remedy = f"correct the pattern in quantization_config.{key}{accept_step(model.folder)}"
+        remedy = f"correct the pattern in quantization_config.{key}"
         return [diagnosis("QNT01", f"{place}: {error}", remedy=remedy)]
     found = [*_unprotected(model, settings, ignore, key), *_wrongly_quantized(model, ignore, key)]
     return [*found, *_without_companions(model, settings)]
@@ -278,9 +272,7 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any], ignore: list[s
         "QNT01",
         f"{model.folder}/config.json: quantization_config.{key} does not cover {len(open_weights)} two-dimensional "
         f"weights that are stored unquantized: {abbreviate(sorted(open_weights), SHOWN)}",
-        remedy=f"add to quantization_config.{key}: "
-        + ", ".join(json.dumps(pattern) for pattern in patterns)
-        + accept_step(model.folder),
+        remedy=f"add to quantization_config.{key}: " + ", ".join(json.dumps(pattern) for pattern in patterns),
         evidence={"folder": str(model.folder), "weights": sorted(open_weights)[:SHOWN], "patterns": patterns},
     )
 
@@ -313,8 +305,7 @@ def _wrongly_quantized(model: StoredModel, ignore: list[str], key: str) -> Itera
             f"{model.folder}/config.json: quantization_config.{key} covers {len(covered)} weights that are stored "
             f"quantized: {abbreviate(covered, SHOWN)}",
             cause="The list is of another conversion. Engines build these layers unquantized and skip what is stored.",
-            remedy=f"remove from quantization_config.{key}, or narrow: {', '.join(json.dumps(e) for e in entries)}"
-            + accept_step(model.folder),
+            remedy=f"remove from quantization_config.{key}, or narrow: {', '.join(json.dumps(e) for e in entries)}",
             evidence={"folder": str(model.folder), "weights": covered[:SHOWN], "entries": entries},
         )
 

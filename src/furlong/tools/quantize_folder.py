@@ -1,7 +1,7 @@
 """Quantizes the weights of a Hugging Face folder, or makes them whole again, file by file.
 
 At most one file of the result is in memory, and each tensor is read back and compared. config.json is written after
-them, so that a folder which was not finished does not load, and the manifest last.
+them, so that a folder which was not finished does not load.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, checksum
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files.file_tensors import read_file, save_verified
-from furlong.files.model_manifest import MODEL_MANIFEST, write_model_manifest
+from furlong.files.tensor_file import read_file
 from furlong.models.hf_folder import check_folder
 from furlong.models.hf_model import part_name, write_index
 from furlong.models.quantized_folder import folder_scheme
@@ -168,12 +168,11 @@ def _write(
     write_index(target, written)
     for path in sorted(model.folder.iterdir()):
         is_index = path.name.endswith(".index.json")
-        is_own = is_index or path.name in ("config.json", MODEL_MANIFEST)
+        is_own = is_index or path.name == "config.json"
         if path.is_file() and path.suffix in COPIED and not is_own:
             shutil.copyfile(path, target / path.name)
     _verify(target, sums)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_model_manifest(target)
     source_bytes = sum(tensor.num_bytes for tensor in model.tensors.values())
     return Converted(len(written), num_quantized, source_bytes, sum(size for _, size in written.values()))
 
@@ -181,7 +180,7 @@ def _write(
 def _save(target: Path, batch: dict[str, torch.Tensor], written: dict[str, tuple[str, int]]) -> None:
     number = len({file for file, _ in written.values()})
     try:
-        save_verified(target / part_name(number), batch, {"format": "pt"})
+        save_file(batch, target / part_name(number), {"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write into {target}: {error}; free some space, or use another TARGET") from error
     written |= {name: (part_name(number), tensor.nbytes) for name, tensor in batch.items()}

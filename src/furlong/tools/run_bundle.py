@@ -27,12 +27,12 @@ from typing import Any
 from furlong.config.command_line import argv_from_config, config_from_values
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.sections import Config
-from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.sample import Group, Sample, scalar_reward
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
-from furlong.files.checkpoint_folder import MANIFEST, STATE_FORMAT, TRACKER, folder_name, write_manifest
+from furlong.files.checkpoint_folder import STATE_FORMAT, TRACKER, folder_name
+from furlong.files.manifest import MANIFEST, write_manifest
 from furlong.tracking.rollout_dump import load_samples, save_samples
 from furlong.tracking.run_files import METRICS, read_flags, read_rows
 from furlong.version import __version__
@@ -140,7 +140,7 @@ def read_bundle(path: Path) -> Bundle:
         raise DataError(f"{path}: no such file; create a bundle with `furlong bundle`")
     try:
         with zipfile.ZipFile(path) as file:
-            values = parse_json(file.read(MANIFEST_NAME))
+            values = json.loads(file.read(MANIFEST_NAME))
         if values.pop("format", None) != FORMAT:
             raise DataError(
                 f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"

@@ -15,7 +15,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
 from furlong.data.chat import Messages, double_template_problem, render_chat, rendered_prompts
-from furlong.models.hf_folder import accept_step, check_folder, end_ids
+from furlong.models.hf_folder import check_folder, end_ids
 from furlong.models.tokenizer import SHIPPED, load_tokenizer, read_template
 from furlong.tools.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
 
@@ -197,8 +197,7 @@ def stop_findings(
             diagnosis(
                 "STOP01",
                 f"the chat template ends an assistant's turn with {_token_names(tokenizer, missing)}, but {stops_at}",
-                remedy=f"set --rollout-stop-token-ids {ids}, or extend eos_token_id in {folder}/generation_config.json"
-                + accept_step(folder),
+                remedy=f"set --rollout-stop-token-ids {ids}, or extend eos_token_id in {folder}/generation_config.json",
                 evidence=evidence,
             )
         ]

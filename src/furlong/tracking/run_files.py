@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -14,8 +15,6 @@ from typing import Any, BinaryIO
 import orjson
 
 from furlong.config.sections import by_field
-from furlong.core.file_kind import require_file
-from furlong.core.json_values import parse_json
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
@@ -148,8 +147,7 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
             "the folder was deleted during the run; use the run's --output-dir"
         )
     try:
-        require_file(path)
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{shown}: {path} cannot be read ({error.strerror}); use the run's --output-dir") from error
     except ValueError as error:
@@ -215,7 +213,6 @@ def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, Jso
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and content of each line. Raises DataError if the file cannot be read."""
     try:
-        require_file(path)
         with path.open("rb") as file:
             yield from enumerate(file, 1)
     except OSError as error:

@@ -37,7 +37,7 @@ from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.files.checkpoint_folder import files_checked, read_object
+from furlong.files.checkpoint_folder import read_object
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
 from furlong.training.digests import Digests
@@ -280,12 +280,11 @@ class RoundWorker:
         """Restore what `save` wrote. Raises CheckpointError if something is missing or does not have its checksum."""
         if not (folder / WORKER_STATE).is_file():
             raise CheckpointError(f"{folder} has no {WORKER_STATE}; it is incomplete or not a trainer checkpoint")
-        with files_checked(folder.parent, part=self.ranks.rank, parts=self.ranks.world_size):
-            self.awake.load(folder)
-            state = read_object(folder.parent, f"{folder.name}/{WORKER_STATE}")
-            if type(state.get("old_version")) not in (int, type(None)) or "old_version" not in state:
-                raise CheckpointError(f"{folder / WORKER_STATE} has no usable old_version; use another --ckpt-step")
-            self._old_version = state["old_version"]
+        self.awake.load(folder)
+        state = read_object(folder.parent, f"{folder.name}/{WORKER_STATE}")
+        if type(state.get("old_version")) not in (int, type(None)) or "old_version" not in state:
+            raise CheckpointError(f"{folder / WORKER_STATE} has no usable old_version; use another --ckpt-step")
+        self._old_version = state["old_version"]
 
     def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
         heartbeat.beat("micro-batch")

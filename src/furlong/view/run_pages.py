@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.json_values import parse_json
 from furlong.errors import DataError
 from furlong.tracking.run_files import CONFIG
 from furlong.view.group_flow import GroupFlow
@@ -79,7 +79,7 @@ class RunPages:
 
     def config(self) -> dict[str, Any]:
         """Return the flags by section: [flag, value, source, help]."""
-        content = parse_json((self.run.folder / CONFIG).read_bytes())
+        content = json.loads((self.run.folder / CONFIG).read_bytes())
         sources: Mapping[str, str] = content.get("sources") or {}
         specs = {spec.field: spec for spec in flag_specs(Config).values()}
         return {

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 
 from furlong.catalogue import CATALOGUE
-from furlong.core.file_kind import require_file
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import is_locked
 from furlong.tracking.event_fields import is_event, is_step
@@ -37,7 +36,6 @@ class TailedFile:
         Raises DataError if the file cannot be read.
         """
         try:
-            require_file(self.path)
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 is_new = status.st_ino != self._inode or status.st_size < self._offset

@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import orjson
-import xxhash
+from typing import TYPE_CHECKING, Any
 
 from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
@@ -23,15 +20,14 @@ from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
 from furlong.core.model_config import read_json
-from furlong.data.byte_places import rows_at
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonitor
-from furlong.errors import CheckpointError, ConfigError
-from furlong.files.checkpoint_folder import MANIFEST, find_checkpoint, find_foreign_weights, find_resume_folder
-from furlong.files.run_inputs import InputFile, RunInput, RunInputs, flat_settings
-from furlong.files.safetensors_header import read_header
+from furlong.errors import ConfigError
+from furlong.files.checkpoint_folder import find_checkpoint, find_foreign_weights, find_resume_folder
+from furlong.files.manifest import MANIFEST
+from furlong.files.run_inputs import RunInput, RunInputs
 from furlong.inference.supervisor.launch import check_startable
 from furlong.interfaces import DataSource, Parts, Tracker
 from furlong.loop.checkpoints import Checkpoints
@@ -340,10 +336,16 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
     return Trackers.open(builders, context.tables)
 
 
-IGNORED_KEYS = ("transformers_version", "_name_or_path")  # of the tool that wrote the file
-SMALL_BYTES = 256  # of a part of tokenizer.json that is recorded as it is
+IGNORED_KEYS = (
+    "transformers_version",
+    "_name_or_path",
+    "chat_template",
+    "padding",
+    "truncation",
+)  # not what is trained
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
-SHOWN_TENSORS = 2
 
 
 def build_inputs(context: RunContext) -> RunInputs | None:
@@ -363,29 +365,23 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
     if context.reads_prompt_file:
         yield prompt_files(prompt_paths(config))
     slow = () if (folder / "tokenizer.json").is_file() else SLOW_TOKENIZER_FILES
-    files = [InputFile(folder / name, name) for name in slow if (folder / name).is_file()]
-    yield RunInput("tokenizer", source, files, partial(_tokenizer_settings, folder))
+    files = [folder / name for name in slow if (folder / name).is_file()]
+    yield RunInput("tokenizer", f"{source} (tokenizer)", files, partial(_contents, folder, TOKENIZER_FILES))
     path = config.data.chat_template_path
     template = getattr(context.tokenizer, "chat_template", None)
-    template_source = (
-        f"{source} (chat_template.jinja or tokenizer_config.json)" if path is None else f"--chat-template-path {path}"
-    )
-    yield RunInput("chat-template", template_source, settings=lambda: {"chat template": template})
-    yield RunInput("config", source, settings=partial(_config_settings, folder))
-    yield RunInput("weights", source, _weight_files(folder))
+    template_source = f"{source} (chat template)" if path is None else f"--chat-template-path {path}"
+    yield RunInput("chat-template", template_source, settings=lambda: template)
+    yield RunInput("config", f"{source} ({', '.join(CONFIG_FILES)})", (), partial(_contents, folder, CONFIG_FILES))
+    yield RunInput("weights", f"{source} (weights)", _weight_files(folder))
     if config.checkpoint.ref_load is not None:
         yield _reference(context, Path(config.checkpoint.ref_load))
 
 
 def prompt_files(paths: Iterable[str]) -> RunInput:
-    """The files of --prompt-data, or those of several environments, by their place in the list."""
-    named: list[InputFile] = []
+    """The files of --prompt-data, or those of several environments."""
     different = list(dict.fromkeys(paths))
-    for number, path in enumerate(different):
-        files = PromptDataPath.parse(path).files()
-        prefix = f"{number}/" if len(different) > 1 else ""
-        named += [InputFile(file, prefix + (file.name if len(files) > 1 else ""), rows_at) for file in files]
-    return RunInput("data", f"--prompt-data {' '.join(different)}", named)
+    files = [file for path in different for file in PromptDataPath.parse(path).files()]
+    return RunInput("data", f"--prompt-data {' '.join(different)}", files)
 
 
 def _reference(context: RunContext, folder: Path) -> RunInput:
@@ -395,64 +391,24 @@ def _reference(context: RunContext, folder: Path) -> RunInput:
     if foreign is None:
         checkpoint = find_checkpoint(folder, step=step, save_dir=None, flag="--ref-load")
         assert checkpoint is not None  # without save_dir a missing checkpoint raises
-        return RunInput("reference", source, [InputFile(checkpoint / MANIFEST)], follows_path=True)
+        return RunInput("reference", source, [checkpoint / MANIFEST], follows_path=True)
     if (foreign / "config.json").is_file():
-        settings = partial(_config_settings, foreign)
+        settings = partial(_contents, foreign, CONFIG_FILES)
         return RunInput("reference", source, _weight_files(foreign), settings, follows_path=True)
-    files = [InputFile(path, path.name) for path in sorted(foreign.iterdir()) if path.is_file()]
-    return RunInput("reference", source, files, follows_path=True)
+    return RunInput("reference", source, sorted(p for p in foreign.iterdir() if p.is_file()), follows_path=True)
 
 
-def _weight_files(folder: Path) -> list[InputFile]:
+def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that this machine has; those of a cluster's machines may be elsewhere."""
     single, index = WEIGHT_FILES
     names = sorted(set(read_weight_map(folder / index).values())) if (folder / index).is_file() else [single]
-    return [InputFile(folder / name, name, _tensors_at) for name in names if (folder / name).is_file()]
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
-def _config_settings(folder: Path) -> dict[str, Any]:
-    """Return the values of config.json and generation_config.json."""
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of JSON files of a model folder, without those that only say which tool wrote them."""
+    contents = {name: read_json(folder / name) for name in names}
     return {
-        f"{name} {key}": value
-        for name in ("config.json", "generation_config.json")
-        for key, value in flat_settings(read_json(folder / name))
-        if key not in IGNORED_KEYS
+        name: {key: value for key, value in content.items() if key not in IGNORED_KEYS}
+        for name, content in contents.items()
     }
-
-
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return the values of a tokenizer's files, large ones as checksums; the chat template is an input by itself."""
-    values: dict[str, Any] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        settings = {key: value for key, value in read_json(folder / name).items() if key != "chat_template"}
-        values |= {f"{name} {key}": value for key, value in flat_settings(settings) if key not in IGNORED_KEYS}
-    return values | dict(_tokenizer_parts(folder / "tokenizer.json"))
-
-
-def _tokenizer_parts(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of tokenizer.json that text is tokenized with; padding and truncation are not used."""
-    if not path.is_file():
-        return
-    try:
-        content: Any = orjson.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; download the tokenizer again") from error
-    parts = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
-    model: Mapping[str, Any] = parts.pop("model", None) or {}
-    for key, value in [*parts.items(), *((f"model.{key}", value) for key, value in model.items())]:
-        if key in ("padding", "truncation"):
-            continue
-        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-        size = f", {len(value)} entries" if isinstance(value, (dict, list)) else ""
-        checksum = f"checksum {xxhash.xxh3_128_hexdigest(text)}{size}"
-        yield f"tokenizer.json {key}", value if len(text) <= SMALL_BYTES else checksum
-
-
-def _tensors_at(path: Path, first: int, last: int) -> str:
-    """Return the tensors of a safetensors file that have bytes from `first` to `last`."""
-    try:
-        tensors = read_header(path).tensors
-    except CheckpointError as error:
-        return str(error)
-    inside = [name for name, each in tensors.items() if each.offset <= last and each.offset + each.num_bytes > first]
-    return f"tensors {', '.join(inside[:SHOWN_TENSORS])}" if inside else "the header"

@@ -13,20 +13,12 @@ import torch
 from fakes_loop import FakeRollout, FakeTrainer, World, fake_parts, tiny_batch
 from furlong.errors import CheckpointError
 from furlong.files import atomic as files
-from furlong.files.checkpoint_folder import (
-    check_manifest,
-    find_complete_folders,
-    recovery,
-    saved_num_threads,
-    step_from_folder,
-)
-from furlong.files.checksums import file_checksum
-from furlong.files.model_manifest import MODEL_MANIFEST, changed_files
+from furlong.files.checkpoint_folder import find_complete_folders, recovery, saved_num_threads, step_from_folder
+from furlong.files.manifest import changed_files, file_checksum, missing_or_cut
 from furlong.loop import checkpoints as checkpoint
 from furlong.loop.checkpoints import Checkpoints
 from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import RolloutStream, train
-from furlong.models.tokenizer import write_template
 
 
 def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> None:
@@ -55,8 +47,7 @@ def test_layout_is_the_one_that_scripts_know(tmp_path):
     assert set(files) == {"manifest.json", "state.json", "rollout_0000010.safetensors", "trainer/steps"}
     manifest = json.loads((folder / "manifest.json").read_text())
     del files["manifest.json"]
-    assert {name: file["bytes"] for name, file in manifest["files"].items()} == files
-    assert all(file["xxh3_128"] == file_checksum(folder / name) for name, file in manifest["files"].items())
+    assert manifest["files"] == {name: [size, file_checksum(folder / name)] for name, size in files.items()}
     assert manifest["step"] == 10
     assert saved_num_threads(tmp_path, step=None) == saved_num_threads(tmp_path, step=10) == torch.get_num_threads()
     assert saved_num_threads(tmp_path / "other", step=None) is None
@@ -198,7 +189,7 @@ def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(e
         found = Checkpoints(load_dir=folder, save_dir=folder).find()
         seen.add("none" if found is None else found.name)
         for complete in find_complete_folders(folder):
-            check_manifest(complete)
+            assert missing_or_cut(complete) == changed_files(complete) == []
     assert attempt > 8
     assert tracker(folder) == "2\n"
     allowed = {"iter_0000002", "none" if existing in ((), (2,), (2, 3)) else "iter_0000001"}
@@ -243,14 +234,13 @@ def test_newest_complete_checkpoint_is_resumed_without_a_usable_tracker(tmp_path
     save(tmp_path, 2, 4)
     path = tmp_path / "latest_checkpointed_iteration.txt"
     (tmp_path / "iter_0000006").mkdir()  # without a manifest
-    for damage in (path.unlink, lambda: path.symlink_to(path.name), lambda: path.unlink() or path.mkdir()):
+    for damage in (path.unlink, path.touch, lambda: path.write_text("\0release")):
         damage()
         for save_dir in (tmp_path, None):
             assert asyncio.run(Checkpoints(load_dir=tmp_path, save_dir=save_dir).restore(fake_parts(World())))[0] == 4
         why = recovery(tmp_path)  # the preflight warns
-        assert why.startswith(str(path))
+        assert str(path) in why
         assert why.endswith(str(tmp_path / "iter_0000004"))
-    path.rmdir()
     path.write_text("2\n")  # a kill before the tracker names 4
     assert asyncio.run(Checkpoints(load_dir=tmp_path).restore(fake_parts(World())))[0] == 2
     assert recovery(tmp_path) is None
@@ -264,12 +254,12 @@ def test_a_tracker_that_names_no_checkpoint_is_named(tmp_path):
         Checkpoints(load_dir=tmp_path).find()
 
 
-@pytest.mark.parametrize("text", ["", "release", "\0", "é"])
-def test_unusable_tracker_without_a_checkpoint_is_named(text, tmp_path):
+def test_unusable_tracker_without_a_checkpoint_is_named(tmp_path):
     path = tmp_path / "latest_checkpointed_iteration.txt"
-    path.write_text(text)
-    with pytest.raises(CheckpointError, match=rf"{path}.*expected a checkpoint number.*--ckpt-step"):
-        Checkpoints(load_dir=tmp_path, save_dir=tmp_path).find()
+    for text in ("release", "\0", "é"):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{path}.*expected a checkpoint number.*--ckpt-step"):
+            Checkpoints(load_dir=tmp_path, save_dir=tmp_path).find()
 
 
 def test_complete_folders_are_in_the_order_of_their_steps(tmp_path):
@@ -294,20 +284,6 @@ def test_truncated_file_is_named(tmp_path):
         Checkpoints(load_dir=tmp_path).find()
     path.unlink()
     with pytest.raises(CheckpointError, match=r"rollout_0000002.safetensors is missing"):
-        Checkpoints(load_dir=tmp_path).find()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("iter_0000002/manifest.json", "{", r"manifest\.json"),
-        ("iter_0000002/manifest.json", '{"format": 99, "files": {}}', r"format 99, .* 3"),
-    ],
-)
-def test_damaged_file_is_named(name, text, message, tmp_path):
-    save(tmp_path, 2)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(CheckpointError, match=message):
         Checkpoints(load_dir=tmp_path).find()
 
 
@@ -346,15 +322,6 @@ def export(folder: Path, save_hf, finish=None) -> None:
     asyncio.run(write())
 
 
-def test_the_manifest_of_an_export_covers_the_template_that_the_run_writes_last(tmp_path):
-    folder = tmp_path / "hf_2"
-    export(folder, lambda at: (at / "config.json").write_text("{}"), lambda at: write_template(at, "{{ messages }}"))
-    assert changed_files(folder) == []
-    write_template(folder, "{{ message }}")
-    (changed,) = changed_files(folder)
-    assert changed.startswith(f"{folder / 'chat_template.jinja'} was changed after it was saved")
-
-
 @pytest.mark.parametrize("crash_in", ["trainer", "template"])
 def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, crash_in):
     folder = tmp_path / "hf_2"
@@ -385,9 +352,8 @@ def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, 
         if text == "new":
             export(folder, *written("new", False))
         assert [path.name for path in tmp_path.iterdir()] == ["hf_2"]
-        written_files = {path.name: path.read_text() for path in folder.iterdir() if path.name != MODEL_MANIFEST}
+        written_files = {path.name: path.read_text() for path in folder.iterdir()}
         assert written_files == dict.fromkeys(["chat_template.jinja", "config.json", "model.safetensors"], text)
-        assert changed_files(folder) == []
 
 
 def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):

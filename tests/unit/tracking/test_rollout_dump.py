@@ -149,11 +149,11 @@ def test_a_dump_of_another_rollout_is_an_error_that_names_both_numbers(tmp_path)
 def test_a_failed_write_leaves_only_the_previous_dump(tmp_path, monkeypatch):
     save_samples(tmp_path / "0", 0, [Group(1, [Sample()])])
 
-    def fails(path, tensors, metadata):
+    def fails(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dump, "save_arrays", fails)
+    monkeypatch.setattr(dump, "save_file", fails)
     with pytest.raises(OSError, match="No space"):
         save_samples(tmp_path / "0", 0, [])
     assert [path.name for path in tmp_path.iterdir()] == ["0"]

@@ -17,7 +17,6 @@ from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError
 from furlong.files.checkpoint_folder import (
     TRACKER,
-    checksum_warning,
     find_checkpoint,
     find_complete_folders,
     find_foreign_weights,
@@ -31,8 +30,7 @@ from furlong.files.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
-from furlong.files.sealed_arrays import read_array
-from furlong.files.verified_tensors import open_tensor_file
+from furlong.files.tensor_file import read_array
 from furlong.tracking.run_files import read_sections
 from furlong.training.megatron.parallel_layout import Layout, described
 
@@ -78,8 +76,6 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
     for source in _sources(context):
         if (problem := _no_checkpoint(source)) is not None:
             yield problem
-        if (unsealed := _without_checksums(source)) is not None:
-            yield unsealed
     flags = context.config.checkpoint
     if flags.load is not None and _is_run(Path(flags.load)):
         saved = read_sections(Path(flags.load)).get("checkpoint", {}).get("save")
@@ -142,25 +138,6 @@ def _recovered(source: _Source) -> Diagnosis | None:
         cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing it.",
         remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, source.steps))} "
         f"(use {source.step_flag}); to start over, use another folder",
-        severity="warning",
-        evidence=source.evidence,
-    )
-
-
-def _without_checksums(source: _Source) -> Diagnosis | None:
-    """Report a complete checkpoint of a version that wrote no checksums."""
-    try:
-        folder = find_checkpoint(source.folder, step=source.step, save_dir=source.save, flag=source.flag)
-        why = None if folder is None else checksum_warning(folder)
-    except CheckpointError:  # reported by _no_checkpoint
-        return None
-    if why is None:
-        return None
-    return diagnosis(
-        "CKPT01",
-        f"{source.flag}: {why}",
-        cause="Versions before checksums recorded the sizes of files only.",
-        remedy="no action needed; what this run saves has checksums",
         severity="warning",
         evidence=source.evidence,
     )
@@ -341,8 +318,7 @@ def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Di
 
 def _num_completions(path: Path) -> int:
     """Count the completions of a saved rollout; samples fanned out from one completion count once."""
-    with open_tensor_file(path) as file:
-        return len(set(read_array(file, "rollout_ids").tolist()))
+    return len(set(read_array(path, "rollout_ids").tolist()))
 
 
 def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:

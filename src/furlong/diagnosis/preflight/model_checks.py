@@ -16,7 +16,7 @@ from furlong.core.model_config import read_json
 from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import ADDED_FAMILIES, CHANGED, COMPLETE, ChangedFolderError, check_folder, template_file
+from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
@@ -55,8 +55,7 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
         finding, _, remedy = str(error).partition(". ")
         if remedy == COMPLETE:
             remedy = COMPLETE_MODEL
-        cause = CHANGED if isinstance(error, ChangedFolderError) else None
-        yield diagnosis("CKPT07", finding, cause=cause, remedy=remedy, evidence={"folder": str(folder)})
+        yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
         return
     try:
         config = read_json(folder / "config.json")

@@ -21,7 +21,7 @@ from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
 from furlong.files.checkpoint_folder import read_state, step_from_folder
-from furlong.files.safetensors_header import StoredTensor, read_header
+from furlong.files.tensor_file import StoredTensor, read_header
 from furlong.tracking.rollout_dump import check_dump, load_samples
 
 SHOWN = 3

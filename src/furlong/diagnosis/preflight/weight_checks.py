@@ -21,10 +21,7 @@ from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_f
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
 from furlong.models.hf_folder import (
-    CHANGED,
     TOKENIZER_FILES,
-    ChangedFolderError,
-    accept_step,
     check_folder,
     quantization_seen,
     template_file,
@@ -89,9 +86,8 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         except ConfigError as error:
             if each.flag != "--hf-checkpoint":  # else reported by model.model_folder
                 finding, _, remedy = str(error).partition(". ")
-                cause = CHANGED if isinstance(error, ChangedFolderError) else None
                 evidence = {"folder": str(each.folder)}
-                yield diagnosis("CKPT07", f"{each.flag}: {finding}", cause=cause, remedy=remedy, evidence=evidence)
+                yield diagnosis("CKPT07", f"{each.flag}: {finding}", remedy=remedy, evidence=evidence)
             continue
         if each.model is None:
             yield from check_model(each.folder)
@@ -271,7 +267,7 @@ def _separate_head(flag: str, model: StoredModel) -> Iterator[Diagnosis]:
             f"beside {table} with other values",
             cause="Trainer and engine may use different ones of the two as the output layer.",
             remedy='set "tie_word_embeddings": false in config.json if the model was trained with both; otherwise '
-            f"remove {head} from the files{accept_step(model.folder)}",
+            f"remove {head} from the files",
             evidence={"folder": str(model.folder), "head": head, "embedding": table},
         )
 

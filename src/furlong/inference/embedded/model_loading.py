@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -13,14 +14,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from furlong.core.file_kind import require_file
-from furlong.core.json_values import parse_json
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import CheckpointError, EngineError, SyncError
-from furlong.files.file_tensors import read_file
-from furlong.files.verified_tensors import open_tensor_file
+from furlong.files.tensor_file import read_file, read_header
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.added_families import register_model
@@ -60,8 +58,7 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
     load = WeightLoad(table)
     for name in _weight_files(folder):
         try:
-            with open_tensor_file(folder / name) as file:
-                shapes = {key: stored.shape for key, stored in file.tensors.items()}
+            shapes = {key: stored.shape for key, stored in read_header(folder / name).tensors.items()}
         except CheckpointError as error:
             raise EngineError(f"{error}; write the folder again") from error
         for key, shape in shapes.items():
@@ -76,8 +73,7 @@ def _weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if os.path.lexists(index):
         try:
-            require_file(index)
-            files = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
                 raise ValueError("a file outside the folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,31 +1,35 @@
-"""Reads tensors of a trainer checkpoint, whole or by rows, and verifies the bytes that it reads."""
+"""Reads tensors of a trainer checkpoint, whole or by rows."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from furlong.errors import CheckpointError
-from furlong.files.checkpoint_folder import tensor_files
-from furlong.files.file_tensors import DTYPES, read_into, read_tensor
-from furlong.files.verified_tensors import TensorFile
+from furlong.files.manifest import files_checked
+from furlong.files.tensor_file import TensorFile
 from furlong.models.hf_model import Rows
 from furlong.training.sharding import Sharding
 
 
 @contextmanager
-def open_reader(folder: Path, names: Sequence[str]) -> Generator[TensorReader]:
-    """Open files in the `trainer` folder of a checkpoint. Tensors may be used after the body.
+def open_reader(folder: Path, names: Sequence[str], *, is_own: bool = False) -> Generator[TensorReader]:
+    """Open files in the `trainer` folder of a checkpoint, and compare them with its manifest meanwhile.
 
-    Raises CheckpointError, also from the body, if a file is missing, or if what is read of it is damaged.
+    Ranks share the comparison, except for files that only this one reads (`is_own`). Raises CheckpointError, also from
+    the body, if a file is missing or was changed.
     """
-    with tensor_files(folder, names) as files:
-        yield TensorReader(files)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = names if is_own else names[rank::num_ranks]
+    with ExitStack() as stack:
+        stack.enter_context(files_checked(folder.parent, [f"{folder.name}/{name}" for name in own]))
+        yield TensorReader([stack.enter_context(TensorFile(folder / name)) for name in names])
 
 
 class TensorReader:
@@ -33,6 +37,7 @@ class TensorReader:
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
         self._files = {name: file for file in files for name in file.tensors}
+        self._order = {name: place for place, name in enumerate(self._files)}
         self._joined: dict[str, Rows] = {}
         self._pieces = set[str]()
         self.path = files[0].path
@@ -70,12 +75,10 @@ class TensorReader:
         joined[form.axis] = sum(shape[form.axis] for shape in row)
         return len(form.pieces), *joined
 
-    def place(self, name: str) -> tuple[Path, int]:
-        """Return where a tensor begins, to read many in the order of the files."""
+    def place(self, name: str) -> int:
+        """Return the place of a tensor in the files, to read many in that order."""
         form = self._joined.get(name)
-        stored = form.pieces[0][0] if form is not None else name
-        file = self._files[stored]
-        return file.path, file.tensors[stored].offset
+        return self._order[name if form is None else form.pieces[0][0]]
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Read a tensor, or a slice of its first dimension."""
@@ -93,7 +96,7 @@ class TensorReader:
             raise CheckpointError(
                 f"{self.path} has no tensor {name}; the checkpoint is of another model, or incomplete"
             )
-        return read_tensor(self._files[name], name, rows)
+        return self._files[name].read(name, rows)
 
     @torch.no_grad()
     def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
@@ -116,8 +119,5 @@ class TensorReader:
                 part.copy_(self.read(name, sharding.rows(len(target))))
 
     def _copy(self, name: str, target: Tensor) -> None:
-        is_stored = name not in self._joined and DTYPES.get(self._files[name].tensors[name].dtype) is target.dtype
-        if is_stored and target.device.type == "cpu" and target.is_contiguous():
-            read_into(target, self._files[name], name)
-        else:
-            target.copy_(self.read(name))
+        is_stored = name not in self._joined and name in self._files
+        target.copy_(self._files[name].mapped(name) if is_stored else self.read(name))

@@ -29,12 +29,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from furlong.core.json_values import parse_json
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.files.atomic import PendingFiles, save_tensors
 from furlong.files.checkpoint_folder import read_object
-from furlong.files.file_tensors import save_verified
 from furlong.models import hf_model as hf
 from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import with_untrained
@@ -136,11 +134,11 @@ def restore_random(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
     if ranks.rank and not path.exists():
         logger.warning("%s has no random states of rank %d; the rank keeps its current ones", folder, ranks.rank)
         return
-    with open_reader(folder, [path.name]) as reader:
+    with open_reader(folder, [path.name], is_own=True) as reader:
         states = {name: reader.read(name) for name in reader.names}
         texts = reader.texts
     try:
-        _set_random(states, parse_json(texts["random"]) if ranks.rank else meta, ranks)
+        _set_random(states, json.loads(texts["random"]) if ranks.rank else meta, ranks)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"the random states in {path} and {META} are damaged ({type(error).__name__}: {error}); use another "
@@ -173,17 +171,17 @@ def write(
     ranks: Ranks,
     *,
     later: PendingFiles | None = None,
-    save: Callable[..., None] = save_tensors,
+    for_manifest: bool = True,
 ) -> dict[str, tuple[str, int]]:
     """Write tensors to `name_of(0)`, `name_of(1)`, ... of at most FILE_BYTES each; a larger tensor gets its own file.
 
-    With `later` this rank's files are only copied to host memory and added there; without it, `save(path, tensors,
-    metadata)` writes each. A collective. Returns file and bytes of each tensor. Raises CheckpointError on all ranks if
-    one cannot write.
+    With `later` this rank's files are only copied to host memory and added there. for_manifest: leave checksums beside
+    them. A collective. Returns file and bytes of each tensor. Raises CheckpointError on all ranks if one cannot write.
     """
     written: dict[str, tuple[str, int]] = {}
     buffered: dict[str, Tensor] = {}
     number = size = 0
+    save = partial(save_tensors, for_manifest=for_manifest)
     with ThreadPoolExecutor(max_workers=1) as thread:
         pending: list[Future[None]] = []
 
@@ -233,7 +231,7 @@ def write_model(
         hf.write_config(build(), folder, dtype=dtype, companions=companions)
     ranks.wait()
     tensors = with_untrained(tensors, companions, load_config(companions))
-    written = write(folder, hf.part_name, tensors, ranks, save=save_verified)
+    written = write(folder, hf.part_name, tensors, ranks, for_manifest=False)
     if ranks.rank == 0:
         hf.write_index(folder, written)
     ranks.wait()

@@ -25,7 +25,6 @@ from torch import Tensor
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import SyncError
 from furlong.files.delta import DeltaWriter
-from furlong.files.model_manifest import MODEL_MANIFEST
 from furlong.inference.sglang.server import SglangServer
 from furlong.quantization.scheme import is_stored_part
 from furlong.transfer.threads import in_thread
@@ -91,7 +90,7 @@ class VersionFolders:
 
     def _fill(self, source: WeightSource, folder: Path) -> None:
         for path in self._model_dir.iterdir():
-            is_replaced = "safetensors" in path.name or path.name == MODEL_MANIFEST
+            is_replaced = "safetensors" in path.name
             if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not is_replaced:
                 shutil.copyfile(path, folder / path.name)
         weight_map: dict[str, str] = {}
