@@ -62,10 +62,6 @@ def assert_nothing_is_left(run: Child) -> None:
     while (left := marked_processes(run.mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"processes outlive the run: {left}"
-    [folder] = re.findall(r"temporary folder (\S+)", run.log.read_text())
-    while Path(folder).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(folder).exists()
 
 
 def reports_of(run: Child) -> str:

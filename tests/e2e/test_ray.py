@@ -16,7 +16,7 @@ import killing_reward
 from diagnosed_runs import told
 from faults_marker import fault
 from forked_ray import RayWorkers
-from furlong.cluster.cluster_probe import cluster_nodes
+from furlong.cluster.ray_session import cluster_nodes
 from furlong.config.topology import Topology
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics

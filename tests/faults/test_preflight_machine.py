@@ -20,8 +20,7 @@ from faults.world import names, only
 from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.cli import main
-from furlong.cluster.cluster_probe import _refusal
-from furlong.cluster.nodes import Node
+from furlong.cluster.ray_session import Node, _refusal
 from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import machine_checks as machine

@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from furlong.cluster.nodes import Node, check_fits, listed
+from furlong.cluster.ray_session import Node, check_fits, listed
 from furlong.config.topology import Topology
 from furlong.errors import PLACEMENT_TIMEOUT, ClusterError
 

@@ -1,20 +1,26 @@
-"""A connection to Ray: to a running cluster, or to a local one that is started and stopped with the run."""
+"""A connection to Ray: to a running cluster, or to a local one that is started and stopped with the run.
+
+`cluster_nodes` and `check_fits` ask a cluster before the run whether it fits. Nothing here imports Ray at the top: Ray
+reads its environment when it is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from furlong.cluster import reaper
+from furlong.config.topology import Topology
 from furlong.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +53,7 @@ class RaySession:
     address: str
     is_own: bool
     was_connected: bool = False
-    _reaper: subprocess.Popen[bytes] | None = None
+    folder: str = ""  # of a cluster that the run started
 
     @property
     def environment(self) -> dict[str, str]:
@@ -65,12 +71,12 @@ class RaySession:
         children = _children() if self.is_own else []
         ray.shutdown()
         for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the reaper waits for it, and kills it
+            try:
                 child.wait(timeout=STOP_S)
-        if self._reaper is not None and self._reaper.stdin is not None:
-            self._reaper.stdin.close()
-            self._reaper.wait()
-            os.environ.pop(reaper.VARIABLE, None)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
         logger.info("ray: %s", "the cluster of this run has ended" if self.is_own else f"left {self.address}")
 
 
@@ -115,18 +121,11 @@ def _connect(address: str) -> RaySession:
 
 
 def _start(num_slots: int) -> RaySession:
-    """Start a local cluster, and a reaper process that stops it if this process is killed."""
-    mark = secrets.token_hex(8)
-    folder = Path(tempfile.mkdtemp(prefix="furlong-ray-", dir="/tmp"))  # short: it holds Unix sockets
+    """Start a local cluster. Ray has the kernel kill its processes if this one is killed."""
+    folder = tempfile.mkdtemp(prefix="furlong-ray-", dir="/tmp")  # short: it holds Unix sockets
     for name, value in {**LOCAL_SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
         os.environ.setdefault(name, value)
-    os.environ[reaper.VARIABLE] = mark
-    watching = subprocess.Popen(
-        [sys.executable, "-S", "-E", reaper.__file__, mark, str(folder)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must reach only the program
-    )
-    session = RaySession("local", is_own=True, _reaper=watching)
+    session = RaySession("local", is_own=True, folder=folder)
     import ray
     import torch
 
@@ -140,7 +139,7 @@ def _start(num_slots: int) -> RaySession:
             include_dashboard=False,
             logging_level=logging.ERROR,
             object_store_memory=_store_bytes(),
-            _temp_dir=str(folder),
+            _temp_dir=folder,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         session.close()
@@ -186,3 +185,105 @@ def _store_bytes() -> int:
     """Return the size of the object store: a share of the free shared memory, in which it is stored."""
     shm = os.statvfs("/dev/shm")
     return max(min(int(STORE_SHARE * shm.f_bavail * shm.f_frsize), STORE_LIMIT), 100 * 1024**2)
+
+
+# -- a cluster before a run ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the cluster with its GPUs, or CPU slots."""
+
+    node_id: str
+    address: str
+    total: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"{self.address}: {self.free} of {self.total} free"
+
+
+def check_fits(topology: Topology, nodes: Sequence[Node], resource: str) -> None:
+    """Raise ConfigError if the request can never be placed on these machines, with the numbers and what would fit."""
+    shortage = topology.shortage(sum(node.total for node in nodes))
+    if shortage and resource == "CPU":
+        shortage += " (no machine has a GPU: a slot is a CPU)"
+    if shortage:
+        raise ConfigError(f"{shortage}. By machine: {listed(nodes)}")
+    largest = max(node.total for node in nodes)
+    if topology.num_ranks and topology.gpus_per_node > largest:
+        raise ConfigError(
+            f"--actor-num-gpus-per-node {topology.gpus_per_node}: the largest machine has {largest} GPUs "
+            f"({listed(nodes)}); use --actor-num-nodes {-(-topology.num_ranks // largest)} "
+            f"--actor-num-gpus-per-node {largest}"
+        )
+
+
+def listed(nodes: Sequence[Node]) -> str:
+    """Describe machines for a message; at most 8."""
+    shown = "; ".join(map(str, nodes[:8]))
+    return f"{shown}; and {len(nodes) - 8} more" if len(nodes) > 8 else shown
+
+
+PROBE_S = 20.0  # for the child that asks the cluster: most of it is importing Ray
+REFUSED = ("AuthenticationError", "UNAUTHENTICATED", "InvalidAuthToken", "authentication token")
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
+# In a child process with a time limit, because a client of Ray retries for minutes. Prints one line of JSON.
+_PROBE = """
+import json, os, sys
+try:
+    import ray
+    from ray._common.usage import usage_lib
+    from ray._raylet import GcsClient
+    client = GcsClient(address=sys.argv[1])
+    metadata = usage_lib.get_cluster_metadata(client)
+    if metadata and metadata["ray_version"] != ray.__version__:
+        raise RuntimeError(f"it has Ray {metadata['ray_version']}, this machine {ray.__version__}")
+    answer = [
+        [node.node_id.hex(), node.node_manager_address, dict(node.resources_total)]
+        for node in client.get_all_node_info(timeout=5).values()
+        if node.state == 0  # ALIVE
+    ]
+except Exception as error:
+    answer = f"{type(error).__name__}: {error}"
+print(json.dumps({"answer": answer}), flush=True)
+os._exit(0)  # Ray's threads may wait for a cluster that does not answer
+"""
+
+
+def cluster_nodes(address: str) -> tuple[list[Node], str]:
+    """Return the machines of the cluster at HOST:PORT and the resource of a slot, "GPU" or "CPU".
+
+    Raises ClusterError if it is not Ray's, has another version, or refuses this process' token.
+    """
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _PROBE, address],
+            capture_output=True, text=True, timeout=PROBE_S, env={**os.environ, **QUIET}, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"--ray-address {address}: no answer of Ray within {PROBE_S:g} s, although a server listens there; use the "
+            "address that `ray start --head` printed"
+        ) from None
+    line = next((line for line in reversed(child.stdout.splitlines()) if line.startswith("{")), None)
+    answer: Any = child.stderr if line is None else json.loads(line)["answer"]
+    if isinstance(answer, str):
+        raise _refusal(address, answer)
+    resource = "GPU" if any(resources.get("GPU") for *_, resources in answer) else "CPU"
+    totals = [(id, where, int(resources.get(resource, 0))) for id, where, resources in answer]
+    return [Node(id, where, total, total) for id, where, total in totals if total], resource
+
+
+def _refusal(address: str, problem: str) -> ClusterError:
+    """Make the error of a cluster that does not serve this process."""
+    last = " ".join(problem.split())[-300:]
+    if any(word in problem for word in REFUSED):
+        return ClusterError(
+            f"--ray-address {address}: the Ray cluster requires token authentication and refuses this process "
+            f"({last}); set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        )
+    return ClusterError(
+        f"--ray-address {address}: not a Ray cluster that this version can use ({last}); use the address that "
+        "`ray start --head` printed, and the same version of Ray on all machines"
+    )

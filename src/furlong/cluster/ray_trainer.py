@@ -13,7 +13,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ REMOTE_STACKS_S = 20.0  # for another machine to answer, where Ray starts a proc
 POLL_S = 1.0  # between two checks of idle ranks
 WRITTEN_POLL_S = 0.1  # between two checks of what ranks have written
 
-LAYERS_TIME = "perf/layers_time"  # seconds in the layers of a rank (training.layer_times)
+LAYERS_TIME = "perf/layers_time"  # seconds in the layers of a rank
 
 Split = Callable[[RolloutBatch, Any], Sequence[RankPart]]
 
@@ -117,14 +117,19 @@ class RayTrainer(Trainer):
 
     async def check_outputs(self) -> None:
         """Check that all ranks see the output folders, before the first checkpoint fails on it."""
-        with marker_files(self._outputs) as markers:
-            for flag, marker in markers.items():
-                exists = await self._all("path_exists", str(marker))
-                if blind := [rank for rank, seen in zip(self.ranks, exists, strict=True) if not seen]:
-                    raise ClusterError(
-                        f"{flag}: {blind[0]} does not see what the driver writes into {marker.parent}, so checkpoints "
-                        "would be incomplete; use a folder on a file system that all machines mount at the same path"
-                    )
+        for flag, folder in self._outputs.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                marker = tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder.resolve())  # noqa: SIM115
+            except OSError as error:
+                raise ClusterError(f"{flag}: cannot write into {folder}: {error}; use another folder") from error
+            with marker:
+                exists = await self._all("path_exists", marker.name)
+            if blind := [rank for rank, seen in zip(self.ranks, exists, strict=True) if not seen]:
+                raise ClusterError(
+                    f"{flag}: {blind[0]} does not see what the driver writes into {folder}, so checkpoints would be "
+                    "incomplete; use a folder on a file system that all machines mount at the same path"
+                )
 
     def _place_of(self, number: int) -> Ranks:
         """Return the position of a rank among all ranks."""
@@ -437,21 +442,3 @@ def rank_times(results: Sequence[Metrics], costs: Sequence[float], names: Sequen
         "slowest": slowest,
         "place": names[slowest],
     }
-
-
-@contextlib.contextmanager
-def marker_files(folders: Mapping[str, Path]) -> Generator[dict[str, Path]]:
-    """Create these folders, and in each a temporary file; yields the files by the flag that sets the folder.
-
-    Raises ClusterError for a folder that cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        markers = dict[str, Path]()
-        for flag, folder in folders.items():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder.resolve()))
-            except OSError as error:
-                raise ClusterError(f"{flag}: cannot write into {folder}: {error}; use another folder") from error
-            markers[flag] = Path(marker.name)
-        yield markers

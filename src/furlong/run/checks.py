@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
-from furlong.cluster.cluster_probe import cluster_nodes
-from furlong.cluster.nodes import check_fits
+from furlong.cluster.ray_session import check_fits, cluster_nodes
 from furlong.config.checks.engine_checks import device_problems
 from furlong.config.command_line import Resolved
 from furlong.config.facts import is_started, without_engines

@@ -5,8 +5,7 @@ from __future__ import annotations
 _SAMPLE = "furlong.core.sample"
 _GENERATION, _REWARDS, _HTTP = "furlong.slime_api.generation", "furlong.slime_api.rewards", "furlong.slime_api.http"
 _HELPERS, _MASKS, _ROLLOUTS = "furlong.slime_api.helpers", "furlong.slime_api.masks", "furlong.slime_api.rollouts"
-_ADAPTERS, _SANDBOXES = "furlong.slime_api.agent_adapters", "furlong.slime_api.agent_sandboxes"
-_HARNESSES = "furlong.slime_api.agent_harnesses"
+_ADAPTERS, _HARNESSES = "furlong.slime_api.agent_adapters", "furlong.slime_api.agent_harnesses"
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
 HARNESS_NAMES = (
     *("ClaudeCodeHarness", "CodexHarness", "BaseHarness", "HarnessContext"),
@@ -60,10 +59,10 @@ NAMES: dict[str, dict[str, str]] = {
     "slime.agent.harness": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[:4]},
     "slime.agent.harness.common": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[2:]},
     "slime.agent.sandbox": {
-        "Sandbox": f"{_SANDBOXES}:AgentSandbox",
-        "E2BSandbox": f"{_SANDBOXES}:E2BAgentSandbox",
+        "Sandbox": f"{_HARNESSES}:AgentSandbox",
+        "E2BSandbox": f"{_HARNESSES}:E2BAgentSandbox",
         **{
-            name: f"{_SANDBOXES}:{name}" for name in ("exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
+            name: f"{_HARNESSES}:{name}" for name in ("exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
         },
     },
     "slime.rollout": {},

@@ -11,9 +11,16 @@ import pytest
 
 from furlong.core import slime_modules
 from furlong.errors import RolloutError
-from furlong.slime_api import agent_adapters, agent_sandboxes
-from furlong.slime_api.agent_harnesses import ClaudeCodeHarness, CodexHarness, HarnessContext, install_node22
-from furlong.slime_api.agent_sandboxes import EXIT_TIME_BUDGET_EXCEEDED, E2BAgentSandbox, exec_and_wait
+from furlong.slime_api import agent_adapters, agent_harnesses
+from furlong.slime_api.agent_harnesses import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    ClaudeCodeHarness,
+    CodexHarness,
+    E2BAgentSandbox,
+    HarnessContext,
+    exec_and_wait,
+    install_node22,
+)
 
 slime_modules.install()
 
@@ -64,7 +71,7 @@ def sandbox(tmp_path):
 
 
 def test_a_detached_command_returns_its_code_and_output_and_may_run_again(sandbox, monkeypatch):
-    monkeypatch.setattr(agent_sandboxes, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(agent_harnesses, "FIRST_POLL_S", 0.01)
 
     async def main():
         wait = {"time_budget_sec": 60, "tag": "t"}
@@ -174,7 +181,7 @@ class Service:
 
 def test_a_sandbox_of_e2b_repeats_calls_and_reports_codes(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "e2b", SimpleNamespace(AsyncSandbox=Service))
-    monkeypatch.setattr(agent_sandboxes, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(agent_harnesses, "LONGEST_WAIT_S", 0.0)
     monkeypatch.delenv("SWE_SANDBOX_IMAGE_METADATA_KEY", raising=False)
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "my/image")
 
