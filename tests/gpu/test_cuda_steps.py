@@ -10,15 +10,14 @@ import torch
 from torch.nn import functional
 
 from fakes_engine import reference_log_probs, run, source_of, tiny_engine, tiny_model
-from furlong.inference.embedded import cuda_steps
-from furlong.inference.embedded.cuda_steps import CudaSteps, step_rows
+from furlong.inference.embedded import decode_steps
 from furlong.inference.embedded.decode_model import FusedDenseModel
-from furlong.inference.embedded.decode_steps import SlotCache
+from furlong.inference.embedded.decode_steps import CudaSteps, SlotCache, step_rows
 from furlong.interfaces import SamplingParams
 
 CUDA = torch.device("cuda")
 FAMILIES = ("llama", "qwen2", "qwen3")
-REASON = cuda_steps.missing(CUDA) if torch.cuda.is_available() else "needs a CUDA device"
+REASON = decode_steps.missing_for_graphs(CUDA) if torch.cuda.is_available() else "needs a CUDA device"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "-")]
 PROMPTS = [[4 + i] * (1 + 20 * i) for i in range(4)]
 

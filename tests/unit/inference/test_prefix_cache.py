@@ -15,7 +15,7 @@ import torch
 
 from fakes_engine import FAMILIES, run, source_of, tiny_engine, tiny_model
 from furlong.inference.embedded.decode_steps import SlotCache
-from furlong.inference.embedded.prefix_cache import PrefixCache
+from furlong.inference.embedded.slot_batch import PrefixCache
 from furlong.interfaces import Completion, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=2, ignore_eos=True)

@@ -30,18 +30,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
 from furlong.errors import EngineError
-from furlong.inference.embedded import cuda_steps
-from furlong.inference.embedded.cuda_steps import CudaSteps, StepWeights
+from furlong.inference.embedded import decode_steps
 from furlong.inference.embedded.decode_steps import (
+    CudaSteps,
     DecodeLinear,
     DecodeSteps,
     DenseLayer,
     SlotCache,
     StepShape,
+    StepWeights,
     supports_blocks,
 )
-from furlong.inference.embedded.packed_prompts import PackedPrompts
-from furlong.inference.embedded.prompt_attention import PromptMask, attend_prompt
+from furlong.inference.embedded.prompt_attention import PackedPrompts, PromptMask, attend_prompt
 from furlong.inference.embedded.weight_table import WeightTable
 from furlong.models import varlen_attention
 
@@ -177,7 +177,7 @@ class FusedDenseModel:
         self.eps = config.rms_norm_eps
         self.description = f"fused {config.model_type} path"
         self.extends_prefixes = True
-        self.captures_steps, self._is_graphed = not cuda_steps.missing(device), device.type == "cuda"
+        self.captures_steps, self._is_graphed = not decode_steps.missing_for_graphs(device), device.type == "cuda"
         self.routing: RoutingShape | None = None
         self.records_routes = False
         self.routes: list[Routes] = []
