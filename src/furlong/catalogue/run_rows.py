@@ -172,37 +172,33 @@ ROWS = (
     ),
     Row(
         "NET01",
-        "the network refuses a connection",
+        "a host name cannot be resolved",
         "X",
         "error",
-        symptom="A host name, a proxy, a certificate, a token or a route is reported at the end of a log.",
-        cause="The machine cannot reach a server outside of the run, or the server does not accept it.",
-        checked="The last errors of the logs of a run that failed: names, proxies, certificates, credentials, "
-        "limits of "
-        "requests, and unreachable addresses.",
+        symptom="`Temporary failure in name resolution`, or `Name or service not known`.",
+        cause="The name is wrong, or the machine has no DNS or no network to the outside.",
+        checked="The error that ended the run.",
         remedy="Follow the message; furlong itself needs no network to the outside: pass local folders, and use "
         "--wandb-mode offline.",
     ),
     Row(
         "FILE01",
-        "a file cannot be used",
+        "a disk or network file system fails",
         "X",
         "error",
-        symptom="Permission denied, no such file, a stale handle, or an I/O error.",
-        cause="The file is missing on this machine or belongs to another account, or its disk fails.",
-        checked="The last errors of the logs of a run that failed, for what the system reports of files.",
-        remedy="Check the path on the machine of that process (`ls -l`), its owner, and the mount of its disk.",
+        symptom="A stale file handle, or an I/O error.",
+        cause="The server of a network file system restarted or replaced the file, or the disk is defective.",
+        checked="The error that ended the run.",
+        remedy="Check the mount of the disk on the machine of that process (`df`, `dmesg`).",
     ),
     Row(
         "LIMIT01",
         "a limit of the system is reached",
         "X",
         "error",
-        symptom="Too many open files, no further thread or process, or no memory that can be locked.",
+        symptom="Too many open files, or no further thread or process.",
         cause="A limit of the account, the shell or the container is too small.",
-        checked="The last errors of the logs of a run that failed, for limits of files, processes, threads, locked "
-        "memory "
-        "and the stack.",
+        checked="The error that ended the run.",
         remedy="Raise the limit that the message names (`ulimit -a`; in containers --ulimit and --pids-limit).",
     ),
     Row(
@@ -210,9 +206,9 @@ ROWS = (
         "a GPU or its driver fails",
         "X",
         "error",
-        symptom="Xid in dmesg, an uncorrectable ECC error, a GPU that fell off the bus, or an unknown error of CUDA.",
+        symptom="Xid in dmesg, an uncorrectable ECC error, or a GPU that fell off the bus.",
         cause="The hardware is defective or too hot, or the driver needs a restart.",
-        checked="The last errors of the logs of a run that failed, for errors of GPUs and of their driver.",
+        checked="The error that ended the run, and the logs of its processes.",
         remedy="Look at `nvidia-smi -q` and `dmesg` on that machine, exclude it, and resume with --load.",
     ),
     Row(
@@ -221,7 +217,8 @@ ROWS = (
         "X",
         "error",
         symptom="The run's process is gone and its log ends without an error.",
-        cause="Something outside ended it: the machine's out-of-memory killer, a scheduler's limit, or a person.",
+        cause="Something outside ended it (the machine's out-of-memory killer, a scheduler's limit, a person), or "
+        "compiled code crashed.",
         checked="events.jsonl has a start without an end, and no process has the run's log open.",
         remedy="Look for `Out of memory: Killed process` in dmesg and for the scheduler's message; the same command "
         "with --load resumes from the last checkpoint.",

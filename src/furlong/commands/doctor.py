@@ -82,7 +82,10 @@ def _examine_run(folder: Path, *, as_json: bool) -> int:
         show(json.dumps(result.record(), indent=1))
     else:
         show(result.headline())
-        show_findings(result.diagnoses, well="no problems found")
+        unknown = (
+            f"no known cause: the run {result.status}; {'the error above ended it' if result.error else 'see its log'}"
+        )
+        show_findings(result.diagnoses, well="no problems found" if result.is_healthy else unknown)
         if result.last_words:
             show("\n".join(["", *result.last_words]))
     return 0 if result.is_healthy else 1

@@ -17,8 +17,8 @@ from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
 from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory
 from furlong.config.sections import CheckpointFlags, ClusterFlags
-from furlong.diagnosis.postmortem.log_text import LogText
-from furlong.diagnosis.postmortem.signatures import match_signatures
+from furlong.diagnosis.postmortem.matcher import LogText, find_cause
+from furlong.diagnosis.postmortem.signatures import SIGNATURES
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.wiring.cluster import checkpoint_folders
@@ -140,9 +140,10 @@ def test_a_rank_ended_by_ray_for_memory_is_reported_with_the_largest_processes(t
         "Ray ended it, as its machine ran low on memory (22.45GB used / 23.54GB): process 10898 has 16.99 GB (python "
         "somebody_else.py); process 5210 has 2.43 GB (/usr/bin/node); process 9888 has 0.32 GB (ray::TrainerRank)"
     )
-    matches = list(match_signatures(LogText("traceback", str(error), {}, {})))
-    assert [one.id for one in matches] == ["MEM02"]
-    assert "process 10898 has 16.99 GB" in matches[0].finding
+    found = find_cause(SIGNATURES, [LogText("traceback", str(error))])
+    assert found is not None
+    assert found.id == "MEM02"
+    assert "process 10898 has 16.99 GB" in found.finding
 
 
 def test_the_message_is_not_nested_noise():

@@ -1,4 +1,7 @@
-"""Post-mortem of a run: its status, and diagnoses from its exception, metrics, events and logs."""
+"""Post-mortem of a run: its status, and diagnoses from its exception, metrics, events and logs.
+
+An error that is a diagnosis itself, and an error of user code, end the search for other causes.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 from furlong.catalogue import Diagnosis, diagnosis, most_severe_first
+from furlong.diagnosis.postmortem.matcher import LogText, find_cause, parse_diagnosis
 from furlong.diagnosis.postmortem.out_of_memory import is_out_of_memory
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
-from furlong.diagnosis.postmortem.signatures import (
-    LogText,
-    match_general,
-    match_specific,
-    parse_diagnosis,
-    user_error_exclusions,
+from furlong.diagnosis.postmortem.signatures import SIGNATURES
+from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, killed, other_machine
+from furlong.errors import (
+    ClusterError,
+    EngineError,
+    EngineTimeoutError,
+    HookError,
+    RolloutError,
+    SyncError,
+    TrainerError,
+    UnreachableError,
+    failure_record,
 )
-from furlong.diagnosis.postmortem.standing_still import diagnose_standstill, is_gone, standstill_note
-from furlong.diagnosis.postmortem.sudden_end import killed, may_go_on
-from furlong.errors import EngineError, EngineTimeoutError, HookError, UnreachableError, failure_record
 from furlong.files.atomic import is_locked
 from furlong.inference.supervisor.process import last_text, tail
-from furlong.tracking.run_files import (
-    EVENTS,
-    RUN_LOG,
-    RUN_STARTS,
-    EventLog,
-    read_intact_rows,
-    read_steps,
-)
+from furlong.tracking.run_files import EVENTS, RUN_LOG, RUN_STARTS, EventLog, read_intact_rows, read_steps
 
 Status = Literal["finished", "stopped", "failed", "killed", "running", "not started", "unknown"]
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_LINES = 12  # of a log, to show
+LAST_LINES = 60  # of the log of a killed run, to search
 RECORDED = tuple(field.name for field in fields(Diagnosis))
-ENGINE_ERRORS = frozenset(error.__name__ for error in (EngineError, EngineTimeoutError, UnreachableError))
+# Errors that the log of another process may explain.
+ENGINE_ERRORS = (EngineError, EngineTimeoutError, UnreachableError)
+OF_PROCESSES = frozenset(e.__name__ for e in (*ENGINE_ERRORS, SyncError, TrainerError, ClusterError, RolloutError))
 ENGINE_LOG_ROWS = frozenset({"ENG01", "ENG02", "ENG03", "ENG05", "GPU04"})
 
 
@@ -87,44 +90,61 @@ def examine(folder: Path) -> Examination:
     if status == "running" and is_gone(run):
         status = "killed"
     diagnoses = [*run.diagnose(), *run.damage(is_running=status == "running")]
-    error, words = _first_line(failure) if failure else "", list[str]()
+    error, words = "", list[str]()
     if status == "running":
         standing = diagnose_standstill(run)
         explained = {id for each in standing for id in each.evidence.get("explains", ())}
         diagnoses = [each for each in diagnoses if each.id not in explained]
         known = {each.id for each in diagnoses if each.severity != "info"}
         diagnoses += [each for each in standing if each.id not in known]
-    if status == "killed":
-        diagnoses = [each for each in diagnoses if each.id not in standstill_note(run).explains]
+    if failure is not None:
+        message = str(failure.get("message", "")).splitlines()[:1]
+        error = ": ".join([*([str(failure["error"])] if failure.get("error") else []), *message])
     if status in ("failed", "killed"):
-        diagnoses += _failure_diagnoses(run, failure, status=status, known=[d.id for d in diagnoses])
-        words = last_words(_relevant_log(folder, diagnoses, failure or {}))
-    if status == "killed" and may_go_on(run):
+        found = _causes(run, failure or {}, status=status)
+        diagnoses += [each for each in found if each.id not in [known.id for known in diagnoses]]
+        words = last_words(_relevant_log(folder, found, failure or {}))
+    if status == "killed" and other_machine(run) is not None:
         status = "unknown"
     num_steps = run.config.data.num_rollout
     return Examination(str(folder), status, run.last_step, num_steps, error, most_severe_first(diagnoses), words)
 
 
-def _first_line(failure: Mapping[str, Any]) -> str:
-    """Return the exception that ended a run and the first line of its message, as far as there are any."""
-    message = str(failure.get("message", "")).splitlines()[:1]
-    return ": ".join([*([str(failure["error"])] if failure.get("error") else []), *message])
+AfterMemory = Callable[[BaseException], Mapping[str, Any]]
+
+
+def explain(
+    error: BaseException, folder: Path, flags: Mapping[str, Any], *, after_memory: AfterMemory | None = None
+) -> tuple[list[Diagnosis], list[str]]:
+    """Diagnose an exception that is about to end a run; return the diagnoses and the last lines of the relevant log.
+
+    Searches the traceback and the engines' logs. An error that is a diagnosis itself is not repeated.
+    `after_memory(error)` returns facts of an out-of-memory error.
+    """
+    failure = failure_record(error)
+    if parse_diagnosis(str(error)) is not None:
+        return [], []
+    if isinstance(error, HookError):
+        found = _of_user(failure)
+    else:
+        facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
+        if after_memory is not None and is_out_of_memory(error):
+            facts |= after_memory(error)
+        own = LogText("traceback", "".join(traceback.format_exception(error)), flags, facts, failure)
+        found = _search(own, _log_texts(folder, flags, facts))
+    log = _relevant_log(folder, found, failure)
+    return found, last_words(log) if log.name != RUN_LOG else []
 
 
 def record_failure(folder: Path, error: BaseException, diagnoses: Sequence[Diagnosis]) -> None:
     """Write the failure of a run to its events, unless it is there already, and its diagnoses."""
-    last = _last_transition(events_of(folder))
+    last = _last_transition(read_intact_rows(folder / EVENTS, "event")[0])
     log = EventLog(folder / EVENTS)
     if last is None or last["event"] == "start":
         log.write("failed", **failure_record(error))
     for each in diagnoses:
         log.write("diagnosis", **each.record())
     log.close()
-
-
-def _last_transition(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the last event that marks a start or an end."""
-    return next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
 
 
 def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status, Mapping[str, Any] | None]:
@@ -136,21 +156,55 @@ def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status
     if last is not None and last["event"] in ENDS:
         status = ENDS[last["event"]]
         return status, None if status == "finished" else last
-    if is_running(folder):
+    if is_locked(folder / RUN_LOG):  # as a run holds it until its end
         return "running", None
     if last is None:
         return ("unknown" if read_steps(folder) else "not started"), None
     return "killed", None
 
 
-def is_running(folder: Path) -> bool:
-    """Whether a process holds the lock on the run's log, as a run does until its end."""
-    return is_locked(folder / RUN_LOG)
+def _last_transition(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the last event that marks a start or an end."""
+    return next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Read the events of a run; a last line that a kill cut off is skipped."""
-    return read_intact_rows(folder / EVENTS, "event")[0]
+def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> list[Diagnosis]:
+    """Return what the run recorded about its end, what its error states, or else what its texts prove."""
+    if failure:
+        after = run.events[list(run.events).index(failure) :]
+        recorded = [
+            Diagnosis(**{name: event[name] for name in RECORDED}) for event in after if event["event"] == "diagnosis"
+        ]
+        own = parse_diagnosis(str(failure["message"]))
+        if found := [*([own] if own is not None else []), *(d for d in recorded if own is None or d.id != own.id)]:
+            return found
+        if failure.get("error") == HookError.__name__:
+            return _of_user(failure)
+    facts = {"steps": run.last_step}
+    if status == "killed":
+        log = last_text(run.folder / RUN_LOG)
+        lines = log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :].splitlines()[-LAST_LINES:]
+        cause = find_cause(SIGNATURES, [LogText(RUN_LOG, "\n".join(lines), run.flags, facts)])
+        return [each for each in (cause, killed(run)) if each is not None]
+    own = LogText(EVENTS, f"{failure.get('error')}: {failure['message']}", run.flags, facts, failure)
+    return _search(own, _log_texts(run.folder, run.flags, facts))
+
+
+def _search(own: LogText, logs: Sequence[LogText]) -> list[Diagnosis]:
+    """Search the text of the error and, if another process may explain it, the logs."""
+    of_process = own.failure.get("error") in OF_PROCESSES or own.code != ""
+    found = find_cause(SIGNATURES, [own, *logs] if of_process else [own])
+    return [found] if found is not None else []
+
+
+def _of_user(failure: Mapping[str, Any]) -> list[Diagnosis]:
+    cause = "The custom function raised it, or something that it calls."
+    return [diagnosis("HOOK01", str(failure.get("message", "")).partition("\n")[0], cause=cause)]
+
+
+def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:
+    """Read the ends of the logs of engines and workers."""
+    return [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs_of(folder)]
 
 
 def logs_of(folder: Path) -> list[Path]:
@@ -163,113 +217,21 @@ def _relevant_log(folder: Path, diagnoses: Sequence[Diagnosis], failure: Mapping
 
     The log written last is that of a survivor, so without a name it counts only if it is the only one.
     """
-    logs = logs_of(folder)
-    if not any(each.id in ENGINE_LOG_ROWS for each in diagnoses):
+    of_engine = [each for each in diagnoses if each.id in ENGINE_LOG_ROWS]
+    if not of_engine:
         return folder / RUN_LOG
-    texts = [str(failure.get("message", "")), *(str(each.evidence.get("text", "")) for each in diagnoses)]
-    texts += [each.finding for each in diagnoses if each.id in ENGINE_LOG_ROWS]
-    sources = [str(each.evidence.get("source", "")) for each in diagnoses if each.id in ENGINE_LOG_ROWS]
+    logs, sources = logs_of(folder), [str(each.evidence.get("source", "")) for each in of_engine]
+    text = "\n".join([str(failure.get("message", "")), *(each.finding for each in of_engine)])
     for log in logs:
-        if any(log.name in text for text in texts) or str(log.relative_to(folder)) in sources:
+        if log.name in text or str(log.relative_to(folder)) in sources:
             return log
-    for log in logs:
-        if any(_names_process(text, log.stem) for text in texts):
+    for log in logs:  # `engine 1` names engine-1.log
+        if re.search(rf"\b{re.escape(log.stem.replace('-', ' '))}\b", text):
             return log
     return logs[0] if len(logs) == 1 else folder / RUN_LOG
-
-
-def _names_process(text: str, stem: str) -> bool:
-    """Whether a text names the process of a log: `engine 1` that of `engine-1`, `trainer rank 0` `trainer-rank-0`."""
-    return re.search(rf"\b{re.escape(stem.replace('-', ' '))}\b", text) is not None
 
 
 def last_words(path: Path) -> list[str]:
     """Return the name and last lines of a log."""
     lines = tail(path, TAIL_LINES)
     return [f"last lines of {path}:", *(line[:300] for line in lines)] if lines else []
-
-
-def _failure_diagnoses(
-    run: RecordedRun, failure: Mapping[str, Any] | None, *, status: Status, known: list[str]
-) -> list[Diagnosis]:
-    diagnoses, events = list[Diagnosis](), list(run.events)
-    if failure is not None:
-        explained = [event for event in events[events.index(failure) :] if event["event"] == "diagnosis"]
-        diagnoses += [Diagnosis(**{name: event[name] for name in RECORDED}) for event in explained]
-        stated = parse_diagnosis(str(failure["message"]))
-        if stated is not None and stated.id not in [each.id for each in diagnoses]:
-            diagnoses.insert(0, stated)
-    diagnoses = [each for each in diagnoses if each.id not in known]
-    flags, facts, failure = run.flags, {"steps": run.last_step}, failure or {}
-    texts = [*_run_texts(run, failure), *_log_texts(run.folder, flags, facts)]
-    diagnoses += _match_all(texts, failure, known=[*known, *(d.id for d in diagnoses)], is_explained=bool(diagnoses))
-    if status == "killed":
-        diagnoses.append(killed(run))
-    return diagnoses
-
-
-def _run_texts(run: RecordedRun, failure: Mapping[str, Any]) -> list[LogText]:
-    """Return the end of the run's log, and the failure as its event has it if the log lacks it."""
-    path, facts = run.folder / RUN_LOG, {"steps": run.last_step}
-    texts = [LogText(RUN_LOG, _since_start(last_text(path)), run.flags, facts, failure)] if path.exists() else []
-    first_line = str(failure.get("message", "")).partition("\n")[0]
-    if first_line and not any(first_line in text.content for text in texts):
-        texts.append(LogText(EVENTS, f"{failure.get('error')}: {failure['message']}", run.flags, facts, failure))
-    return texts
-
-
-def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:
-    """Read the ends of the logs of engines and workers."""
-    return [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs_of(folder)]
-
-
-def _match_all(
-    texts: Sequence[LogText], failure: Mapping[str, Any], *, known: Sequence[str], is_explained: bool
-) -> list[Diagnosis]:
-    """Diagnose texts, once per id; those of engines first if an engine failed, because they have the details.
-
-    The words of general kinds count only if nothing else explains the failure.
-    Errors of custom functions do not count as those of engines, except in the engines' own logs.
-    """
-    diagnoses: list[Diagnosis] = []
-    excluded = user_error_exclusions(str(failure.get("error")), str(failure.get("message", "")))
-    ordered = list(reversed(texts) if failure.get("error") in ENGINE_ERRORS else texts)
-    for text in ordered:
-        skipped = excluded if text.failure is not None else ()
-        diagnoses += match_specific(text, known=(*known, *skipped, *(d.id for d in diagnoses)))
-    if diagnoses or is_explained or failure.get("error") == HookError.__name__:
-        return diagnoses
-    return next(filter(None, (match_general(text, known=known) for text in ordered)), [])
-
-
-def _since_start(log: str) -> str:
-    """Return the part of a log since the last start; all of it if it has no start."""
-    return log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :]
-
-
-HOOK_ERRORS = (HookError.__name__, "ProcessChangedError")  # which name the function themselves
-AfterMemory = Callable[[BaseException], Mapping[str, Any]]
-
-
-def explain(
-    error: BaseException, folder: Path, flags: Mapping[str, Any], *, after_memory: AfterMemory | None = None
-) -> tuple[list[Diagnosis], list[str]]:
-    """Diagnose an exception that is about to end a run; return the diagnoses and the last lines of the relevant log.
-
-    Searches the traceback and the engines' logs. An error that is a diagnosis itself is not repeated.
-    `after_memory(error)` returns facts of an out-of-memory error.
-    """
-    facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
-    if after_memory is not None and is_out_of_memory(error):
-        facts |= after_memory(error)
-    failure, stated = failure_record(error), parse_diagnosis(str(error))
-    text = LogText("traceback", "".join(traceback.format_exception(error)), flags, facts, failure)
-    known = [stated.id] if stated is not None else []
-    diagnoses = _match_all(
-        [text, *_log_texts(folder, flags, facts)], failure, known=known, is_explained=stated is not None
-    )
-    if isinstance(error, HookError) and not diagnoses:
-        cause = "The custom function raised it, or something that it calls."
-        diagnoses.append(diagnosis("HOOK01", str(error).partition("\n")[0], cause=cause))
-    log = _relevant_log(folder, diagnoses, failure)
-    return diagnoses, last_words(log) if log.name != RUN_LOG else []

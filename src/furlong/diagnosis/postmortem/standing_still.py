@@ -1,17 +1,14 @@
-"""A run in progress that makes no progress: judged by the age of its last event and the state of its processes."""
+"""A run that does not go on: in progress without progress, or without an end because it was killed."""
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
-import httpx
 import psutil
 
 from furlong.catalogue import Diagnosis, diagnosis
@@ -20,11 +17,10 @@ from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE, hang_remedy
 from furlong.diagnosis.monitors.monitor import RunFacts
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 
-IDLE_S, BUSY_S = 60.0, 300.0  # without progress, at least, of processes that compute nothing, and of others
-STARTING_S = 120.0  # the same of processes that compute nothing, before the first step
-IDLE_STEPS, BUSY_STEPS = 3.0, 10.0  # the same in units of the longest step so far
+IDLE_S, IDLE_STEPS = 60.0, 3.0  # without progress, in seconds and in longest steps, of processes that compute nothing
+BUSY_S, BUSY_STEPS = 300.0, 10.0  # the same of others
+STARTING_S = 120.0  # before the first step
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
-HEALTH_S, MAX_REQUESTS = 10.0, 16  # of an engine's answer to /health; concurrent requests
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
 NOTED_CAUSES = {
     "HOOK02": "A custom function does not return.",
@@ -34,15 +30,6 @@ NOTED_CAUSES = {
     "SYNC01": "The weights do not arrive in an engine.",
 }
 NO_PROGRESS = frozenset({"diagnosis", "hang", "no_progress", "blocked", "engine_silent", "placement_waiting"})
-PARTS = (  # text in the command line of a process, and what the process is
-    ("furlong serve", "engine server"),
-    ("sglang", "engine server"),
-    ("rewards.sandbox_worker", "reward worker"),
-    ("environments.worker_process", "environment worker"),
-    ("ray::TrainerRank", "trainer rank"),
-    ("ray::", "process of Ray"),
-)
-NO_ANSWER = "A custom function, an engine or another process does not return."
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -60,28 +47,9 @@ class RunProcess:
         """Whether it is an engine server."""
         return not self.is_main and ("sglang" in self.command or "furlong serve" in self.command)
 
-    @property
-    def part(self) -> str:
-        """What it is in the run, such as `reward worker`."""
-        if self.is_main:
-            return "the run's own process"
-        return next((part for sign, part in PARTS if sign in self.command), "process")
-
     def __str__(self) -> str:
-        port = re.search(r"--port[ =](\d+)", self.command) if self.is_engine else None
-        return f"{self.part} {self.pid} ({f'port {port[1]}' if port else self.command[:60]})"
-
-
-@dataclass(frozen=True)
-class Liveness:
-    """What is known about a run's processes.
-
-    cpu: CPU seconds that they use per second; None if not measured. busiest: the one that uses most of it, if any does.
-    """
-
-    processes: Sequence[RunProcess]
-    cpu: float | None = None
-    busiest: RunProcess | None = None
+        part = "the run's own process" if self.is_main else "engine server" if self.is_engine else "process"
+        return f"{part} {self.pid} ({self.command[:80]})"
 
 
 def is_gone(run: RecordedRun) -> bool:
@@ -93,28 +61,21 @@ def is_gone(run: RecordedRun) -> bool:
 
 
 def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list[Diagnosis]:
-    """HANG01, ENG06, ENG03: what stands still in a run that is in progress, [] if nothing does.
+    """HANG01, ENG06: what stands still in a run that is in progress, [] if nothing does.
 
-    Measures the CPU time of the run's processes for a second if there was no progress for long, and sends a health
-    request to each external engine.
+    Measures the CPU time of the run's processes for a second if there was no progress for long.
     """
     age_s, last = last_progress(run, time.time() if now_s is None else now_s)
     processes = _processes(run)
-    is_measured = bool(processes) and age_s > IDLE_S
-    liveness = _measured(processes) if is_measured else Liveness(processes)
-    diagnoses = stopped_processes(liveness.processes)
-    if addresses := run.config.cluster.rollout_external_engine_addrs:
-        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-            diagnoses += chain.from_iterable(pool.map(unanswering_engine, addresses))
-    return diagnoses or without_progress(run, age_s, last, liveness)
+    cpu = _measured(processes) if processes and age_s > IDLE_S else None
+    return stopped_processes(processes) or without_progress(run, age_s, last, processes, cpu)
 
 
 def last_progress(run: RecordedRun, now_s: float) -> tuple[float, str]:
     """Return the seconds since the last progress, and what it was. Groups of samples count: the ledger's last write."""
     times = [(float(e["time"]), str(e["event"])) for e in run.since_start if "time" in e and is_progress(e)]
     for name in PROGRESS_FILES:
-        path = run.folder / name
-        if path.exists():
+        if (path := run.folder / name).exists():
             times.append((path.stat().st_mtime, f"write to {name}"))
     when, what = max(times, default=(now_s, "nothing"))
     return max(now_s - when, 0.0), what
@@ -146,77 +107,46 @@ def stopped_processes(processes: Sequence[RunProcess]) -> list[Diagnosis]:
     return diagnoses
 
 
-def unanswering_engine(address: str) -> list[Diagnosis]:
-    """ENG03 for an engine that refuses connections, ENG06 for one that does not answer a health request."""
-    url, shown = (address if "://" in address else f"http://{address}"), address.rpartition("@")[2]
-    try:
-        httpx.get(f"{url.rstrip('/')}/health", timeout=HEALTH_S, trust_env=False)
-    except httpx.TimeoutException:
-        return [
-            diagnosis(
-                "ENG06",
-                f"the engine at {shown} did not answer /health within {HEALTH_S:g} s",
-                remedy="inspect its process (`ps`: state T means stopped, `kill -CONT` resumes it; `py-spy dump` shows "
-                "where it is) and the end of its log",
-                evidence={"address": shown},
-            )
-        ]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return [
-            diagnosis(
-                "ENG03",
-                f"the engine at {shown} is unreachable: {error}",
-                cause="Its process ended, or the network between this machine and it does not work.",
-                remedy="read the end of its log, and start it again",
-                evidence={"address": shown},
-            )
-        ]
-    return []
+def without_progress(
+    run: RecordedRun, age_s: float, last: str, processes: Sequence[RunProcess] = (), cpu: float | None = None
+) -> list[Diagnosis]:
+    """HANG01: no progress for much longer than the steps so far took; sooner if the run's processes compute nothing.
 
-
-def without_progress(run: RecordedRun, age_s: float, last: str, liveness: Liveness) -> list[Diagnosis]:
-    """HANG01: no progress for much longer than the steps so far took; sooner if the run's processes compute nothing."""
-    longest_s = _longest_step(run)
-    is_idle = liveness.cpu is not None and liveness.cpu < IDLE_CPU and not _has_remote_parts(run)
+    cpu: the seconds of CPU that they use per second; None if it was not measured.
+    """
+    times = [float(e["time"]) for e in run.since_start if "time" in e and e["event"] in ("start", "step")]
+    longest_s = max((b - a for a, b in pairwise(times)), default=None) if run.steps_since_start else None
+    cluster, timeout_s = run.config.cluster, run.config.fault.hang_timeout
+    is_remote = bool(cluster.rollout_external_engine_addrs) or cluster.ray_address is not None
+    is_idle = cpu is not None and cpu < IDLE_CPU and not is_remote
     if longest_s is None:
-        limit_s = STARTING_S if is_idle else max(BUSY_S, run.config.fault.hang_timeout)
+        limit_s = STARTING_S if is_idle else max(BUSY_S, timeout_s)
     else:
-        least_s, steps = (IDLE_S, IDLE_STEPS) if is_idle else (BUSY_S, BUSY_STEPS)
-        limit_s = max(least_s, steps * longest_s)
+        limit_s = max(IDLE_S, IDLE_STEPS * longest_s) if is_idle else max(BUSY_S, BUSY_STEPS * longest_s)
     if age_s <= limit_s:
         return []
     usual = "no step is complete" if longest_s is None else f"the longest step took {longest_s:.3g} s"
+    used = "" if cpu is None else f"; its processes use {cpu:.0%} of a CPU"
     note = standstill_note(run)
-    looked_at = [each.pid for each in liveness.processes if each.part == "reward worker"]
-    if note.probable != "REW03" or not looked_at:
-        looked_at = [each.pid for each in liveness.processes if each.is_main]
-    doing, remedy = f": {note.text}" if note.text else "", f"{note.remedy}; " if note.remedy else ""
-    timeout_s = run.config.fault.hang_timeout
+    pid = next((process.pid for process in processes if process.is_main), "PID")
     return [
         diagnosis(
             "HANG01",
-            f"no progress for {age_s:.0f} s (last: {last}; {usual}{_cpu_text(liveness)}){doing}",
-            cause=note.cause or (NO_ANSWER if is_idle else "One part takes much longer than before, or does not end."),
-            remedy=f"{remedy}`py-spy dump --pid {looked_at[0] if looked_at else 'PID'}` shows where it is; a lower "
+            f"no progress for {age_s:.0f} s (last: {last}; {usual}{used}){f': {note.text}' if note.text else ''}",
+            cause=note.cause or "A custom function, an engine or another process does not return, or is very slow.",
+            remedy=f"{f'{note.remedy}; ' if note.remedy else ''}`py-spy dump --pid {pid}` shows where it is; a lower "
             f"--hang-timeout (now {timeout_s:g} s) reports all stacks and the function that is awaited",
             severity="warning",
             evidence={
                 "seconds": round(age_s, 1),
                 "last": last,
                 "longest_step_s": longest_s,
-                "cpu": liveness.cpu,
+                "cpu": cpu,
                 "probable": note.probable,
-                "explains": note.explains,
+                "explains": ["HOOK02"] if note.probable == "HOOK02" else [],
             },
         )
     ]
-
-
-def _cpu_text(liveness: Liveness) -> str:
-    if liveness.cpu is None:
-        return ""
-    busiest = "" if liveness.busiest is None else f", most of it {liveness.busiest}"
-    return f"; its processes use {liveness.cpu:.0%} of a CPU{busiest}"
 
 
 @dataclass(frozen=True)
@@ -232,11 +162,6 @@ class Note:
         """The cause in one sentence, "" if it is not known."""
         return NOTED_CAUSES.get(self.probable, "")
 
-    @property
-    def explains(self) -> Sequence[str]:
-        """Rows that monitors report for the same cause."""
-        return ("HOOK02",) if self.probable == "HOOK02" else ()
-
 
 def standstill_note(run: RecordedRun) -> Note:
     """Return what the run itself recorded since its last progress.
@@ -250,16 +175,11 @@ def standstill_note(run: RecordedRun) -> Note:
             break
         noted.setdefault(str(event["event"]), event)
     if (blocked := noted.get("blocked")) is not None:
-        where = blocked.get("where")
-        return Note(f"{where} blocks the run", "fix that function", "HOOK02")
-    if (note := noted.get("no_progress")) is not None:
-        return _described(run, str(note.get("doing")), str(note.get("probable")))
-    return Note()
-
-
-def _described(run: RecordedRun, doing: str, probable: str) -> Note:
-    """Return what a run noted; of reward calls the flags of the reward, since their code runs in other processes."""
-    if probable == "REW03":
+        return Note(f"{blocked.get('where')} blocks the run", "fix that function", "HOOK02")
+    if (note := noted.get("no_progress")) is None:
+        return Note()
+    doing, probable = str(note.get("doing")), str(note.get("probable"))
+    if probable == "REW03":  # the code of rewards runs in other processes
         reward = next((run.flags[name] for name in ("custom_rm_path", "rm_url", "rm_type") if run.flags[name]), None)
         doing = f"reward calls ({reward}) do not return"
     if probable == "HANG01" and doing.startswith(ALL_IDLE):
@@ -267,16 +187,50 @@ def _described(run: RecordedRun, doing: str, probable: str) -> Note:
     return Note(doing, hang_remedy(probable, RunFacts.of(run.config)), probable)
 
 
-def _longest_step(run: RecordedRun) -> float | None:
-    """Return the seconds of the longest step since the start, from the times of its events; None before the first."""
-    times = [float(e["time"]) for e in run.since_start if "time" in e and e["event"] in ("start", "step")]
-    return max((b - a for a, b in pairwise(times)), default=None) if run.steps_since_start else None
+def killed(run: RecordedRun) -> Diagnosis:
+    """KILL01: what is known about a run without an end."""
+    last = next((event for event in reversed(run.since_start) if is_progress(event)), run.events[-1])
+    stood, resume = standstill_note(run), _how_to_resume(run)
+    stand = f"it stood still before it was killed: {stood.remedy}; " if stood.remedy else ""
+    evidence = {"step": run.last_step, "last_event": dict(last)}
+    if (machine := other_machine(run)) is not None:
+        process, age_s = run.started.get("process"), last_progress(run, time.time())[0]
+        return diagnosis(
+            "KILL01",
+            f"{run.folder}: the run started on {machine} (process {process}) and has no end; its last progress was "
+            f"{age_s:.0f} s ago, after step {run.last_step} (last event: {last['event']})",
+            cause=f"Something outside ended it, or it is in progress on {machine}, whose processes cannot be seen from "
+            f"{socket.gethostname()}.",
+            remedy=f"run the doctor on {machine}; without process {process} there, the run was killed: {stand}{resume}",
+            evidence=evidence | {"machine": machine, "seconds": round(age_s, 1)},
+        )
+    doing = {"weight_update_started": ", during a weight update", "save": ", after a save"}.get(last["event"], "")
+    return diagnosis(
+        "KILL01",
+        f"{run.folder}: the run started but did not end; it was killed after step {run.last_step}{doing} (last event: "
+        f"{last['event']})" + (f"; it stood still before: {stood.text}" if stood.text else ""),
+        remedy="if it printed `Fatal Python error`, the stack below that is the crash; if not, check for the "
+        f"out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; {stand}{resume}",
+        evidence=evidence,
+    )
 
 
-def _has_remote_parts(run: RecordedRun) -> bool:
-    """Whether processes of the run may be on other machines, so that those here may wait for them."""
-    config = run.config
-    return bool(config.cluster.rollout_external_engine_addrs) or config.cluster.ray_address is not None
+def other_machine(run: RecordedRun) -> str | None:
+    """Return the machine of the last start if it is not this one, so that the run may be in progress there."""
+    machine = run.started.get("machine")
+    return machine if machine and machine != socket.gethostname() else None
+
+
+def _how_to_resume(run: RecordedRun) -> str:
+    """Return which checkpoint a next run can load. Others in the folder of --save may be of other runs."""
+    flags = run.config.checkpoint
+    if any(event["event"] == "save" for event in run.events):
+        return f"resume with --load {flags.save}"
+    if flags.load is not None:
+        return f"nothing was saved since --load {flags.load}, from which the same command continues"
+    if flags.save is not None:
+        return f"nothing was saved in {flags.save}, so the same command starts anew: use --save-interval"
+    return "nothing was saved: use --save in the next run"
 
 
 def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
@@ -292,34 +246,28 @@ def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
 def _processes(run: RecordedRun) -> list[RunProcess]:
     """List the run's process and those that it started, [] if they are not on this machine."""
     start = run.started
-    if start.get("process") is None or start.get("machine", "") != socket.gethostname():
-        return []
-    main = _main_process(start)
-    if main is None:
-        return []
+    is_here = start.get("process") is not None and start.get("machine", "") == socket.gethostname()
+    main = _main_process(start) if is_here else None
     found: list[RunProcess] = []
-    for process in [main, *main.children(recursive=True)]:
+    for process in [] if main is None else [main, *main.children(recursive=True)]:
         try:
             command = " ".join(" ".join(process.cmdline()).split()) or process.name()
-            found.append(RunProcess(process.pid, command, process.status() in STOPPED, process.pid == main.pid))
+            found.append(RunProcess(process.pid, command, process.status() in STOPPED, process == main))
         except psutil.Error:  # it ended just now
             continue
     return found
 
 
-def _measured(processes: Sequence[RunProcess]) -> Liveness:
+def _measured(processes: Sequence[RunProcess]) -> float:
     """Measure the CPU seconds per second that the processes use."""
-    before = [(process, _cpu_seconds(process.pid)) for process in processes]
+
+    def used(pid: int) -> float:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
+    before = [(process.pid, used(process.pid)) for process in processes]
     time.sleep(SAMPLE_S)
-    rates = [(max(_cpu_seconds(process.pid) - used, 0.0) / SAMPLE_S, process) for process, used in before]
-    total = sum(rate for rate, _ in rates)
-    rate, busiest = max(rates, key=lambda each: each[0])
-    return Liveness(processes, total, busiest if total >= IDLE_CPU and rate > total / 2 else None)
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+    return sum(max(used(pid) - seconds, 0.0) for pid, seconds in before) / SAMPLE_S
