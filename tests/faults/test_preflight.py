@@ -197,21 +197,6 @@ def test_a_function_that_cannot_be_imported(world):
     assert world.look(custom_loss_function_path=mended, loss_type="custom_loss") == []
 
 
-@fault("TOOL01")
-def test_a_generate_function_that_trains_on_what_tools_say(world):
-    text = """
-async def generate(args, sample, sampling_params):
-    for turn in range(2):
-        sample.tokens += [1, 2, 3]
-    return sample
-"""
-    (world.folder / "agent.py").write_text(text)
-    found = only(world.look(custom_generate_function_path=f"{world.folder}/agent.py:generate"), "TOOL01", "warning")
-    assert "(line 4)" in found.finding
-    (world.folder / "masked.py").write_text(text.replace("    return", "    sample.loss_mask = [0, 0, 0]\n    return"))
-    assert world.look(custom_generate_function_path=f"{world.folder}/masked.py:generate") == []
-
-
 def test_names_of_slime_that_furlong_has_and_does_not_have(world):
     agent = world.folder / "agent.py"
     body = "async def generate(args, sample, sampling_params):\n    return await post(args.sglang_router_ip, {})\n"

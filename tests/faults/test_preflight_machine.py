@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,15 +33,6 @@ def test_files_that_this_user_may_not_read_or_write(world, monkeypatch):
     assert f"{world.model}/config.json" in only(world.look(), "CKPT07").finding
     locked = {world.data}
     assert "prompts.jsonl" in only(world.look(), "CFG05").finding
-    (world.folder / "run").mkdir()
-    (world.folder / "run" / "run.log").touch()
-    locked = {world.folder / "run" / "run.log"}
-    assert "run.log" in only(world.look(), "DISK01").finding
-
-
-def test_a_tracker_without_its_package(world, monkeypatch):
-    monkeypatch.setattr("furlong.diagnosis.preflight.machine_checks.find_spec", lambda _: None)
-    assert "wandb" in only(world.look(use_wandb=True), "CFG05").finding
 
 
 @fault("ENV01")
@@ -106,36 +96,6 @@ def test_folders_that_cannot_be_made(world):
     found = only(world.look(save_debug_rollout_data=world.folder / "file" / "{rollout_id}"), "DISK01")
     assert found.finding.startswith("--save-debug-rollout-data")
     assert world.look(save_debug_rollout_data=world.folder / "file_{rollout_id}") == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "template", "entry"),
-    [
-        ("save_debug_rollout_data", "d/{rollout_id}.safetensors", "d/1.safetensors"),
-        ("save_debug_rollout_data", "d/{rollout_id}", "d/eval_0"),
-        ("save_debug_rollout_data", "[d]/{rollout_id}/samples", "[d]/0/samples"),
-        ("save_debug_train_data", "d/{rollout_id}_{rank}", "d/0_3"),
-        ("output_dir", "run", "run/metrics.jsonl"),
-        ("save", "save", "save/latest_checkpointed_iteration.txt"),
-    ],
-)
-def test_a_folder_where_a_file_is_written(world, flag, template, entry):
-    (world.folder / entry).mkdir(parents=True)
-    found = only(world.look(**{flag: world.folder / template}), "DISK01")
-    assert names(found.finding, f"--{flag.replace('_', '-')} {world.folder / template}", world.folder / entry)
-    (world.folder / entry).rmdir()
-    assert world.look(**{flag: world.folder / template}) == []
-
-
-def test_a_file_where_a_model_folder_is_written(world):
-    (world.folder / "hf_1").touch()
-    exports = {"save": world.folder / "save", "save_hf": world.folder / "hf_{rollout_id}"}
-    found = only(world.look(**exports), "DISK01")
-    assert names(found.finding, "--save-hf", world.folder / "hf_1")
-    (world.folder / "hf_1").unlink()
-    (world.folder / "hf_1").mkdir()  # replaced
-    (world.folder / "hf_9").touch()  # not written
-    assert world.look(**exports) == []
 
 
 @fault("GPU01")
@@ -257,17 +217,6 @@ def test_a_ray_cluster_that_is_not_there(world):
     assert "ray job submit" in found.remedy
     assert world.look(**ranks, ray_address=None) == []
     assert world.look(**ranks, ray_address="auto") == []
-
-
-@fault("GPU05")
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
-def test_another_server_at_the_address_of_ray(world, answer):
-    with listening(answer) as address:
-        started = time.monotonic()
-        found = only(world.look(actor_num_gpus_per_node=2, rollout_num_gpus=1, ray_address=address), "GPU05")
-        assert time.monotonic() - started < 5
-    assert names(found.finding, address, "gRPC")
-    assert "ray start" in found.remedy
 
 
 def cluster(monkeypatch, *nodes: Node, resource: str = "CPU") -> None:

@@ -17,7 +17,7 @@ from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import prompt_settings
 from furlong.files.manifest import write_manifest
 from furlong.tracking.rollout_dump import save_samples
-from stored_models import dense_layer, write_safetensors
+from stored_models import write_safetensors
 
 
 def with_weights(folder: Path, tensors: dict[str, Any]) -> None:
@@ -27,24 +27,6 @@ def with_weights(folder: Path, tensors: dict[str, Any]) -> None:
 
 def rewrite_manifest(folder: Path) -> None:
     write_manifest(folder, 3)
-
-
-@fault("CKPT01")
-def test_a_checkpoint_of_another_model(world):
-    save = world.folder / "save"
-    folder = write_checkpoint(save, 3)
-    asked = {"load": save, "num_rollout": 9}
-    with_weights(folder, dense_layer(0, dtype="F32") | dense_layer(1, dtype="F32"))
-    only(world.look(**asked), "CKPT06", "info")
-    with_weights(folder, dense_layer(0, width=16) | dense_layer(1, width=16))
-    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
-    assert names(found.finding, "another model", "q_proj.weight is [16, 16], in the model [8, 8]")
-    with_weights(folder, dense_layer(0) | dense_layer(1) | dense_layer(2))
-    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
-    assert "model.layers.2" in found.finding
-    with_weights(folder, dense_layer(0))
-    found = only([each for each in world.look(**asked) if each.id != "CKPT06"], "CKPT01")
-    assert "model.layers.1" in found.finding
 
 
 @fault("CKPT01")

@@ -101,7 +101,8 @@ def test_faults_of_a_conversion_are_named_by_check_and_by_doctor(fault, original
     id, make, name = FAULTS[fault]
     assert printed(capsys, "check", str(folder))[0] == 0
     make(folder)
-    for words in (["check", str(folder)], ["doctor", *flags(folder, data, tmp_path / "run", ref_load=original)]):
+    by_doctor = ["doctor", *flags(folder, data, tmp_path / "run", ref_load=original)]
+    for words in (["check", str(folder)], *([by_doctor] if id != "CKPT04" else ())):  # which loading refuses
         code, text = printed(capsys, *words)
         assert code == 1, text
         assert f"[{id}]" in text

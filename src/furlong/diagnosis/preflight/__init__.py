@@ -1,6 +1,7 @@
 """Checks of a run before it starts. A check is a function from a PreflightContext to diagnoses.
 
-`CHECKS` lists them. None imports torch or transformers, unless a custom function does.
+Each module lists its own in `CHECKS`. They find what would fail late or silently; what loading the model says seconds
+later is left to it. None imports torch or transformers, unless a custom function or a quantized model does.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from furlong.catalogue import NO_EFFECT, Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.config.sections import Config
-from furlong.core.user_code import FRAMES, LIBRARIES
-from furlong.diagnosis.preflight import checkpoint_checks as checkpoint
-from furlong.diagnosis.preflight import data_checks as data
-from furlong.diagnosis.preflight import flag_checks as flags
-from furlong.diagnosis.preflight import machine_checks as machine
-from furlong.diagnosis.preflight import model_checks as model
-from furlong.diagnosis.preflight import path_checks as paths
-from furlong.diagnosis.preflight import resume_checks as resume
-from furlong.diagnosis.preflight import weight_checks as stored
+from furlong.diagnosis.preflight import (
+    checkpoint_checks,
+    data_checks,
+    flag_checks,
+    machine_checks,
+    model_checks,
+    resume_checks,
+    weight_checks,
+)
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import CheckpointError, ConfigError, DataError, FurlongError, RewardError, RolloutError
 
@@ -28,60 +29,14 @@ logger = logging.getLogger(__name__)
 Check = Callable[[PreflightContext], Iterable[Diagnosis]]
 
 CHECKS: tuple[Check, ...] = (
-    flags.flag_problems,
-    flags.accepted_flags,
-    flags.backend,
-    flags.evaluation_sets,
-    flags.chat_template,
-    flags.context_length,
-    flags.kl_without_pull,
-    flags.user_functions,
-    flags.tool_tokens,
-    model.model_folder,
-    stored.weights,
-    stored.megatron_checkpoint,
-    stored.embedding,
-    stored.tied_head,
-    checkpoint.folders_to_load,
-    checkpoint.folder_to_save,
-    stored.reference_tokens,
-    checkpoint.layout,
-    checkpoint.resume_plan,
-    resume.checkpoint_model,
-    resume.trained_parameters,
-    resume.checkpoint_data,
-    resume.rollout_dumps,
-    model.no_template,
-    model.templated_twice,
-    model.of_another_family,
-    model.rewritten_history,
-    model.end_of_turn,
-    model.stop_ids,
-    data.files,
-    data.streamed_slice,
-    data.rows,
-    data.prompts_again,
-    data.lengths,
-    data.own_reward,
-    data.verifier_and_labels,
-    machine.remote_server,
-    machine.versions,
-    machine.tracker_package,
-    machine.threads,
-    machine.gpus,
-    machine.ray_cluster,
-    machine.occupied_gpus,
-    machine.engine_servers,
-    machine.device,
-    model.kept_routers,
-    model.own_head,
-    machine.reproducibility,
-    machine.outputs,
-    paths.occupied_paths,
-    machine.disk,
-    machine.training_fits,
+    *flag_checks.CHECKS,
+    *weight_checks.CHECKS,
+    *checkpoint_checks.CHECKS,
+    *resume_checks.CHECKS,
+    *model_checks.CHECKS,
+    *data_checks.CHECKS,
+    *machine_checks.CHECKS,
 )
-
 # Rows of what a check refuses with an error of furlong; the first that fits.
 REFUSED_AS: dict[type[FurlongError], str] = {
     CheckpointError: "CKPT01",
@@ -100,57 +55,37 @@ def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Seque
     is corrected.
     """
     context = PreflightContext(config, tuple(problems))
-    diagnoses: dict[Check, list[Diagnosis]] = {check: [] for check in checks}
-    raised: list[tuple[Check, Exception]] = []
+    found: list[Diagnosis] = []
+    raised: list[Diagnosis] = []
     for check in checks:
         try:
-            diagnoses[check].extend(check(context))
+            found.extend(check(context))
         except FurlongError as error:
-            diagnoses[check].extend(_refused(error))
-        except Exception as error:  # noqa: BLE001  a check is a boundary: the others must still run
-            raised.append((check, error))
-    has_error = any(each.severity == "error" for found in diagnoses.values() for each in found)
-    for check, error in raised:
-        if has_error:
-            logger.debug("the check %s was skipped", _name(check), exc_info=error)
-        else:
-            diagnoses[check].append(_failed(check, error))
-    return most_severe_first(list(_distinct(each for check in checks for each in diagnoses[check])))
+            row = next(row for kind, row in REFUSED_AS.items() if isinstance(error, kind))
+            texts = error.problems if isinstance(error, ConfigError) else (str(error),)
+            found.extend(flag_checks.from_problem(text, row=row) for text in texts)
+        except Exception as error:
+            logger.debug("the check %s failed", check.__name__, exc_info=error)
+            raised.append(_failed(check, error))
+    if not any(each.severity == "error" for each in found):
+        found += raised
+    return most_severe_first(list(_distinct(found)))
 
 
-def _refused(error: FurlongError) -> Iterator[Diagnosis]:
-    """Report an input that a check refused, in the row of its kind."""
-    row = next(row for kind, row in REFUSED_AS.items() if isinstance(error, kind))
-    texts = error.problems if isinstance(error, ConfigError) else (str(error),)
-    yield from (flags.from_problem(text, row=row) for text in texts)
-
-
-def _distinct(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
-    """Leave out repetitions, in any row, as several checks may read the same damaged file.
-
-    What is wrong with the value of a flag that has no effect is left out, too.
-    """
-    found = list(diagnoses)
-    idle = {word for each in found if each.id == NO_EFFECT and (word := _first_word(each)).startswith("--")}
+def _distinct(found: Sequence[Diagnosis]) -> Iterator[Diagnosis]:
+    """Leave out repetitions, as several checks may read the same damaged file, and values of flags without effect."""
+    first_words = [each.finding.partition(" ")[0] for each in found]
+    idle = {word for each, word in zip(found, first_words, strict=True) if each.id == NO_EFFECT and word[:2] == "--"}
     seen = set[str]()
-    for each in found:
-        if each.finding not in seen and not (each.id == "CFG05" and _first_word(each) in idle):
+    for each, word in zip(found, first_words, strict=True):
+        if each.finding not in seen and not (each.id == "CFG05" and word in idle):
             seen.add(each.finding)
             yield each
 
 
-def _first_word(found: Diagnosis) -> str:
-    return found.finding.partition(" ")[0]
-
-
-def _name(check: Check) -> str:
-    return f"{check.__module__.rpartition('.')[2].removesuffix('_checks')}.{check.__name__}"
-
-
 def _failed(check: Check, error: Exception) -> Diagnosis:
-    name = _name(check)
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-FRAMES:]
+    name = f"{check.__module__.rpartition('.')[2].removesuffix('_checks')}.{check.__name__}"
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = "\n".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)
     return diagnosis(
         "CHECK01",

@@ -334,3 +334,6 @@ def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str
         if not is_excluded:
             (restored if any(part in file for file in names) else missing).append(name)
     return restored, missing
+
+
+CHECKS = (folders_to_load, folder_to_save, layout, resume_plan)

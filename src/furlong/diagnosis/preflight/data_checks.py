@@ -12,7 +12,6 @@ from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.core.user_code import location_of
 from furlong.data.prompt import Prompt, RejectedRow
 from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
@@ -217,7 +216,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
         rewards = [outcome.reward for outcome in outcomes]
-        name = f"--custom-rm-path {path} ({location_of(context.hooks[0].custom_rm)})"
+        name = f"--custom-rm-path {path}"
         yield from unnamed_entry(name, rewards, config.reward.reward_key)
         yield from uncategorized(name, rewards, config.track.log_reward_category)
         return
@@ -313,3 +312,6 @@ def _number(outcome: Outcome) -> float:
     """Return the score of an outcome, or its entry `score` if it is an object."""
     value = outcome.reward
     return float(value.get("score", 0)) if isinstance(value, dict) else float(value or 0)
+
+
+CHECKS = (files, streamed_slice, rows, prompts_again, lengths, own_reward, verifier_and_labels)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,19 @@ from furlong.errors import ConfigError
 from furlong.models.tokenizer import read_template
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems, uneven_notice
 
-MASKING = ("loss_mask", "append_response_tokens", "build_loss_mask")  # the last is the name in slime's guide
-
 
 def flag_problems(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG01 to CFG05, and rows of folders: every problem found while flags were parsed and validated."""
+    data, train = context.config.data, context.config.train
+    batch = {
+        "rollout_batch_size": data.rollout_batch_size,
+        "n_samples_per_prompt": data.n_samples_per_prompt,
+        "global_batch_size": train.global_batch_size,
+        "num_steps_per_rollout": train.num_steps_per_rollout,
+        "micro_batch_size": train.micro_batch_size,
+    }
     for problem in context.problems:
-        yield from_problem(problem, batch_values(context) if problem.row == "CFG01" else {})
+        yield from_problem(problem, batch if problem.row == "CFG01" else {})
 
 
 def accepted_flags(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -52,18 +55,6 @@ def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str 
     if not finding:
         finding, remedy = remedy, "correct it, or remove it"
     return diagnosis(known.row, finding, cause="", remedy=remedy, evidence=evidence)
-
-
-def batch_values(context: PreflightContext) -> dict[str, Any]:
-    """The four numbers of the batch equation, and the size of a micro-batch."""
-    data, train = context.config.data, context.config.train
-    return {
-        "rollout_batch_size": data.rollout_batch_size,
-        "n_samples_per_prompt": data.n_samples_per_prompt,
-        "global_batch_size": train.global_batch_size,
-        "num_steps_per_rollout": train.num_steps_per_rollout,
-        "micro_batch_size": train.micro_batch_size,
-    }
 
 
 def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -117,9 +108,8 @@ def context_length(context: PreflightContext) -> Iterator[Diagnosis]:
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG05: a --chat-template-path that cannot be read."""
-    path = context.config.data.chat_template_path
     try:
-        if path is not None:
+        if (path := context.config.data.chat_template_path) is not None:
             read_template(path)
     except ConfigError as error:
         yield diagnosis("CFG05", str(error), cause="", remedy="use a Jinja file, or a name of `furlong template list`")
@@ -148,54 +138,13 @@ def user_functions(context: PreflightContext) -> Iterator[Diagnosis]:
         yield from_problem(problem, row="REW01" if problem.startswith("--custom-rm-path") else "HOOK01")
 
 
-def tool_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TOOL01: a generate function that appends several turns to a sample and never sets its loss mask."""
-    function = context.hooks[0].custom_generate_function
-    path = context.config.rollout.custom_generate_function_path
-    if function is None:
-        return
-    tree = _source_of(function)
-    if tree is None or _names_in(tree) & set(MASKING):
-        return
-    if lines := _writes_in_loops(tree):
-        yield diagnosis(
-            "TOOL01",
-            f"--custom-generate-function-path {path}: tokens are added to a sample in a loop (line {lines[0]}), "
-            "and nothing in its module sets a loss mask",
-            severity="warning",
-            evidence={"function": path, "lines": lines},
-        )
-
-
-def _source_of(function: Callable[..., Any]) -> ast.Module | None:
-    """Parse the module of a function; None without source (compiled, or created at run time)."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.getmodule(function) or function)))
-    except (OSError, TypeError):
-        return None
-
-
-def _names_in(tree: ast.AST) -> set[str]:
-    """Collect the names, attributes and keywords in a part of a module."""
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
-
-
-def _writes_in_loops(tree: ast.AST) -> list[int]:
-    """Find lines inside loops that extend or set `.tokens`."""
-    lines: set[int] = set()
-    for loop in ast.walk(tree):
-        if not isinstance(loop, ast.For | ast.While | ast.AsyncFor):
-            continue
-        for node in ast.walk(loop):
-            match node:
-                case ast.AugAssign(target=ast.Attribute(attr="tokens")):
-                    lines.add(node.lineno)
-                case ast.Assign(targets=[ast.Attribute(attr="tokens")]):
-                    lines.add(node.lineno)
-                case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="tokens"), attr="extend" | "append")):
-                    lines.add(node.lineno)
-                case _:
-                    pass
-    return sorted(lines)
+CHECKS = (
+    flag_problems,
+    accepted_flags,
+    backend,
+    evaluation_sets,
+    chat_template,
+    context_length,
+    kl_without_pull,
+    user_functions,
+)

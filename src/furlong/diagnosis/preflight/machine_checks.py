@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,8 +30,6 @@ from furlong.tools.memory_plan import cpu_findings, findings, host_findings, pla
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
-HTTP2_SETTINGS = 4  # type of the first frame of an HTTP/2 server
-HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 CONNECT_S = 1.0  # to connect to a server
 
 
@@ -40,19 +37,6 @@ def versions(context: PreflightContext) -> Iterator[Diagnosis]:
     """ENV01: installed libraries against the tested ranges (`furlong env` also loads compiled kernels)."""
     del context
     yield from environment_findings(read_environment(kernels=()))
-
-
-def tracker_package(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a tracker without its package, which is also the name of the extra."""
-    for flag in ("--use-wandb", "--use-trackio", "--use-mlflow", "--use-swanlab"):
-        name = flag.rpartition("-")[2]
-        if getattr(context.config.track, f"use_{name}") and find_spec(name) is None:
-            yield diagnosis(
-                "CFG05",
-                f"{flag}: the package {name} is not installed",
-                cause="It is an optional dependency.",
-                remedy=f"run `pip install 'furlong[{name}]'`",
-            )
 
 
 def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
@@ -188,7 +172,7 @@ def outputs(context: PreflightContext) -> Iterator[Diagnosis]:
     paths = {flag: Path(path) for flag, path in folders.items() if path is not None}
     paths |= {flag: Path(path).parent for flag, path in files.items() if path is not None}
     for flag, path in paths.items():
-        if (problem := _unusable(path) or (_locked_file(path) if flag == "--output-dir" else None)) is not None:
+        if (problem := _unusable(path)) is not None:
             finding, cause = problem
             yield diagnosis("DISK01", f"{flag} {path}: {finding}", cause=cause, remedy=f"use another path with {flag}")
 
@@ -205,13 +189,6 @@ def _unusable(path: Path) -> tuple[str, str] | None:
         cause = "The folder belongs to another user, or the disk is mounted read-only."
         return f"{folder} is not writable", cause
     return None
-
-
-def _locked_file(folder: Path) -> tuple[str, str] | None:
-    """Find a file of an earlier run that is not writable; return that and the cause, or None."""
-    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
-    locked = next((path for path in files if not os.access(path, os.W_OK)), None)
-    return None if locked is None else (f"{locked.name} in it is not writable", "Another user ran it earlier.")
 
 
 def disk(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -296,34 +273,9 @@ def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
     if not host or not port.isdecimal():
         return  # `auto`: Ray finds a cluster on this machine
     try:
-        speaks_grpc = _speaks_grpc(host, int(port))
+        socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        yield diagnosis(
-            "GPU05",
-            f"--ray-address {address}: cannot connect ({error})",
-            evidence={"address": address},
-        )
-        return
-    if not speaks_grpc:
-        yield diagnosis(
-            "GPU05",
-            f"--ray-address {address}: a server listens there, but it is not Ray's: it does not speak gRPC",
-            cause="The port belongs to another program, or to Ray's dashboard (8265).",
-            remedy=f"use the address that `ray start` printed on the first machine, by default {host}:6379",
-            evidence={"address": address},
-        )
-
-
-def _speaks_grpc(host: str, port: int) -> bool:
-    """Whether a server answers the start of an HTTP/2 connection, as gRPC servers do. Raises OSError."""
-    with socket.create_connection((host, port), RAY_CONNECT_S) as connection:
-        connection.settimeout(RAY_CONNECT_S)
-        try:
-            connection.sendall(HTTP2_START)
-            answer = connection.recv(9)
-        except OSError:  # no answer in time, or the connection was closed
-            return False
-    return len(answer) == 9 and answer[3] == HTTP2_SETTINGS
+        yield diagnosis("GPU05", f"--ray-address {address}: cannot connect ({error})", evidence={"address": address})
 
 
 def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -374,24 +326,36 @@ def visible_device(devices: Path = Path("/dev")) -> str:
 
 
 def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a --rm-url without a server."""
+    """REW01: a --rm-url that refuses a connection: its server may start later, or be reachable from elsewhere only."""
     url = context.config.reward.rm_url
-    if url is not None and context.generates:
-        yield from _not_listening("REW01", "--rm-url", url, url)
-
-
-def _not_listening(row: str, flag: str, address: str, url: str) -> Iterator[Diagnosis]:
-    """Warn if `url` refuses a connection: the server may start later, or be reachable from elsewhere only."""
+    if url is None or not context.generates:
+        return
     try:
         where = urlsplit(url)
         port = where.port or (443 if where.scheme == "https" else 80)
         socket.create_connection((where.hostname or "", port), CONNECT_S).close()
     except (OSError, ValueError) as error:
         yield diagnosis(
-            row,
-            f"{flag} {address}: cannot connect ({error})",
+            "REW01",
+            f"--rm-url {url}: cannot connect ({error})",
             cause="No server listens there, or this machine cannot reach it.",
-            remedy=f"start it before the run, or correct {flag}",
+            remedy="start it before the run, or correct --rm-url",
             severity="warning",
-            evidence={"address": address},
+            evidence={"address": url},
         )
+
+
+CHECKS = (
+    remote_server,
+    versions,
+    threads,
+    gpus,
+    ray_cluster,
+    occupied_gpus,
+    engine_servers,
+    device,
+    reproducibility,
+    outputs,
+    disk,
+    training_fits,
+)

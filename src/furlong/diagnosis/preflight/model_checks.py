@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from furlong.core.model_config import read_json
 from furlong.data.chat import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import ADDED_FAMILIES, COMPLETE, check_folder, template_file
+from furlong.models.hf_folder import COMPLETE, check_folder, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
@@ -58,42 +57,16 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
         yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
         return
     try:
-        config = read_json(folder / "config.json")
+        read_json(folder / "config.json")
         read_json(folder / "generation_config.json")
         if tokenizer is None and needs_tokenizer:
-            tokenizer = load_tokenizer(folder)  # raises its problem
+            load_tokenizer(folder)  # raises its problem
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition("; ")
         if not finding:
             finding, remedy = remedy, COMPLETE_MODEL
         yield diagnosis("CKPT07", finding, cause="", remedy=remedy, evidence={"folder": str(folder)})
         return
-    family = config.get("model_type")
-    if not is_known_family(config):
-        problem = "no model_type" if family is None else f"model_type {family!r}, unknown to the installed transformers"
-        yield diagnosis(
-            "CKPT07",
-            f"{folder / 'config.json'} has {problem}",
-            cause="The model is newer than the library, or needs custom code, which is not run.",
-            remedy="run `pip install -U transformers`, or use a model of a family that it supports",
-            evidence={"folder": str(folder), "model_type": family},
-        )
-
-
-def is_known_family(config: Mapping[str, Any]) -> bool:
-    """Whether transformers lists the model type; True if its list is not found. Does not import transformers."""
-    name = config.get("model_type")
-    if not isinstance(name, str):
-        return name is not None  # transformers refuses what is not text
-    if name in ADDED_FAMILIES:
-        return True
-    package = importlib.util.find_spec("transformers")
-    if package is None or package.origin is None:
-        return True
-    folder = Path(package.origin).parent / "models" / "auto"
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*mapping*.py")]
-    texts += [path.read_text(encoding="utf-8") for path in folder.glob("configuration_auto.py")]
-    return not texts or any(f'"{name}"' in text for text in texts)
 
 
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -288,3 +261,16 @@ def own_head(context: PreflightContext) -> Iterator[Diagnosis]:
             f"{model.folder}/config.json), but {HASHED[0]} has a separate one, which gets no weights",
             evidence={"model_type": family, "tie_word_embeddings": is_tied},
         )
+
+
+CHECKS = (
+    model_folder,
+    no_template,
+    templated_twice,
+    of_another_family,
+    rewritten_history,
+    end_of_turn,
+    stop_ids,
+    kept_routers,
+    own_head,
+)

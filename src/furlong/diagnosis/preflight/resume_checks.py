@@ -1,9 +1,8 @@
-"""CKPT01, CFG05 and DATA01 rows: what a run continues or replays: its checkpoint's model and data, dumps, runs."""
+"""CKPT01, CFG05 and DATA01 rows: what a run continues or replays: its checkpoint's data, dumps, runs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.environment_specs import parse_environments
 from furlong.config.sections import Config
 from furlong.core.sample import Group
-from furlong.core.text import abbreviate
 from furlong.data.mixture import mixture_settings
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
@@ -19,112 +17,12 @@ from furlong.data.source import check_same_settings, prompt_settings
 from furlong.diagnosis.preflight.checkpoint_checks import resumed
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.errors import CheckpointError, ConfigError, DataError, RolloutError
+from furlong.errors import CheckpointError, DataError, RolloutError
 from furlong.files.checkpoint_folder import read_state, step_from_folder
-from furlong.files.tensor_file import StoredTensor, read_header
 from furlong.tracking.rollout_dump import check_dump, load_samples
 
 SHOWN = 3
 COUNTED = ("num_prompts",)  # settings that are known only once the whole file was read
-
-
-def checkpoint_model(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT01: a checkpoint of another model than --hf-checkpoint, by names and shapes of its weights."""
-    folder, model = resumed(context), context.model
-    if folder is None or model is None or not model.tensors:
-        return
-    saved: dict[str, StoredTensor] = {}
-    try:
-        for path in sorted((folder / "trainer").glob("trainer_weights*.safetensors")):
-            saved |= read_header(path).tensors
-    except CheckpointError:  # damaged: loading compares checksums and reports it
-        return
-    known = model.weight_shapes
-    shapes = [
-        f"{name} is {list(tensor.shape)}, in the model {list(shape)}"
-        for name, tensor in saved.items()
-        if (shape := known.get(name)) is not None and tensor.shape != shape
-    ]
-    unknown = [name for name in saved if name not in known and not _is_head(name)]
-    absent = _layers_of(model.tensors) - _layers_of(saved) if saved else set[str]()
-    parts = [f"{len(shapes)} tensors have another shape ({'; '.join(shapes[:SHOWN])})"] if shapes else []
-    if saved and len(unknown) * 2 > len(saved):
-        parts.append(f"the model has no {abbreviate(unknown, SHOWN)}")
-    elif extra := _layers_of(saved) - _layers_of(model.tensors):
-        parts.append(f"the model has no layers {abbreviate(sorted(extra), SHOWN)}")
-    layers = model.text_config.get("num_hidden_layers")
-    if absent := {layer for layer in absent if int(layer.rpartition(".")[2]) < (layers or math.inf)}:
-        parts.append(f"the checkpoint has no layers {abbreviate(sorted(absent), SHOWN)}")
-    if parts:
-        yield diagnosis(
-            "CKPT01",
-            f"--load {context.config.checkpoint.load}: {folder.name} is of another model than --hf-checkpoint "
-            f"{context.model_dir}: {'; '.join(parts)}",
-            cause="",
-            remedy="use the --hf-checkpoint of the run that saved it, or another --load",
-            evidence={"folder": str(folder), "shapes": shapes[:SHOWN], "unknown": unknown[:SHOWN]},
-        )
-
-
-def _is_head(name: str) -> bool:
-    return name.endswith("lm_head.weight")  # stored or not, depending on how it is tied
-
-
-def _layers_of(names: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the numbered layers among tensor names, such as `model.layers.3`."""
-    parts = (name.split(".") for name in names)
-    return {
-        ".".join(part[: i + 1])
-        for part in parts
-        for i in range(1, len(part))
-        if part[i].isdecimal() and part[i - 1] == "layers"
-    }
-
-
-def trained_parameters(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: lists of trained or frozen parameters that match none; CKPT01: a checkpoint with other optimizer states.
-
-    Parameters of Megatron-core have two names, which only the model on its ranks has: there, optimizers are compared.
-    """
-    config, folder, model = context.config, resumed(context), context.model
-    if model is None or config.debug.debug_rollout_only:
-        return
-    train, is_fsdp = config.train, config.train.train_backend == "fsdp"
-    has_lists = is_fsdp and (train.only_train_params_name_list or train.freeze_params_name_list)
-    states = {} if folder is None or config.checkpoint.no_load_optim else _optimizer_states(folder)
-    if not (has_lists or states):
-        return
-    from furlong.models.hf_model import build_empty, shapes_on_disk  # they import torch
-    from furlong.training.fsdp.backend import choose_trained
-    from furlong.training.optimizer import check_moments, check_state_shapes
-
-    try:
-        if folder is not None and states:
-            check_moments(folder / "trainer", states, config.optim.optimizer)
-        if not is_fsdp:
-            return
-        try:
-            empty = build_empty(model.folder)
-        except ConfigError:  # reported by stored.weights
-            return
-        choose_trained(empty, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
-        trained = {name: each for name, each in empty.named_parameters() if each.requires_grad}
-        check_state_shapes(states, shapes_on_disk(empty, trained))
-    except ConfigError as error:
-        yield from_problem(str(error))
-    except CheckpointError as error:
-        yield from_problem(str(error), {"folder": str(folder)}, "CKPT01")
-
-
-def _optimizer_states(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint's optimizer states by `PARAMETER/MOMENT`; {} if they are damaged."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for path in sorted((folder / "trainer").glob("trainer_optimizer*.safetensors")):
-            shapes |= {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
-    except CheckpointError:  # damaged: loading compares checksums and reports it
-        return {}
-    return shapes
 
 
 def _data_settings(config: Config) -> dict[str, Any]:
@@ -218,3 +116,6 @@ def _unfilled_steps(context: PreflightContext, groups: list[Group]) -> Iterator[
     size = config.train.global_batch_size
     if size and (problem := leftover_problem(kept, size)):
         yield from_problem(problem, {"rollouts": kept, "global_batch_size": size}, "CFG01")
+
+
+CHECKS = (checkpoint_data, rollout_dumps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from furlong.core.text import abbreviate
 from furlong.data.chat import syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.diagnosis.preflight.model_checks import folder_problems, is_known_family
+from furlong.diagnosis.preflight.model_checks import folder_problems
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
 from furlong.models.hf_folder import (
@@ -31,7 +30,6 @@ from furlong.tools.model_folder import StoredModel, check_model, completeness, h
 
 MOVED = 0.05  # share of a tokenizer's tokens; added tokens are fine
 SHOWN = 3
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = "embed_tokens.weight"  # end of the embedding's name
 
@@ -77,9 +75,7 @@ def _models(context: PreflightContext) -> list[_Weights]:
 
 
 def weights(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT04: shards, layers and shapes of every model that the run loads; QNT03: quantized weights."""
-    if problem := _qat_problem(context):
-        yield from_problem(problem, {"folder": str(context.model_dir)}, "QNT03")
+    """CKPT04: shards and layers of every model that the run loads, by headers; QNT rows: quantized weights."""
     for each in _models(context):
         try:
             check_folder(each.folder, weights=True)
@@ -92,89 +88,41 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
         if each.model is None:
             yield from check_model(each.folder)
             continue
-        files = list(completeness(each.model))
-        broken = [finding for finding in files if finding.severity == "error"]
-        tensors = list(_tensors(context, each, each.model, is_complete=not broken))
-        yield from broken if any(finding.id == "CKPT04" for finding in tensors) else files
-        yield from tensors
+        yield from completeness(each.model)
+        if quantization_seen(each.model.config, {name: t.dtype for name, t in each.model.tensors.items()}) is not None:
+            found = list(quantization(each.model))
+            yield from found
+            problem = _quantized_problem(context, each, each.model)
+            if problem and not (found and "are missing:" in problem):
+                yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
 
 
-def _tensors(
-    context: PreflightContext, each: _Weights, model: StoredModel, *, is_complete: bool
-) -> Iterator[Diagnosis]:
-    """QNT rows: quantized weights; CKPT04: tensors that do not fit config.json."""
-    dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
-    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-    if quantization_seen(model.config, dtypes) is not None:
-        found = list(quantization(model))
-        yield from found
-        whole, problem = _quantized(context, each, dtypes, shapes)
-        is_named = "are missing:" in problem and any(finding.id == "QNT02" for finding in found)
-        if problem and not is_named:
-            yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
-        if problem or found or whole is None:
-            return
-        shapes = whole
-    if any(model.text_config.get(name) is None for name in SIZES):
-        return  # left to the defaults of its family
-    if is_complete and _is_loaded(context):
-        yield from _shapes(each.flag, model, shapes)
-
-
-def _quantized(
-    context: PreflightContext, each: _Weights, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[int, ...]] | None, str]:
-    """Return the shapes of the whole weights of a quantized folder, and why the run cannot use it."""
+def _quantized_problem(context: PreflightContext, each: _Weights, model: StoredModel) -> str:
+    """Return why the run cannot train, or update engines, with a quantized folder; "" if it can."""
     with import_without_gc("furlong.models.quantized_folder"):
         from furlong.models import quantized_folder as quantized  # imports torch
 
-    assert each.model is not None
+    config, dtypes = context.config, {name: tensor.dtype for name, tensor in model.tensors.items()}
     try:
-        scheme = quantized.scheme_of(each.folder, each.model.config, dtypes)
+        scheme = quantized.scheme_of(each.folder, model.config, dtypes)
         assert scheme is not None
-        config, whole = context.config, scheme.whole_shapes(shapes)
         if config.debug.debug_rollout_only:
-            return whole, ""
+            return ""
         has_engine = not config.debug.debug_train_only and (context.generates or bool(used_eval_specs(config)))
         problem = quantized.update_problem(each.folder, scheme) if each.flag == "--hf-checkpoint" else None
         if problem is not None and has_engine:
-            return whole, problem
+            return problem
         if config.checkpoint.dequantize:
-            return whole, ""
-        assert context.model_dir is not None or each.flag != "--hf-checkpoint"
+            return ""
         trained = quantized.trainer_folders(
             config.checkpoint, context.model_dir or each.folder, uses_reference=config.algo.uses_reference
         )
     except ConfigError as error:
-        return None, f"{each.flag} {error}"
+        return f"{each.flag} {error}"
     except CheckpointError:  # reported with the checkpoint
-        return None, ""
-    if each.folder not in trained.values():
-        return whole, ""
-    return whole, quantized.training_problem(each.flag, each.folder, each.model.config, dtypes) or ""
-
-
-def _qat_problem(context: PreflightContext) -> str:
-    """Return why the run cannot train quantization-aware, as asked; "" if it can."""
-    config, folder = context.config, context.model_dir
-    environment = {**os.environ, **config.cluster.train_env_vars}
-    if folder is None or not (config.train.int4_qat or environment.get("OPEN_TRAINING_INT4_FAKE_QAT_FLAG")):
         return ""
-    with import_without_gc("furlong.models.quantized_folder"):
-        from furlong.models import quantized_folder as quantized  # imports torch
-
-    source = quantized.qat_source(flag=config.train.int4_qat, environment=environment)
-    try:
-        if source is not None:
-            quantized.check_qat(source, folder, quantized.folder_scheme(folder), environment)
-    except (ConfigError, CheckpointError) as error:
-        return str(error) if isinstance(error, ConfigError) else ""  # else reported with the folder
-    return ""
-
-
-def _is_loaded(context: PreflightContext) -> bool:
-    """Whether a process of the run builds the models, rather than an engine server alone."""
-    return not context.config.debug.debug_rollout_only or context.config.cluster.engine == "embedded"
+    is_trained = each.folder in trained.values()
+    return (quantized.training_problem(each.flag, each.folder, model.config, dtypes) or "") if is_trained else ""
 
 
 def folder_findings(folder: Path) -> list[Diagnosis]:
@@ -218,23 +166,18 @@ def folder_shapes(folder: Path) -> list[Diagnosis]:
     model = read_model(folder)
     scheme = scheme_of(folder, model.config, {name: tensor.dtype for name, tensor in model.tensors.items()})
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-    return list(_shapes("", model, shapes if scheme is None else scheme.whole_shapes(shapes)))
+    return list(_shapes(model, shapes if scheme is None else scheme.whole_shapes(shapes)))
 
 
-def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnosis]:
-    """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model.
-
-    transformers builds the model on the meta device, as the run does.
-    """
-    if not is_known_family(model.config):
-        return  # reported by model.model_folder
+def _shapes(model: StoredModel, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnosis]:
+    """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model."""
     with import_without_gc("furlong.models.hf_model"):
         from furlong.models.hf_model import misfits  # imports torch
 
     try:
         missing, shapes = misfits(model.folder, stored)
     except ConfigError as error:
-        yield from_problem(f"{flag}: {error}" if flag else str(error), {"folder": str(model.folder)}, "CKPT07")
+        yield from_problem(str(error), {"folder": str(model.folder)}, "CKPT07")
         return
     other = [f"{name} is {list(actual)}, expected {list(needed)}" for name, (actual, needed) in shapes.items()]
     parts = [f"{len(missing)} tensors are missing: {abbreviate(missing, SHOWN)}"] if missing else []
@@ -242,7 +185,7 @@ def _shapes(flag: str, model: StoredModel, stored: Mapping[str, tuple[int, ...]]
     if parts:
         yield diagnosis(
             "CKPT04",
-            f"{flag} {model.folder}".lstrip() + f": the weights do not fit config.json: {'; '.join(parts)}",
+            f"{model.folder}: the weights do not fit config.json: {'; '.join(parts)}",
             cause="config.json was edited or belongs to another model, or a conversion left tensors out.",
             remedy=f"use the config.json that belongs to these weights, or download {model.folder} again",
             evidence={"folder": str(model.folder), "missing": missing[:SHOWN], "shapes": other[:SHOWN]},
@@ -340,3 +283,6 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
             remedy=remedy,
             evidence={"moved": len(moved), "tokens": len(vocab)},
         )
+
+
+CHECKS = (weights, megatron_checkpoint, embedding, tied_head, reference_tokens)
