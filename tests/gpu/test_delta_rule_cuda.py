@@ -9,9 +9,9 @@ from torch import Tensor
 from furlong.core.batch import pack_micro_batch
 from furlong.models.delta_rule import PackedSequences, chunked_delta_rule, delta_kernel, gated_delta_rule
 from furlong.models.hf_model import build_model
+from furlong.models.model_facts import delta_nets
 from furlong.models.packed_layout import plan_layout
 from furlong.models.packed_model import PackedModel
-from furlong.models.recurrent_layers import delta_nets
 from models_zoo import family_config, random_batch
 
 HEADS, WIDTH = 4, 64

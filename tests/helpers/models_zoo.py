@@ -28,7 +28,7 @@ from transformers import (
 
 from furlong.algo.logprob import token_stats
 from furlong.core.batch import MicroBatch, RolloutBatch
-from furlong.models.added_families import KimiK2Config, MiMoConfig
+from furlong.models.hf_config import KimiK2Config, MiMoConfig
 from furlong.models.packed_model import PackedModel
 from furlong.models.untrained_tensors import stored_name
 

@@ -121,7 +121,14 @@ MTP = {
 SOURCES = {
     **{name: [f"fsdp-{model}"] for name, (model, _, _) in LAYOUTS.items()},
     **{f"resumed-{name}": [name, f"fsdp-{LAYOUTS[name][0]}"] for name in FOUR},
-    **{name: [f"converted-{name}", *([f"loaded-{name}"] if name in LOADED else [])] for name in MODELS},
+    **{
+        name: [
+            f"converted-{name}",
+            *([f"loaded-{name}"] if name in LOADED else []),
+            *([f"fsdp-{name}"] if name in LAYOUTS else []),
+        ]
+        for name in MODELS
+    },
     **{f"saved-{name}": [f"{name}-tensor-pipeline"] for name in MTP},
     **{f"saved-{name}": [name] for name in CARRIED},
 }

@@ -15,7 +15,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-ADDED_FAMILIES = ("kimi_k2", "mimo")  # model types that transformers lacks; see `added_families`
+ADDED_FAMILIES = ("kimi_k2", "mimo")  # model types that transformers lacks; see `hf_config`
 ADAPTER = "adapter_config.json"  # of a PEFT folder, which has only the difference to a base model
 SNAPSHOTS = "snapshots"  # of a folder in the cache of huggingface_hub, with a model folder for each commit
 # Ends of the names of quantized weights: compressed-tensors, AWQ and GPTQ, bitsandbytes, FP8, MXFP4.

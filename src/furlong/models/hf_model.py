@@ -27,8 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
-from furlong.models.added_families import register_model
-from furlong.models.hf_config import load_config, load_whole_config, unreadable_errors, without_dropout
+from furlong.models.hf_config import load_config, load_whole_config, register_model, unreadable_errors, without_dropout
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     WEIGHT_FILES,

@@ -78,7 +78,7 @@ def single_sequence_reason(model: PreTrainedModel) -> str:
 
 
 def delta_nets(model: Any) -> list[Any]:
-    """Return a model's gated delta nets, which `recurrent_layers` runs on packed sequences."""
+    """Return a model's gated delta nets, which `packed_model` runs on packed sequences."""
     return [module for module in model.modules() if _is_delta_net(module)]
 
 

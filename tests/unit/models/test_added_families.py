@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from furlong.models.added_families import CLASS_NAMES
-from furlong.models.hf_config import load_config
+from furlong.models.hf_config import CLASS_NAMES, load_config
 from furlong.models.hf_folder import ADDED_FAMILIES
 from furlong.models.hf_model import build_model, load_model, save_model, write_config
 from furlong.models.stored_tensors import with_untrained

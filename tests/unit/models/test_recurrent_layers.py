@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import TrainerError
 from furlong.models.hf_model import build_model
+from furlong.models.model_facts import delta_nets
 from furlong.models.packed_layout import plan_layout
 from furlong.models.packed_model import PackedModel
-from furlong.models.recurrent_layers import delta_nets
 from models_zoo import VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]

@@ -21,7 +21,7 @@ from furlong.errors import CheckpointError, EngineError, SyncError
 from furlong.files.tensor_file import read_file, read_header
 from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel, unsupported_by_fused
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
-from furlong.models.added_families import register_model
+from furlong.models.hf_config import register_model
 from furlong.models.hf_folder import end_ids
 from furlong.models.model_facts import length_limit
 from furlong.models.onednn_caches import bound_onednn_caches
