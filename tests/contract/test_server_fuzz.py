@@ -15,15 +15,13 @@ import threading
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes_engine import tiny_model
-from furlong.inference.server.limits import ServerLimits
-from runs import write_model
-from served_engine import serve_process, served_tiny
+from furlong.inference.server.web import ServerLimits
+from served_engine import served_tiny
 
 PARAMS = {"max_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "n": 1, "sampling_seed": 1}
 PARAMS |= {"min_new_tokens": 1, "stop": ["x"], "stop_token_ids": [7], "ignore_eos": True, "skip_special_tokens": True}
@@ -46,7 +44,6 @@ BODIES = {
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-        "chat_template": "{{ messages }}",
         "chat_template_kwargs": {},
         **OPENAI,
     },
@@ -141,7 +138,7 @@ def served(tmp_path_factory):
     for body in BODIES.values():
         if "model_path" in body:
             body["model_path"] = str(folder)
-    limits = ServerLimits(header_timeout=2, body_timeout=2, request_timeout=3)
+    limits = ServerLimits(request_timeout=3)
     with served_tiny(limits=limits) as (url, _, log), httpx.Client(base_url=url, timeout=20) as client:
         yield client, url, log, folder
 
@@ -260,46 +257,3 @@ def test_any_bytes_leave_the_server_answering(served, end):
                     assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4", b"HTTP/1.1 100")), answer
     assert log.failures() == []
     assert client.get("/health").status_code == 200
-
-
-@pytest.mark.slow
-def test_many_connections_leave_memory_and_descriptors_back(tmp_path):
-    """Readers that do not read, writers that stall and resets. FURLONG_FUZZ_CONNECTIONS: how many, in three rounds."""
-    count = int(os.environ.get("FURLONG_FUZZ_CONNECTIONS", "300"))
-    folder = write_model(tmp_path / "tiny")
-    flags = ["--header-timeout", "2", "--body-timeout", "2", "--write-timeout", "2", "--max-stream-bytes", "1000000"]
-    body = json.dumps({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}})
-    request = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with serve_process(folder, *flags) as (process, url), httpx.Client(base_url=url, timeout=30) as client:
-        where, sizes = urlsplit(url), []
-        server = psutil.Process(process.pid)
-        client.post("/generate", content=body)
-        for _ in range(3):
-            peers = []
-            for i in range(count):
-                peer = socket.create_connection((where.hostname, where.port), timeout=10)
-                peers.append(peer)
-                if i % 3 == 0:  # never reads its stream
-                    peer.sendall(request + body.encode())
-                elif i % 3 == 1:  # stalls in headers or body
-                    peer.sendall((request + body.encode())[: i % 90])
-                else:
-                    peer.sendall(request + body.encode()[:-1])
-                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                    peer.close()
-            assert client.get("/health").status_code == 200
-            for peer in peers:
-                peer.close()
-            _wait_for(lambda: client.post("/generate", content=body).status_code == 200)  # 429 until they are closed
-            _wait_for(lambda: server.num_fds() < 60)
-            sizes.append(server.memory_info().rss)
-        assert sizes[-1] - sizes[0] < 64 << 20, sizes
-
-
-def _wait_for(condition):
-    waiting = threading.Event()
-    for _ in range(600):
-        if condition():
-            return
-        waiting.wait(0.05)
-    raise AssertionError("the connections were not closed")

@@ -13,7 +13,7 @@ import time
 import httpx
 
 from furlong.agent import policy, session
-from furlong.chat.parsers.parsed_reply import ParsedReply
+from furlong.chat.parsers import ParsedReply
 from furlong.environments.protocol import Step
 from furlong.errors import InfraError
 

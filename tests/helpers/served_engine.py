@@ -30,10 +30,11 @@ from furlong.core.addresses import bound_socket
 from furlong.core.weights import WeightSource
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.server.http_server import running_server
-from furlong.inference.server.limits import ServerLimits
+from furlong.inference.server.web import ServerLimits
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.server import ServerInfo, SglangServer, probe
 from furlong.models.tokenizer import build_tokenizer
+from furlong.sessions.served_model import served_routes
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
 from runs import FORKED, Fault, command_in_child, free_ports
@@ -247,7 +248,7 @@ class LogRecords(logging.Handler):
 
 @contextlib.contextmanager
 def served_tiny(
-    *, limits: ServerLimits | None = None, trusts_templates: bool = False, **options: Any
+    *, limits: ServerLimits | None = None, **options: Any
 ) -> Iterator[tuple[str, EmbeddedEngine, LogRecords]]:
     """Serve a tiny model in a thread; yields URL, engine and log. The test fails on any error in the log."""
     config, model = tiny_model("qwen2")
@@ -255,7 +256,7 @@ def served_tiny(
 
     @contextlib.asynccontextmanager
     async def serving() -> Any:
-        async with running_server(engine, model_name="tiny", limits=limits, trusts_templates=trusts_templates) as url:
+        async with running_server(engine, model_name="tiny", limits=limits, agents=served_routes) as url:
             yield url
         await engine.close()
 

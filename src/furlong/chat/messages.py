@@ -1,4 +1,4 @@
-"""Chat messages as clients send them: checks, text of content, and keys that tell whether two messages are the same.
+"""Chat messages as clients send them: checks, text, size, and keys that tell whether two messages are the same.
 
 A client echoes the assistant's messages back in each request. Its libraries change ids, add fields, drop the reasoning
 and write the arguments of tool calls anew, so messages are compared by key and never by their bytes.
@@ -24,10 +24,13 @@ _OTHER_TEXTS = ("name", "tool_call_id", "refusal")
 _UNSUPPORTED_FIELDS = ("function_call", "audio")  # before tool_calls, and of models that speak
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _END_OF_THOUGHT = "</think>"
+LEAST_LONGEST = 16  # characters of the longest token
 
 
 class MessageError(RolloutError):
-    """A message of a request is invalid. Servers answer it with status 400."""
+    """A message of a request is invalid. `status` is that of an HTTP reply."""
+
+    status = 400
 
 
 class CheckedMessages(list[Message]):
@@ -164,3 +167,27 @@ def link(before: str, key: str) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Return the characters of the longest token, at least 16."""
+    if tokenizer is None or not hasattr(tokenizer, "get_vocab"):
+        return LEAST_LONGEST
+    return max(LEAST_LONGEST, max(map(len, tokenizer.get_vocab()), default=0))
+
+
+def num_chars(*values: Any) -> int:
+    """Return the number of characters in the strings of nested values, and one for each container."""
+    total, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            left += value.keys()
+            left += value.values()
+            total += 1
+        elif isinstance(value, list | tuple):
+            left += value
+            total += 1
+    return total

@@ -39,10 +39,10 @@ def serve(words: list[str]) -> int:
     limit_malloc_arenas()
     with import_without_gc("furlong.inference.server.http_server"):
         from furlong.inference.server.http_server import main
-        from furlong.sessions.served_model import ServedEndpoints
+        from furlong.sessions.served_model import served_routes
 
     raise_open_file_limit()  # one per connection; without a free one, clients wait seconds
-    return main(words, ServedEndpoints)
+    return main(words, served_routes)
 
 
 def taken_port(flag: str, host: str, port: int) -> Diagnosis | None:

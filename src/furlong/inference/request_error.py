@@ -4,4 +4,6 @@ from furlong.errors import EngineError
 
 
 class RequestError(EngineError):
-    """The prompt or its parameters are invalid."""
+    """The prompt or its parameters are invalid. `status` is that of an HTTP reply."""
+
+    status: int = 400

@@ -12,8 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from furlong.chat.parsers.json_calls import parse_hermes
-from furlong.chat.parsers.registry import parse_reply
+from furlong.chat.parsers import parse_hermes, parse_reply
 
 END = "\x1e"  # the record separator of ASCII, which ends an answer
 TEMPLATE = (

@@ -17,10 +17,7 @@ from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episodes import EpisodeLoad, EpisodeWatch
 from furlong.rollout.generation import Generation
-from furlong.sessions.reply import Reply
-from furlong.sessions.role_names import check_role
-from furlong.sessions.session import Session
-from furlong.sessions.session_errors import FullContextError
+from furlong.sessions.session import FullContextError, Reply, Session, check_role
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession

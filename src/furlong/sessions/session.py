@@ -6,28 +6,167 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
-from weakref import WeakKeyDictionary
 
 import xxhash
 
-from furlong.chat.messages import CheckedMessages, KeyFunction, Message, checked_messages, key_of
-from furlong.chat.parsers.parsed_reply import ParsedReply, ToolParser
-from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
-from furlong.chat.prompt_size import num_chars
+from furlong.chat.messages import CheckedMessages, KeyFunction, Message, checked_messages, key_of, num_chars
+from furlong.chat.parsers import PARSERS, ParsedReply, ToolParser, final_parts, parse_reply, parser_of_template
 from furlong.chat.template_boundary import ChatFormat, RewrittenError
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
-from furlong.inference.server.turns import Turns
-from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.reply import Reply
-from furlong.sessions.reply_stream import ReplyStream
-from furlong.sessions.session_errors import EndedError, FullContextError
+from furlong.errors import RolloutError
+from furlong.interfaces import Completion, FinishReason, SamplingParams
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
+
+
+class EndedError(RolloutError):
+    """The session has ended. `status` and `api_code` are those of an HTTP reply."""
+
+    status, api_code = 410, "session_ended"
+
+
+class FullContextError(RolloutError):
+    """A prompt leaves no room for an answer. `status` and `api_code` are those of an HTTP reply."""
+
+    status, api_code = 400, "context_length_exceeded"
+
+
+ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def check_role(name: str) -> None:
+    """Raise RolloutError for a name that cannot be part of a URL and of metrics."""
+    if not ROLE_NAME.fullmatch(name):
+        raise RolloutError(
+            f"a role is named {name[:80]!r}; use 1 to 64 letters, digits, '_', '-' and '.': the name is part of URLs "
+            "and metrics"
+        )
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the policy.
+
+    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine, num_tokens
+    their number; prompt_tokens is the number of ids that it read, of which it had cached_tokens. texts (of the tokens)
+    and prompt_ids are empty unless a client asked for them.
+    """
+
+    message: Message
+    tokens: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    id: str
+    num_tokens: int
+    node: TreeNode | None = field(default=None, repr=False)
+    texts: list[str] = field(default_factory=list[str], repr=False)
+    prompt_ids: list[int] = field(default_factory=list[int], repr=False)
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and tool calls."""
+        return self.message["content"] or ""
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning, if the reply has any."""
+        return self.message.get("reasoning_content")
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls in OpenAI's form: `id`, `function.name` and `function.arguments`, which is JSON text."""
+        return self.message.get("tool_calls", [])
+
+
+@dataclass(frozen=True)
+class ReplyPiece:
+    """What an answer grew by: tokens with their log-probs, and the text that is final by now.
+
+    texts: of the tokens one by one, if they are wanted.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    texts: list[str] = field(default_factory=list[str])
+
+    def joined(self, other: ReplyPiece) -> ReplyPiece:
+        """Return one piece of two that follow each other."""
+        return ReplyPiece(
+            self.reasoning + other.reasoning,
+            self.content + other.content,
+            [*self.tokens, *other.tokens],
+            [*self.log_probs, *other.log_probs],
+            [*self.texts, *other.texts],
+        )
+
+
+class ReplyStream:
+    """Collects the pieces of one answer, for any number of readers. `on_change` is called after each piece.
+
+    The text of tool calls is in no piece: calls are sent when the answer is complete. `response_id` and `prompt_tokens`
+    are set when the engine is called. wants_texts: pieces have the text of each token.
+    """
+
+    def __init__(self, on_change: Callable[[], None], *, wants_texts: bool = False) -> None:
+        self.pieces: list[ReplyPiece] = []
+        self.tokens = TokenStream(self._grow)
+        self.response_id, self.prompt_tokens = "", 0
+        self._on_change, self._wants_texts = on_change, wants_texts
+        self._decode: Callable[[list[int]], str] = str
+        self._num_tokens = 0
+        self._sent = ("", "")  # reasoning and content
+        self._deltas = TextDeltas(None)
+        self._parser: ToolParser | None = None
+        self._has_tools = self._is_opened = False
+
+    def begin(
+        self,
+        response_id: str,
+        prompt_tokens: int,
+        *,
+        deltas: TextDeltas,
+        decode: Callable[[list[int]], str],
+        parser: ToolParser | None,
+        has_tools: bool,
+        is_opened: bool,
+    ) -> None:
+        """Set how tokens become text. is_opened: the prompt ends with an open `<think>`."""
+        self.response_id, self.prompt_tokens = response_id, prompt_tokens
+        self._deltas, self._decode, self._parser = deltas, decode, parser
+        self._has_tools, self._is_opened = has_tools, is_opened
+
+    def stop(self) -> None:
+        """End the answer: its last client is gone."""
+        self.tokens.stop()
+
+    def finish(self, parsed: ParsedReply, completion: Completion) -> None:
+        """Add the rest of the answer."""
+        self._add((parsed.reasoning or "", parsed.content), completion.tokens, completion.log_probs)
+
+    def _grow(self) -> None:
+        text = self._deltas.final(self.tokens.tokens)
+        parts = final_parts(text, self._parser, has_tools=self._has_tools, opened=self._is_opened)
+        self._add(parts, self.tokens.tokens, self.tokens.log_probs)
+
+    def _add(self, parts: tuple[str, str], tokens: list[int], log_probs: list[float]) -> None:
+        old, new = self._sent, parts
+        rests = [now[len(before) :] if now.startswith(before) else "" for now, before in zip(new, old, strict=True)]
+        self._sent = (old[0] + rests[0], old[1] + rests[1])
+        start, self._num_tokens = self._num_tokens, max(self._num_tokens, len(tokens))
+        texts = [self._decode([token]) for token in tokens[start:]] if self._wants_texts else []
+        self.pieces.append(ReplyPiece(rests[0], rests[1], tokens[start:], log_probs[start:], texts))
+        self._on_change()
 
 
 class Complete(Protocol):
@@ -45,12 +184,9 @@ class Complete(Protocol):
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
 FEW, SMALL = 64, 1 << 15  # messages, and their characters, that are processed on the event loop
-TURN_S = 0.001  # that the event loop needs to prepare a request, or to keep its answer
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 logger = logging.getLogger(__name__)
-
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -130,8 +266,7 @@ class Session:
         and EndedError after `end`.
         """
         self._check_open()
-        await self._prove()
-        await _turn()
+        await self._check_template()
         size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
         checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
         kwargs = dict(template_kwargs or {})
@@ -179,7 +314,7 @@ class Session:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """Return the number of prompt tokens that `chat` would have."""
-        await self._prove()
+        await self._check_template()
         size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
         kwargs = dict(template_kwargs or {})
         request = self._request(checked_messages(list(messages)), tools, kwargs, "")
@@ -219,8 +354,8 @@ class Session:
                 "the messages"
             )
 
-    async def _prove(self) -> None:
-        """Prove the template before the first request of the run."""
+    async def _check_template(self) -> None:
+        """Check once for a run whether the chat template only appends."""
         if self.chat_format.is_proven:
             return
         await asyncio.to_thread(lambda: self.chat_format.longest_token)
@@ -316,7 +451,6 @@ class Session:
                 parser=self.parser, has_tools=has_tools, is_opened=prompt.is_opened,
             )  # fmt: skip
             completion = await self._complete(prompt.ids, params, part, stream.tokens)
-        await _turn()
         self._check_open()
         start = 0 if prompt.parent is None else prompt.parent.num_ids
         num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
@@ -387,14 +521,6 @@ class Session:
 
 async def _refuse(*_: Any) -> Completion:
     raise EndedError("the session ended before the engine was asked")
-
-
-async def _turn() -> None:
-    """Wait until it is this session's turn: answers that arrive at once must not hold the event loop."""
-    loop = asyncio.get_running_loop()
-    if (turns := _turns.get(loop)) is None:
-        turns = _turns[loop] = Turns()
-    await turns.wait(TURN_S)
 
 
 def _reply(node: TreeNode, message: Message) -> Reply:

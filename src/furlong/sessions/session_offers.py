@@ -7,10 +7,25 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any
+
+import msgspec
 
 from furlong.inference.request_error import RequestError
+from furlong.inference.server.schemas import convert
 from furlong.sessions.open_session import OpenSession
+
+
+class Wait(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /sessions: seconds that it waits for a session."""
+
+    wait: Annotated[float, msgspec.Meta(ge=0, le=300)] = 30.0
+
+
+class _Result(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | dict[str, float] | None = None
+    metadata: dict[str, Any] | None = None
+    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -68,16 +83,11 @@ class SessionOffers:
         self._given.add(opened.id)
         return {"id": opened.id, "url": opened.url, "key": opened.key, **offer.task}
 
-    def confirm(self, id: str) -> None:
+    async def confirm(self, id: str) -> None:
         """Note that an application has got a session."""
         self._given.discard(id)
         if (offer := self._by_id.get(id)) is not None:
             offer.is_taken.set()
-
-    async def give_all_back(self) -> None:
-        """Offer all sessions again whose application may not have got them."""
-        for id in list(self._given):
-            await self.give_back(id)
 
     async def give_back(self, id: str) -> None:
         """Offer a session again, as the first one: the application had left when it was answered."""
@@ -91,23 +101,16 @@ class SessionOffers:
 
 def read_result(body: Mapping[str, Any], *, needs_reward: bool) -> dict[str, Any]:
     """Return reward, metadata and error of the body of `POST .../end`. Raises RequestError."""
-    if unknown := sorted(set(body) - {"reward", "metadata", "error"}):
-        raise RequestError(f"unknown fields {unknown}; POST .../end takes reward, metadata and error")
-    reward, metadata, error = body.get("reward"), body.get("metadata") or {}, body.get("error")
-    if not isinstance(metadata, dict) or "reward" in metadata:
-        raise RequestError(f"metadata is {metadata!r:.80}; post an object without the key reward")
-    if error is not None and not isinstance(error, str):
-        raise RequestError(f"error is {error!r:.80}; post the reason as text")
-    values = list(cast("dict[str, Any]", reward).values()) if isinstance(reward, dict) else [reward]
-    if reward is not None and not (values and all(map(_is_reward, values))):
+    result = convert(body, _Result)
+    reward, metadata = result.reward, result.metadata or {}
+    if "reward" in metadata:
+        raise RequestError("metadata has the key reward; post it beside metadata")
+    values = list(reward.values()) if isinstance(reward, dict) else [0.0 if reward is None else reward]
+    if not values or not all(map(math.isfinite, values)):
         raise RequestError(f"reward is {reward!r:.80}; post a finite number, or an object of numbers by role")
-    if reward is None and error is None and needs_reward:
+    if reward is None and result.error is None and needs_reward:
         raise RequestError(
             'reward is missing, and the run has no reward function; post {"reward": NUMBER}, or {"error": "why"} '
             "for an episode that must not be trained on"
         )
-    return {"reward": reward, "metadata": metadata, "error": error}
-
-
-def _is_reward(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return {"reward": reward, "metadata": metadata, "error": result.error}

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from furlong.chat.parsers.registry import PARSERS
+from furlong.chat.parsers import PARSERS
 from furlong.core.addresses import host_and_port
 from furlong.core.sample import Sample
 from furlong.errors import RolloutError
-from furlong.inference.server.limits import RefusedError
+from furlong.inference.server.web import RefusedError
 from furlong.rollout.agent import policy
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
@@ -46,7 +46,8 @@ class AdapterServer(SessionServer):
 
     async def start(self) -> None:
         """Start what answers requests, which clients may send before the first session."""
-        self._front.start_soon()
+        self.loop = asyncio.get_running_loop()
+        self.http.start()
 
     def admit(self, opened: OpenSession) -> None:
         """Raise RefusedError (429) for a session that had all its answers."""

@@ -62,7 +62,7 @@ from furlong.wiring.rollout import (
 from furlong.wiring.training import TrainingParts, build_trainer, seed_everything
 
 if TYPE_CHECKING:
-    from furlong.inference.server.gateway import Gateway
+    from furlong.sessions.served_model import Gateway
     from furlong.sessions.session_server import SessionServer
 
 logger = logging.getLogger(__name__)

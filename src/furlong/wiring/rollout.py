@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from furlong.chat.messages import KeyFunction, key_of
-from furlong.chat.parsers.parsed_reply import ToolParser
-from furlong.chat.parsers.registry import PARSERS
+from furlong.chat.parsers import PARSERS, ToolParser
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.args_view import Args
 from furlong.config.engine_groups import engine_parts, trained_model
@@ -64,7 +63,7 @@ from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.wiring.context import RunContext
 
 if TYPE_CHECKING:
-    from furlong.inference.server.gateway import Gateway
+    from furlong.sessions.served_model import Gateway
     from furlong.sessions.session_server import SessionServer
 
 EVAL_SEED = 1_000_003  # added to --rollout-seed, so that evaluation and training use different random numbers
@@ -440,13 +439,14 @@ def build_gateway(
         return None
     if not _may_post(context.hooks) and all(spec.custom_generate_function_path is None for spec in specs):
         return None
-    from furlong.inference.server.gateway import Gateway  # imports a web server, which most runs do not need
+    from furlong.sessions.served_model import Gateway  # imports a web server, which most runs do not need
 
     gateway = Gateway(
         partial(complete_request, engine),
         encode=lambda text: list(context.tokenizer.encode(text)),
         facts={"model_path": str(context.model_dir), "tokenizer_path": str(context.model_dir), "is_generation": True},
         api_key=context.config.cluster.sglang_api_key,
+        tokenizer=context.tokenizer,
     )
     opened.callback(lambda: asyncio.run(gateway.close()))
     logger.info("args.sglang_router_ip and args.sglang_router_port: %s:%d answers /generate", *gateway.address)

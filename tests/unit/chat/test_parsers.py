@@ -7,8 +7,7 @@ import json
 import pytest
 
 from chat_zoo import TEMPLATES, TOOLS
-from furlong.chat.parsers.growing_reply import final_parts
-from furlong.chat.parsers.registry import PARSERS, parse_reply, parser_of_template
+from furlong.chat.parsers import PARSERS, final_parts, parse_reply, parser_of_template
 
 ARGUMENTS = {"a": 1, "b": 2}
 JSON = '{"name": "add", "arguments": {"a": 1, "b": 2}}'

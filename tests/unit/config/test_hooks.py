@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from furlong.chat.parsers.registry import PARSERS
+from furlong.chat.parsers import PARSERS
 from furlong.config import Config
 from furlong.config.command_line import config_from_values
 from furlong.config.flag_spec import flag_specs

@@ -13,7 +13,7 @@ from furlong.config import Config
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
 from furlong.config.passthrough import OptionList
-from furlong.inference.server.limits import ServerLimits, flag_of
+from furlong.inference.server.web import ServerLimits, flag_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})

@@ -13,8 +13,7 @@ from furlong.errors import ConfigError, InfraError
 from furlong.inference.chat_endpoint import ChatEndpoint
 from furlong.inference.wire_chat import END, WireTokenizer, conversation_of
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.reply import Reply
-from furlong.sessions.session import Session
+from furlong.sessions.session import Reply, Session
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -10,9 +10,11 @@ import pytest
 
 from furlong.chat.messages import MessageError
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.field_rules import check_fields
-from furlong.inference.server.openai_api import CHAT_FIELDS, COMPLETION_FIELDS, UNSUPPORTED
-from furlong.sessions.endpoints import anthropic_messages, chat_completions, responses, sglang_generate, token_generate
+from furlong.inference.server.generate_api import SamplingFields
+from furlong.inference.server.openai_api import CompletionFields
+from furlong.inference.server.schemas import Schema
+from furlong.inference.server.schemas import read as read_fields
+from furlong.sessions.protocols import chat, messages, responses, tokens
 
 OTHERS = [True, 7, -7, 0.5, 1e300, 1 << 64, "", "x", [], [7], ["x"], [None], [{}], {}, {"x": 7}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -125,20 +127,18 @@ SGLANG = {
     "rid": "r",
     "logprob_start_len": -1,
 }
-ELSEWHERE = ("messages", "tools", "chat_template_kwargs", *UNSUPPORTED)  # the server's other checks
-SERVED = {name: value for name, value in CHAT.items() if name in CHAT_FIELDS and name not in ELSEWHERE}
+COMPLETION = {**SAMPLING, "max_tokens": 5, "n": 2, "stop": ["e"], "seed": 3, "stream": True, "user": "u"}
 READERS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
-    "chat": (chat_completions.read, CHAT),
-    "anthropic": (anthropic_messages.read, ANTHROPIC),
+    "chat": (chat.read, CHAT),
+    "anthropic": (messages.read, ANTHROPIC),
     "responses": (responses.read, RESPONSES),
-    "generate": (token_generate.read, GENERATE),
-    "sglang": (sglang_generate.read, SGLANG),
-    "served chat": (lambda body: check_fields(body, CHAT_FIELDS), SERVED),
-    "served completions": (
-        lambda body: check_fields(body, COMPLETION_FIELDS),
-        {**SAMPLING, "max_tokens": 5, "n": 2, "stop": ["e"], "seed": 3, "stream": True, "user": "u"},
-    ),
+    "generate": (tokens.read_vllm, GENERATE),
+    "sglang": (tokens.read_sglang, SGLANG),
+    "served completions": (lambda body: read_fields(CompletionFields, body), COMPLETION),
 }
+SCHEMAS = [chat.ChatFields, messages.MessagesFields, responses.ResponsesFields, tokens.SglangFields, tokens.VllmFields]
+IGNORED = {name for each in (*SCHEMAS, SamplingFields) for name in each.IGNORED}
+ONLY = {name for each in (*SCHEMAS, SamplingFields) for name in each.ONLY}
 # Fields of several kinds, and those that only the template reads.
 TEXT_OR_LIST = ("content", "stop", "system", "instructions", "output", "input", "text", "arguments")
 FREE = ("properties", "parameters", "input_schema", "chat_template_kwargs", "input", "reasoning_content")
@@ -168,6 +168,8 @@ def _kind(value: Any) -> str:
 
 def _may_be(path: tuple[Any, ...], old: Any, new: Any) -> bool:
     """Return whether a field may have this value, as far as its kind tells."""
+    if IGNORED & set(path) or path[0] == "metadata" or (path[-1] in ONLY and new in ("", [], {})):
+        return True
     if any(key in FREE for key in path[:-1]) and path[0] not in ("input", "messages"):
         return True
     if path[0] == "messages" and "input" in path[:-1]:
@@ -210,7 +212,7 @@ def test_a_value_of_another_kind_is_refused_by_name(name):
     [
         ("chat", ("temperature",), [-0.1, 1e7]),
         ("chat", ("top_p",), [0, 1.1, -1]),
-        ("chat", ("top_k",), [0, -2, 1 << 40]),
+        ("chat", ("top_k",), [-2, 1 << 40]),
         ("chat", ("min_p",), [-0.1, 1.1]),
         ("chat", ("n",), [0, -1, 5000]),
         ("chat", ("max_tokens",), [0, -1, 1 << 40]),
@@ -224,7 +226,6 @@ def test_a_value_of_another_kind_is_refused_by_name(name):
         ("generate", ("sampling_params", "logprobs"), [2]),
         ("sglang", ("input_ids", 0), [-1, 1 << 40]),
         ("anthropic", ("thinking", "type"), ["x"]),
-        ("served chat", ("logprobs",), [5]),
         ("served completions", ("logprobs",), [5]),
     ],
 )
@@ -238,14 +239,26 @@ def test_a_value_beyond_its_range_is_refused_by_name(name, path, values):
 
 def test_no_top_k_in_vllms_words_is_no_top_k():
     body = _replaced(GENERATE, ("sampling_params", "top_k"), 0)
-    assert token_generate.read(body).sampling["top_k"] == -1
+    assert tokens.read_vllm(body).sampling["top_k"] is None
 
 
 def test_unknown_fields_are_refused_but_for_empty_ones_of_a_router():
-    for name in ("chat", "anthropic", "responses", "generate", "sglang"):
-        read, body = READERS[name]
+    for read, body in READERS.values():
+        read({**body, "made_up": False, "another": None})
         with pytest.raises(RequestError, match="made_up"):
-            read({**body, "made_up": False})
-    check_fields({"made_up": False}, CHAT_FIELDS, allows_off=True)
-    with pytest.raises(RequestError, match="made_up"):
-        check_fields({"made_up": 0}, CHAT_FIELDS, allows_off=True)
+            read({**body, "made_up": 0})
+
+
+def test_a_refusal_names_the_path_the_value_and_what_it_must_be():
+    class Fields(Schema):
+        n: int | None = None
+        rows: list[list[int]] | None = None
+
+    for body, text in [
+        ({"n": "x"}, "n is 'x', must be int"),
+        ({"rows": [[1], [2, "y"]]}, "rows[1][1] is 'y', must be int"),
+        ({"rows": 3}, "rows is 3, must be a list"),
+    ]:
+        with pytest.raises(RequestError) as refused:
+            read_fields(Fields, body)
+        assert str(refused.value) == text

@@ -12,7 +12,7 @@ import pytest
 from chat_zoo import TOOLS, bpe_tokenizer
 from fakes_engine import tiny_engine, tiny_model
 from furlong.inference.server.http_server import running_server
-from furlong.sessions.served_model import ServedEndpoints
+from furlong.sessions.served_model import served_routes
 
 USER = {"role": "user", "content": "hi"}
 
@@ -27,7 +27,7 @@ def test_a_served_model_has_the_endpoints_of_agents():
         replies: dict[str, Any] = {}
         try:
             async with (
-                running_server(engine, agents=ServedEndpoints(engine, "tiny"), model_name="tiny") as url,
+                running_server(engine, agents=served_routes, model_name="tiny") as url,
                 httpx.AsyncClient(base_url=url, timeout=60) as client,
             ):
                 requests = {

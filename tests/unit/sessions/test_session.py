@@ -13,15 +13,13 @@ import pytest
 
 from chat_zoo import TEMPLATES, TOOLS, Script, bpe_tokenizer
 from furlong.chat.messages import MessageError
-from furlong.chat.parsers.registry import PARSERS
+from furlong.chat.parsers import PARSERS
 from furlong.chat.template_boundary import ChatFormat
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.reply import Reply
 from furlong.sessions.samples import samples_from_session
-from furlong.sessions.session import SMALL, Session, SessionSettings
-from furlong.sessions.session_errors import EndedError, FullContextError
+from furlong.sessions.session import SMALL, EndedError, FullContextError, Reply, Session, SessionSettings
 
 USER = {"role": "user", "content": "what is the sum?"}
 
@@ -310,7 +308,7 @@ def test_an_ended_session_and_a_full_context_are_errors():
 def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized(monkeypatch):
     session = session_of(Script(bpe_tokenizer("plain"), "one"), context_len=8)
     talk_once = session.chat([{"role": "user", "content": "a" * 8 * session.chat_format.longest_token}])
-    asyncio.run(session._prove())
+    asyncio.run(session._check_template())
     monkeypatch.setattr(session.chat_format, "render", lambda *_, **__: pytest.fail("it was rendered"))
     with pytest.raises(FullContextError, match="cannot fit: the context length is 8"):
         asyncio.run(talk_once)
@@ -325,7 +323,7 @@ def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
         threads.append(threading.current_thread() is threading.main_thread())
         return encode(text)
 
-    asyncio.run(session._prove())
+    asyncio.run(session._check_template())
     monkeypatch.setattr(session.chat_format, "encode", noted)
     for size in (10, 2 * SMALL):
         asyncio.run(session.chat([{"role": "user", "content": "a" * size}]))
@@ -347,47 +345,6 @@ def test_an_invalid_message_is_named(messages, field):
     session = session_of(Script(bpe_tokenizer("plain")))
     with pytest.raises(MessageError, match=field):
         asyncio.run(session.chat(messages))
-
-
-def test_many_requests_and_answers_at_once_do_not_hold_the_event_loop():
-    iteration, prompts, answers = [0], list[int](), list[int]()
-    tokenizer = bpe_tokenizer("plain")
-
-    class Noted(ChatFormat):
-        def encode(self, text: str) -> list[int]:
-            prompts.append(iteration[0])
-            return super().encode(text)
-
-        def decode(self, ids: Any) -> str:
-            answers.append(iteration[0])
-            return super().decode(ids)
-
-    def count() -> None:
-        iteration[0] += 1
-        asyncio.get_running_loop().call_soon(count)
-
-    async def main() -> None:
-        count()
-        arrived = asyncio.Event()
-
-        async def complete(*_: Any) -> Completion:
-            await arrived.wait()
-            return Completion([7, tokenizer.eos_token_id], [-0.5, -0.5], [0, 0], "stop", "x")
-
-        session = Session(chat, complete, name="s", params=SamplingParams())
-        chats = [asyncio.create_task(session.chat([{"role": "user", "content": str(i)}])) for i in range(200)]
-        while len(prompts) < 200:
-            await asyncio.sleep(0)
-        arrived.set()
-        await asyncio.gather(*chats)
-
-    chat = Noted(tokenizer)
-    chat.proof()
-    prompts.clear()
-    answers.clear()
-    asyncio.run(main())
-    assert len(prompts) == len(answers) == 200
-    assert max(max(each.count(i) for i in set(each)) for each in (prompts, answers)) <= 10
 
 
 def test_an_ended_session_is_freed_without_a_garbage_collection():

@@ -6,45 +6,36 @@ Every error reply is JSON with the reason. `serve` binds it to an address.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
+import msgspec
 import orjson
 import xxhash
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from furlong.errors import EngineError, FurlongError, SyncError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.request_error import RequestError
-from furlong.inference.server import openai_api
-from furlong.inference.server.bodies import (
-    CLIENT_GONE,
-    error_response,
-    json_list,
-    json_response,
-    printable,
-    read_object,
-)
-from furlong.inference.server.chat_prompts import PromptEncoder
-from furlong.inference.server.fields import boolean, integer, name_of, quote
 from furlong.inference.server.generate_api import ServerContext, generate
-from furlong.inference.server.limits import (
+from furlong.inference.server.openai_api import completions
+from furlong.inference.server.schemas import Count, Name, convert, quote
+from furlong.inference.server.web import (
     HEALTH_PATH,
-    Counts,
-    LimitRequests,
-    RefusedError,
-    RequestGuard,
+    Gate,
+    Handler,
     ServerLimits,
-    flag_of,
+    answering,
+    error_response,
+    json_reply,
+    json_response,
+    read_object,
 )
 from furlong.inference.server.weights_api import WeightEndpoints
 from furlong.interfaces import PauseMode, SamplingParams
@@ -54,41 +45,35 @@ logger = logging.getLogger(__name__)
 
 MAX_SHOWN_VALUES = 1 << 20  # of one tensor in a reply
 HEALTH_S, POLL_S = 60.0, 0.01  # time limit and poll interval for the next token of a running request
-Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
+PAUSES: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
 
 
-class AgentEndpoints(Protocol):
-    """Endpoints that another package adds: routes, and chat completions with tools."""
+class _Abort(msgspec.Struct):
+    abort_all: bool | None = None
+    rid: Name | None = None
+
+
+class _Pause(msgspec.Struct):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class _Memory(msgspec.Struct):
+    """SGLang's memory tags; all of them by default. There are no CUDA graphs here."""
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
     @property
-    def routes(self) -> Sequence[Route]:
-        """Routes of further protocols."""
-        ...
-
-    def takes_chat(self, body: Mapping[str, Any]) -> bool:
-        """Return whether `answer_chat` answers a chat completion."""
-        ...
-
-    async def answer_chat(self, http: HttpRequest, body: dict[str, Any]) -> Response:
-        """Answer a chat completion. Raises RequestError."""
-        ...
+    def chosen(self) -> set[str]:
+        return set(self.tags or ("weights", "kv_cache", "cuda_graph"))
 
 
-class ApiKey:
-    """ASGI middleware: refuse requests without `Authorization: Bearer <key>`, except to /health."""
+class _WeightName(msgspec.Struct):
+    name: Name
+    truncate_size: Count = 100
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self._expected = app, f"Bearer {key}".encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check HTTP requests; forward everything else."""
-        if scope["type"] == "http" and scope["path"] != HEALTH_PATH:
-            header = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(header, self._expected):
-                response = error_response("a valid API key is required: Authorization: Bearer <key>", 401)
-                await response(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+AgentEndpoints = Callable[[ServerContext], Sequence[Route]]
+"""Returns the routes of chat and of agents, which another package adds."""
 
 
 class EngineServer:
@@ -101,22 +86,17 @@ class EngineServer:
         model_name: str,
         api_key: str | None = None,
         limits: ServerLimits | None = None,
-        trusts_templates: bool = False,
         incremental_streaming: bool = False,
         agents: AgentEndpoints | None = None,
     ) -> None:
-        self.engine, self.model_name, self._agents = engine, model_name, agents
+        self.engine, self.model_name = engine, model_name
         self.limits = limits or ServerLimits()
-        prompts = PromptEncoder(engine, self.limits, trusts_templates=trusts_templates)
-        self._model = ServerContext(engine, model_name, prompts, self.limits, incremental_streaming)
+        self._model = ServerContext(engine, model_name, self.limits, incremental_streaming)
         self.weights = WeightEndpoints(engine)
         self._started_s = time.time()
-        middleware = [Middleware(ApiKey, key=api_key)] if api_key else []
-        self.counts = Counts(self.limits)
-        middleware.append(Middleware(LimitRequests, counts=self.counts, refuse=error_response))
         self.app = Starlette(
-            routes=self._routes(),
-            middleware=middleware,
+            routes=[*self._routes(), *([] if agents is None else agents(self._model))],
+            middleware=[Middleware(Gate, limits=self.limits, api_key=api_key or None)],
             exception_handlers={404: _not_found, 405: _not_found},
         )
 
@@ -124,7 +104,7 @@ class EngineServer:
         w = self.weights
         both = ["GET", "POST"]
         facts: dict[str, Callable[[], Any]] = {
-            "/health": lambda: {"status": "ok"},
+            HEALTH_PATH: lambda: {"status": "ok"},
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
             "/server_info": self._server_info,
@@ -138,9 +118,8 @@ class EngineServer:
         get: dict[str, Handler] = {path: _shows(content) for path, content in facts.items()}
         get |= {"/health_generate": self._health_generate, "/metrics": self._metrics}
         post: dict[str, Handler] = {
-            "/generate": lambda http, body: generate(http, self._model, body, w.label),
-            "/v1/chat/completions": self._chat,
-            "/v1/completions": lambda http, body: openai_api.completions(http, self._model, body),
+            "/generate": lambda http: generate(http, self._model, w.label),
+            "/v1/completions": lambda http: completions(http, self._model),
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
@@ -154,21 +133,21 @@ class EngineServer:
             "/update_weights_from_disk": w.from_disk,
             "/update_weights_from_tensor": w.from_tensors,
             "/update_weights_from_distributed": w.from_group,
-            "/init_weights_update_group": w.init_group,
-            "/destroy_weights_update_group": w.destroy_group,
+            "/init_weights_update_group": w.groups.join,
+            "/destroy_weights_update_group": w.groups.leave,
             "/update_weight_version": w.rename,
         }
-        post |= {path: self._update(action) for path, action in updates.items()}
+        post |= {path: _update(action) for path, action in updates.items()}
         also_get = {"/flush_cache", "/get_weights_by_name"}
-        routes = [] if self._agents is None else list(self._agents.routes)
-        routes += [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get.items()]
+        routes = [Route(path, answering(handler, self.limits), methods=["GET"]) for path, handler in get.items()]
         for path, handler in post.items():
-            routes.append(Route(path, _guarded(handler), methods=both if path in also_get else ["POST"]))
+            methods = both if path in also_get else ["POST"]
+            routes.append(Route(path, answering(handler, self.limits), methods=methods))
         return routes
 
     # -- identity and health -----------------------------------------------------------------------------------
 
-    async def _health_generate(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    async def _health_generate(self, _http: HttpRequest) -> Response:
         """Wait for the next token of any running request, or generate one if there are none.
 
         While requests run, an extra request would wait for a slot, and a full engine would seem to hang. A paused
@@ -252,7 +231,7 @@ class EngineServer:
         }
         return {"object": "list", "data": [model]}
 
-    async def _metrics(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    async def _metrics(self, _http: HttpRequest) -> Response:
         stats = self.engine.stats()
         rows = [
             ("num_running_reqs", "gauge", "Running requests.", stats.running),
@@ -270,33 +249,26 @@ class EngineServer:
         ]
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
-    async def _chat(self, http: HttpRequest, body: dict[str, Any]) -> Response:
-        if self._agents is not None and self._agents.takes_chat(body):
-            return await self._agents.answer_chat(http, body)
-        return await openai_api.chat_completions(http, self._model, body)
-
     # -- control -----------------------------------------------------------------------------------------------
 
-    async def _abort(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
-        if boolean(body, "abort_all"):
-            return json_response({"success": True, "num_aborted": await self.engine.abort_request()})
-        count = await self.engine.abort_request(name_of(body, "rid"))
+    async def _abort(self, http: HttpRequest) -> Response:
+        fields = convert(await read_object(http), _Abort)
+        if not fields.abort_all and fields.rid is None:
+            raise RequestError("rid is missing; name a request, or set abort_all")
+        count = await self.engine.abort_request(*([] if fields.abort_all else [fields.rid]))
         return json_response({"success": True, "num_aborted": count})
 
-    async def _pause(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
-        modes: dict[str, PauseMode] = {"abort": "abort", "retract": "hold", "in_place": "hold"}
-        mode = body.get("mode", "abort")
-        if not isinstance(mode, str) or mode not in modes:
-            raise RequestError(f"mode is {quote(mode)}, must be one of {sorted(modes)}")
-        await self.engine.pause(modes[mode])
+    async def _pause(self, http: HttpRequest) -> Response:
+        mode = convert(await read_object(http), _Pause).mode
+        await self.engine.pause(PAUSES[mode])
         self.engine.kv_policy = "keep" if mode == "in_place" else "recompute"
         return json_response({"status": "ok", "message": f"generation paused ({mode})"})
 
-    async def _continue(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    async def _continue(self, _http: HttpRequest) -> Response:
         await self.engine.resume()
         return json_response({"status": "ok", "message": "generation resumed"})
 
-    async def _flush(self, _http: HttpRequest, _body: dict[str, Any]) -> Response:
+    async def _flush(self, _http: HttpRequest) -> Response:
         stats = self.engine.stats()
         if stats.running or stats.waiting:
             raise RequestError(
@@ -306,77 +278,65 @@ class EngineServer:
         await self.engine.forget_prefixes()
         return json_response({"success": True, "message": "cache flushed"})
 
-    def _update(self, action: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler:
-        async def handler(_http: HttpRequest, body: dict[str, Any]) -> Response:
-            try:
-                message = await action(body)
-            except (FurlongError, RuntimeError, OSError) as error:
-                message = printable(str(error))
-                logger.warning("weight update failed: %s", message)
-                return json_response({"success": False, "message": message}, 400)
-            return json_response({"success": True, "message": message, "num_paused_requests": 0})
-
-        return handler
-
-    async def _check_weights(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
+    async def _check_weights(self, http: HttpRequest) -> Response:
+        body = await read_object(http)
         if (action := body.get("action", "checksum")) != "checksum":
             raise RequestError(f"action is {quote(action)}; only 'checksum' is supported")
         checksums = await self.engine.execute(self.engine.model.table.checksums)
         info = {
             "checksums": checksums,
-            "per_gpu_checksum": await asyncio.to_thread(_combined, checksums),
+            # one checksum over all tensors, independent of their order
+            "per_gpu_checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(sorted(checksums.items()))),
             "parallelism_info": {"tp_size": 1, "tp_rank": 0, "dp_size": 1, "dp_rank": 0, "pp_size": 1, "pp_rank": 0},
         }
         return json_response({"success": True, "message": f"{len(checksums)} tensors", "payload": [info]})
 
-    async def _weight_by_name(self, http: HttpRequest, body: dict[str, Any]) -> Response:
-        body = {**http.query_params, **body}
-        name, table = name_of(body, "name"), self.engine.model.table
-        word = body.get("truncate_size", 100)
+    async def _weight_by_name(self, http: HttpRequest) -> Response:
+        body = {**http.query_params, **await read_object(http)}
+        word = body.get("truncate_size")
         if isinstance(word, str) and word.isascii() and word.isdecimal() and len(word) < 10:
-            word = int(word)
-        rows = integer({"truncate_size": word}, "truncate_size", low=0, high=(1 << 31) - 1)
+            body["truncate_size"] = int(word)
+        fields, table = convert(body, _WeightName), self.engine.model.table
+        rows, name = fields.truncate_size, quote(fields.name)
         try:
-            view = table.view(name)
-            shown = view if view.dim() else view[None]
-            if rows < len(shown) and (num_values := rows * (shown[:1].numel())) > MAX_SHOWN_VALUES:
-                raise RequestError(f"{rows} rows of {quote(name)} are {num_values} values; ask for fewer rows")
-            if rows >= len(shown) and shown.numel() > MAX_SHOWN_VALUES:
-                raise RequestError(f"{quote(name)} has {shown.numel()} values; ask for fewer rows")
-            tensor = await self.engine.execute(lambda: shown[:rows].clone())
+            view = table.view(fields.name)
         except SyncError as error:
             raise RequestError(str(error)) from error
-        return await json_list(
-            http.state.guard, [tensor], lambda each: each.float().tolist(), size=tensor.numel() * 8, as_list=False
-        )
+        shown = view if view.dim() else view[None]
+        if (num_values := shown[:rows].numel()) > MAX_SHOWN_VALUES:
+            raise RequestError(f"{rows} rows of {name} are {num_values} values; ask for fewer rows")
+        tensor = await self.engine.execute(lambda: shown[:rows].clone())
+        return await json_reply(lambda: tensor.float().tolist(), size=tensor.numel() * 8)
 
-    async def _release_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
-        tags = _memory_tags(body)
+    async def _release_memory(self, http: HttpRequest) -> Response:
+        tags = convert(await read_object(http), _Memory).chosen
         try:
             freed = await self.engine.release_memory(weights="weights" in tags, cache="kv_cache" in tags)
         except EngineError as error:
             raise RequestError(str(error)) from error
         return json_response({"success": True, "message": f"{freed} bytes released", "released_bytes": freed})
 
-    async def _resume_memory(self, _http: HttpRequest, body: dict[str, Any]) -> Response:
-        tags = _memory_tags(body)
+    async def _resume_memory(self, http: HttpRequest) -> Response:
+        tags = convert(await read_object(http), _Memory).chosen
         if "weights" in tags:  # the cache grows on demand
             await self.engine.execute(self.engine.model.table.restore)
         return json_response({"success": True, "message": f"memory for {', '.join(sorted(tags))}"})
 
 
-def _memory_tags(body: dict[str, Any]) -> set[str]:
-    """Parse SGLang's memory tags; all of them by default. There are no CUDA graphs here."""
-    known = ("weights", "kv_cache", "cuda_graph")
-    tags: Any = body.get("tags") or known
-    if not isinstance(tags, list | tuple) or any(tag not in known for tag in cast("Sequence[Any]", tags)):
-        raise RequestError(f"tags are {quote(tags)}, must be a list of some of {list(known)}")
-    return set(cast("Sequence[str]", tags))
+def _update(action: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler:
+    """Make a handler that replies as SGLang does to weight updates."""
 
+    async def handler(http: HttpRequest) -> Response:
+        body = await read_object(http)
+        try:
+            message = await action(body)
+        except (FurlongError, RuntimeError, OSError) as error:
+            message = str(error)[:1000].encode("utf-8", "replace").decode()
+            logger.warning("weight update failed: %s", message)
+            return json_response({"success": False, "message": message}, 400)
+        return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
-def _combined(checksums: dict[str, str]) -> str:
-    """One checksum over all tensors, independent of their order."""
-    return xxhash.xxh3_128_hexdigest(orjson.dumps(sorted(checksums.items())))
+    return handler
 
 
 def escaped_label(label: str) -> str:
@@ -385,40 +345,14 @@ def escaped_label(label: str) -> str:
 
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
-    code = int(getattr(error, "status_code", 404))
-    return error_response(f"{http.method} {http.url.path[:200]} is not supported by furlong serve", code)
+    path, code = http.url.path, int(getattr(error, "status_code", 404))
+    return error_response(path, f"{http.method} {path[:200]} is not supported by furlong serve", code)
 
 
 def _shows(content: Callable[[], Any]) -> Handler:
     """Make a handler that replies with `content()` as JSON."""
 
-    async def handler(_http: HttpRequest, _body: dict[str, Any]) -> Response:
+    async def handler(_http: HttpRequest) -> Response:
         return json_response(content())
 
     return handler
-
-
-def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Parse the JSON body and turn errors into JSON replies."""
-
-    async def endpoint(http: HttpRequest) -> Response:
-        guard: RequestGuard = http.state.guard
-        try:
-            async with asyncio.timeout_at(guard.deadline_s):
-                return await handler(http, await read_object(http))
-        except TimeoutError:
-            limit = f"{guard.limits.request_timeout} s ({flag_of('request_timeout')})"
-            return error_response(f"{http.method} {http.url.path[:200]} was not answered within {limit}", 504)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        except RefusedError as error:
-            return error_response(str(error), error.status)
-        except RequestError as error:
-            return error_response(str(error), 400)
-        except EngineError as error:
-            return error_response(str(error), 500)
-        except Exception as error:
-            logger.exception("%s %s", http.method, http.url.path[:200])
-            return error_response(f"{type(error).__name__}: {error}; the log of the engine has the traceback", 500)
-
-    return endpoint

@@ -1,224 +1,273 @@
-"""SGLang's `POST /generate`: parsing of requests, replies and server-sent events.
-
-Unsupported fields that would change the result are rejected by name; informational fields are ignored.
-"""
+"""SGLang's `POST /generate`: requests, replies and streams; and what `/v1/completions` shares with it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from furlong.chat.messages import longest_token
+from furlong.chat.text_deltas import TextDeltas
 from furlong.core.routing import text_from_routes
-from furlong.core.text import abbreviate
 from furlong.errors import EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
-from furlong.inference.embedded.request import Finished
+from furlong.inference.embedded.request import Finished, Progress
 from furlong.inference.request_error import RequestError
-from furlong.inference.server import field_rules as rules
-from furlong.inference.server.bodies import SMALL_BYTES, json_list, off_loop
-from furlong.inference.server.chat_prompts import PromptEncoder
-from furlong.inference.server.events import DONE, event_stream, sse
-from furlong.inference.server.fields import boolean, check_name, integer, quote
-from furlong.inference.server.generate_fields import check_rows, num_samples, prompts_of, token_log_probs
-from furlong.inference.server.limits import RefusedError, RequestGuard, ServerLimits, flag_of
-from furlong.inference.server.streaming import GenerateRequest, progress, text_deltas
+from furlong.inference.server.schemas import (
+    Count,
+    Name,
+    NumSamples,
+    Sampling,
+    Schema,
+    Seed,
+    StopIds,
+    Stops,
+    TokenIds,
+    convert,
+    quote,
+    read,
+    stops_of,
+)
+from furlong.inference.server.web import (
+    DONE,
+    SMALL_BYTES,
+    RefusedError,
+    ServerLimits,
+    event_stream,
+    json_reply,
+    off_loop,
+    read_object,
+    sse,
+    unless_left,
+)
 from furlong.interfaces import SamplingParams
 
-# Fields that the engine does not support; each must be absent or have this value.
-UNSUPPORTED_FIELDS: dict[str, Any] = {
-    "input_embeds": None,
-    "image_data": None,
-    "video_data": None,
-    "audio_data": None,
-    "lora_path": None,
-    "custom_logit_processor": None,
-    "session_params": None,
-    "top_logprobs_num": 0,
-    "token_ids_logprob": None,
-    "return_hidden_states": False,
-    "return_sampling_mask": False,
-}
-UNSUPPORTED_SAMPLING: dict[str, Any] = {
-    "stop_regex": None,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "logit_bias": None,
-}
-SAMPLING_DEFAULTS = {
-    f.name: getattr(SamplingParams(), f.name)
-    for f in dataclasses.fields(SamplingParams)
-    if f.name not in ("return_routed_experts", "prefix_key")
-}
-IGNORED_SAMPLING = {"spaces_between_special_tokens", "custom_params", "stream_interval", "n"}
-# Fields that do not change the result.
-WITHOUT_EFFECT: rules.Fields = {
-    **dict.fromkeys(("session_id", "routing_key", "extra_key", "conversation_id"), rules.text),
-    **dict.fromkeys(("log_metrics", "no_logs", "background", "return_text_in_logprobs"), rules.flag),
-    "priority": rules.whole(-rules.MAX_INT32, rules.MAX_INT32),
-    "custom_labels": rules.an_object,
-}
-GENERATE_FIELDS: rules.Fields = {
-    **dict.fromkeys(("input_ids", "text", "rid", "return_logprob", "logprob_start_len"), rules.anything),  # see below
-    "sampling_params": rules.either(
-        "an object, or a list of objects", rules.an_object, rules.list_of(rules.an_object, least=1)
-    ),
-    **dict.fromkeys(("stream", "incremental_streaming_output", "return_routed_experts"), rules.flag),
-    "routed_experts_start_len": rules.whole(0, rules.MAX_INT32),
-    **dict.fromkeys(UNSUPPORTED_FIELDS, rules.anything),
-    **WITHOUT_EFFECT,
-}
+BACKLOG = 16  # reports of a stream that wait; more of them are merged into one event for each completion
+_IDS = "a list of integers, or a list of such lists"
 
 
-@dataclass(frozen=True)
-class ServerContext:
-    """What endpoints answer requests with: the engine, the encoder of prompts, and the limits of requests.
+class SamplingFields(Sampling):
+    """`sampling_params` of a request."""
 
-    incremental_streaming: Whether streams of /generate contain only new tokens unless a request says otherwise.
-    """
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: Seed | None = None
+    n: NumSamples | None = None
 
-    engine: EmbeddedEngine
-    name: str
-    prompts: PromptEncoder
-    limits: ServerLimits
-    incremental_streaming: bool = False
+    IGNORED: ClassVar = ("spaces_between_special_tokens", "custom_params", "stream_interval")
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias"), ()),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+        "repetition_penalty": (1,),
+    }
 
-    def check(self, requests: Sequence[GenerateRequest]) -> None:
-        """Raise RequestError for an invalid request, and RefusedError (429) if the queue is full."""
-        seen: set[tuple[int, int]] = set()
-        for request in requests:  # samples of a prompt share its ids; their parameters differ in the seed
-            if (key := (id(request.ids), request.params_id)) not in seen:
-                seen.add(key)
-                self.engine.check(request.ids, request.params)
-        stats = self.engine.stats()
-        if (open_samples := stats.running + stats.waiting) + len(requests) > self.limits.max_total_samples:
-            raise RefusedError(
-                f"{open_samples} samples are running or queued, and the limit of {flag_of('max_total_samples')} is "
-                f"{self.limits.max_total_samples}; retry later",
-                429,
-            )
-
-
-def reject_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, Any]) -> None:
-    """Raise RequestError naming every unsupported field that is set."""
-    names = [name for name, off in unsupported.items() if not _is_off(fields.get(name), off)]
-    if names:
-        raise RequestError(f"not supported by the embedded engine: {', '.join(names)}; remove them, or use SGLang")
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters, with SGLang's defaults."""
+        values: dict[str, Any] = {
+            name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None
+        }
+        values.pop("n", None)
+        values |= {"stop": stops_of(self.stop), "stop_token_ids": tuple(self.stop_token_ids or ())}
+        return SamplingParams(**{"no_stop_trim": False, **values})
 
 
-def _is_off(value: Any, off: Any) -> bool:
-    return value in (None, [], {}, "") or (value == off and isinstance(value, bool) == isinstance(off, bool))
+class GenerateFields(Schema):
+    """The body of `/generate`. Prompts and parameters may be lists."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: Name | list[Name] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | None = None
+    stream: bool | None = None
+    incremental_streaming_output: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Count | None = None
+
+    IGNORED: ClassVar = (
+        *("session_id", "routing_key", "extra_key", "conversation_id", "priority", "custom_labels"),
+        *("log_metrics", "no_logs", "background", "return_text_in_logprobs"),
+    )
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "lora_path"), ()),
+        **dict.fromkeys(("custom_logit_processor", "session_params", "token_ids_logprob"), ()),
+        "top_logprobs_num": (0,),
+        **dict.fromkeys(("return_hidden_states", "return_sampling_mask"), (False,)),
+    }
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Convert SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
-    reject_unsupported(fields, UNSUPPORTED_SAMPLING)
-    unknown = sorted(set(fields) - SAMPLING_DEFAULTS.keys() - set(UNSUPPORTED_SAMPLING) - IGNORED_SAMPLING)
-    if unknown:
-        raise RequestError(
-            f"sampling_params has unknown fields {quote(unknown)}; known are {sorted(SAMPLING_DEFAULTS)}"
-        )
-    values = {name: value for name, value in fields.items() if name in SAMPLING_DEFAULTS and value is not None}
-    values.setdefault("no_stop_trim", False)  # SGLang's default
-    for name, value in values.items():
-        default = SAMPLING_DEFAULTS[name]
-        if name == "stop":
-            values[name] = _tuple_of(name, [value] if isinstance(value, str) else value, str, rules.MAX_STOPS)
-            longest = max(map(len, values[name]), default=0)
-            _expect(
-                name, value, longest <= rules.MAX_STOP_CHARS, f"strings of at most {rules.MAX_STOP_CHARS} characters"
+    return read(SamplingFields, fields, "sampling_params.").params()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion to generate.
+
+    params_id: Equal for requests whose parameters differ in the seed at most.
+    routes_from: Tokens at the start that the routed experts leave out.
+    """
+
+    rid: str
+    ids: Sequence[int]
+    params: SamplingParams
+    params_id: int = 0
+    routes_from: int = 0
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What endpoints answer requests with. incremental_streaming: the default of `incremental_streaming_output`."""
+
+    engine: EmbeddedEngine
+    name: str
+    limits: ServerLimits
+    incremental_streaming: bool = False
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts. Raises RequestError without a tokenizer, or if a text cannot fit into the context."""
+        tokenizer: Any = self.engine.tokenizer
+        if tokenizer is None or not hasattr(tokenizer, "encode"):
+            raise RequestError(
+                "the server has no tokenizer; send input_ids, or serve a folder that has tokenizer files"
             )
-        elif name == "stop_token_ids":
-            values[name] = _tuple_of(name, value, int, rules.MAX_STOP_IDS)
-        elif isinstance(default, bool):
-            _expect(name, value, isinstance(value, bool), "true or false")
-        elif isinstance(default, float):
-            _expect(name, value, isinstance(value, (int, float)) and not isinstance(value, bool), "a number")
-        else:
-            _expect(name, value, isinstance(value, int) and not isinstance(value, bool), "an integer")
-    return SamplingParams(**values)
+        longest, most = longest_token(tokenizer), max(map(len, texts), default=0)
+        if most > self.engine.context_len * longest:
+            raise RequestError(
+                f"the prompt has {most} characters, which cannot fit: the context length is {self.engine.context_len} "
+                f"tokens and a token has at most {longest} characters; shorten it"
+            )
+        return await off_loop(sum(map(len, texts)), lambda: [list(tokenizer.encode(text)) for text in texts])
+
+    async def check(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raise RequestError for an invalid request, and RefusedError (429) if the queue is full."""
+
+        def check_each() -> None:
+            seen: set[tuple[int, int]] = set()
+            for request in requests:  # samples of a prompt share its ids; their parameters differ in the seed
+                if (key := (id(request.ids), request.params_id)) not in seen:
+                    seen.add(key)
+                    self.engine.check(request.ids, request.params)
+
+        await off_loop(sum(len(request.ids) for request in requests) * 8, check_each)
+        self.check_room(len(requests))
+
+    def check_room(self, num_samples: int) -> None:
+        """Raise RefusedError (429) if the engine cannot queue so many samples more."""
+        stats, limit = self.engine.stats(), self.limits.max_total_samples
+        if num_samples > limit:
+            raise RequestError(
+                f"the request has {num_samples} samples, and the limit of --max-total-samples is {limit}; send several "
+                "requests"
+            )
+        if (open_samples := stats.running + stats.waiting) + num_samples > limit:
+            raise RefusedError(
+                f"{open_samples} samples are running or queued, and the limit of --max-total-samples is {limit}; retry "
+                "later",
+                429,
+            )
 
 
-def _expect(name: str, value: Any, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        raise RequestError(f"sampling_params.{name} is {quote(value)}, must be {expected}")
+async def generate(http: HttpRequest, model: ServerContext, version: str) -> Response:
+    """Answer POST /generate."""
+    body = await read_object(http)
+    requests, fields, is_list = await _requests_from(body, model)
+    wants = fields.return_logprob
+    with_log_probs = bool(wants[0] if isinstance(wants, list) and wants else wants)
+    if fields.stream:
+        is_incremental = fields.incremental_streaming_output
+        is_incremental = model.incremental_streaming if is_incremental is None else is_incremental
+        style = _Style(is_list, version, with_log_probs, is_incremental)
+        return event_stream(_events(model.engine, requests, style, http.state.deadline_s))
+    results = await completed(http, model.engine, requests)
+
+    def build() -> Any:
+        pairs = zip(requests, results, strict=True)
+        rows = [reply(*pair, version=version, with_log_probs=with_log_probs) for pair in pairs]
+        return rows if is_list else rows[0]
+
+    return await json_reply(build, size=size_of(results))
 
 
-def _tuple_of(name: str, value: Any, kind: type, limit: int) -> tuple[Any, ...]:
-    _expect(name, value, isinstance(value, list), f"a list of {kind.__name__}")
-    _expect(name, value, len(value) <= limit, f"at most {limit} values, not {len(value)}")
-    _expect(name, value, all(type(v) is kind for v in value), f"a list of {kind.__name__}")
-    return tuple(value)
+def size_of(results: Sequence[Finished]) -> int:
+    """Estimate the bytes of a reply."""
+    size = sum(len(finished.completion.tokens) for finished in results) * 64
+    return max(size, SMALL_BYTES + 1 if len(results) > 64 else 0)
 
 
-async def requests_from(
-    body: Mapping[str, Any], model: ServerContext, guard: RequestGuard
-) -> tuple[list[GenerateRequest], bool]:
+async def _requests_from(
+    body: Mapping[str, Any], model: ServerContext
+) -> tuple[list[GenerateRequest], GenerateFields, bool]:
     """Parse a body into the completions to generate; also returns whether the reply is a list.
 
     The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
-    reject_unsupported(body, UNSUPPORTED_FIELDS)
-    rules.check_fields(body, GENERATE_FIELDS, allows_off=True)
-    prompts, is_list = prompts_of(body)
-    build = await off_loop(guard.body_bytes, parameters_of, body, len(prompts), model.limits)
-    rows: list[list[int]]
-    if body.get("text") is not None:
-        rows = await model.prompts.encode(prompts)
+    fields = read(GenerateFields, body)
+    rows: list[Any]
+    if (fields.input_ids is None) == (fields.text is None):
+        raise RequestError("give either input_ids or text")
+    if fields.text is not None:
+        is_list = isinstance(fields.text, list)
+        rows = await model.encode(fields.text if isinstance(fields.text, list) else [fields.text])
     else:
-        await off_loop(guard.body_bytes, check_rows, "input_ids", prompts)
-        rows = prompts
-    rids, parsed, skipped, n = build
-    requests = sample_requests(rids, rows, parsed, routes_from=skipped)
-    await off_loop(sum(map(len, rows)) * 8, model.check, requests)
-    return requests, is_list or n > 1
-
-
-def parameters_of(
-    body: Mapping[str, Any], num_prompts: int, limits: ServerLimits
-) -> tuple[list[str], list[SamplingParams], int, int]:
-    """Return request ids, parameters for each prompt, tokens without routes, and samples per prompt."""
-    start = body.get("logprob_start_len")
-    if start is not None and type(start) is not int:
-        raise RequestError(f"logprob_start_len is {quote(start)}, must be -1")
-    if start is not None and start >= 0 and wants_log_probs(body):
+        given = fields.input_ids or []
+        is_list = bool(given) and isinstance(given[0], list)
+        rows = given if is_list else [given]
+        await off_loop(sum(len(row) if isinstance(row, list) else 1 for row in rows) * 8, check_ids, "input_ids", rows)
+    if not rows:
+        raise RequestError("text is an empty list; send at least one prompt")
+    if (fields.logprob_start_len or -1) >= 0 and fields.return_logprob:
         raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
-    params = body.get("sampling_params") or {}
-    per_row: list[Any] = params if isinstance(params, list) else [params] * num_prompts
-    if len(per_row) != num_prompts or not all(isinstance(p, dict) for p in per_row):
-        raise RequestError(f"sampling_params must be one object, or a list of {num_prompts}, one for each prompt")
-    counts = {num_samples("sampling_params.n", p.get("n")) for p in per_row}
-    if len(counts) != 1:
-        raise RequestError(f"sampling_params.n is {abbreviate(sorted(counts))}; it must be equal for all prompts")
-    n = counts.pop()
-    check_samples(num_prompts, n, limits)
-    rids = _rids(body.get("rid"), num_prompts, n)
-    is_routed = boolean(body, "return_routed_experts")
-    skipped = integer(body, "routed_experts_start_len", low=0, high=(1 << 31) - 1, default=0)
-    parsed: dict[int, SamplingParams] = {}  # equal objects are parsed once
-    for fields in per_row:
-        if id(fields) not in parsed:
-            parsed[id(fields)] = dataclasses.replace(sampling_params(fields), return_routed_experts=is_routed)
-    return rids, [parsed[id(fields)] for fields in per_row], skipped, n
+    given_params: Any = fields.sampling_params or {}
+    per_row: list[Any] = given_params if isinstance(given_params, list) else [given_params] * len(rows)
+    if len(per_row) != len(rows):
+        raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
+    parsed = {id(each): each for each in per_row}  # equal objects are parsed once
+    checked = {key: read(SamplingFields, each, "sampling_params.") for key, each in parsed.items()}
+    counts = {each.n or 1 for each in checked.values()}
+    if len(counts) > 1:
+        raise RequestError(f"sampling_params.n is {quote(sorted(counts))}; it must be equal for all prompts")
+    (n,) = counts
+    wants_routes = bool(fields.return_routed_experts)
+    params = {
+        key: dataclasses.replace(each.params(), return_routed_experts=wants_routes) for key, each in checked.items()
+    }
+    rids = _rids(fields.rid, len(rows), n)
+    requests = sample_requests(
+        rids, rows, [params[id(each)] for each in per_row], routes_from=fields.routed_experts_start_len or 0
+    )
+    await model.check(requests)
+    return requests, fields, is_list or n > 1
 
 
-def wants_log_probs(body: Mapping[str, Any]) -> bool:
-    """Return `return_logprob`: a boolean, or a list of equal ones."""
-    value: Any = body.get("return_logprob")
-    if isinstance(value, list) and value and all(flag is value[0] for flag in cast("list[Any]", value)):
-        value = value[0]
-    return boolean({"return_logprob": value}, "return_logprob")
+def check_ids(name: str, rows: Sequence[Any]) -> None:
+    """Raise RequestError unless these are lists of token ids."""
+    for row in rows:
+        if not isinstance(row, list) or not all(type(id) is int for id in cast("list[Any]", row)):
+            raise RequestError(f"{name} must be {_IDS}")
+        convert(row, TokenIds, name)
+
+
+def _rids(rid: str | list[str] | None, rows: int, n: int) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(rows * n)]
+    names = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
+    if len(names) != rows:
+        raise RequestError(f"rid is {quote(rid)}, must be a string, or a list of {rows} strings")
+    return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
 
 
 def sample_requests(
@@ -235,44 +284,28 @@ def sample_requests(
     return requests
 
 
-def check_samples(num_prompts: int, n: int, limits: ServerLimits) -> None:
-    """Raise RequestError for more samples than one request may have."""
-    if num_prompts * n > limits.max_samples_per_request:
-        raise RequestError(
-            f"{num_prompts} prompts with n {n} are {num_prompts * n} samples, but the limit of "
-            f"{flag_of('max_samples_per_request')} is {limits.max_samples_per_request}; send several requests"
-        )
+async def completed(http: HttpRequest, engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[Finished]:
+    """Generate all completions. If the client disconnects first, abort them."""
+    works = [engine.submit(each.ids, each.params, rid=each.rid, is_checked=True) for each in requests]
+    return await unless_left(http, asyncio.gather(*works))
 
 
-def _rids(rid: Any, rows: int, n: int) -> list[str]:
-    if rid is None:
-        return [uuid.uuid4().hex for _ in range(rows * n)]
-    names: list[Any] = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
-    if len(names) != rows or not isinstance(rid, str | list):
-        raise RequestError(f"rid is {quote(rid)}, must be a string, or a list of {rows} strings")
-    for name in names:
-        check_name("rid", name)
-    return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
-
-
-def finish_reason(finished: Finished) -> dict[str, Any]:
-    """SGLang's finish_reason object."""
-    completion = finished.completion
-    match completion.finish_reason:
-        case "stop":
-            return {"type": "stop", "matched": finished.matched}
-        case "length":
-            return {"type": "length", "length": len(completion.tokens)}
-        case _:
-            return {"type": "abort", "message": "Aborted"}
+# -- replies ---------------------------------------------------------------------------------------------------
 
 
 def reply(request: GenerateRequest, finished: Finished, *, version: str, with_log_probs: bool) -> dict[str, Any]:
     """One element of /generate's reply."""
     completion = finished.completion
+    match completion.finish_reason:
+        case "stop":
+            reason: dict[str, Any] = {"type": "stop", "matched": finished.matched}
+        case "length":
+            reason = {"type": "length", "length": len(completion.tokens)}
+        case _:
+            reason = {"type": "abort", "message": "Aborted"}
     meta: dict[str, Any] = {
         "id": request.rid,
-        "finish_reason": finish_reason(finished),
+        "finish_reason": reason,
         "prompt_tokens": len(request.ids),
         "completion_tokens": len(completion.tokens),
         "cached_tokens": completion.cached_tokens,
@@ -289,25 +322,9 @@ def reply(request: GenerateRequest, finished: Finished, *, version: str, with_lo
     return {"text": completion.text, "output_ids": completion.tokens, "meta_info": meta}
 
 
-async def generate(http: HttpRequest, model: ServerContext, body: Mapping[str, Any], version: str) -> Response:
-    """Answer POST /generate."""
-    guard: RequestGuard = http.state.guard
-    with_log_probs, is_stream = wants_log_probs(body), boolean(body, "stream")
-    is_incremental = boolean(body, "incremental_streaming_output", default=model.incremental_streaming)
-    requests, is_list = await requests_from(body, model, guard)
-    if is_stream:
-        style = _Style(is_list=is_list, version=version, with_log_probs=with_log_probs)
-        events = _stream(model.engine, requests, style, guard, is_incremental=is_incremental)
-        return event_stream(guard, events)
-    results = await completed(http, model.engine, requests)
-    size = sum(len(finished.completion.tokens) for finished in results) * 64
-    return await json_list(
-        guard,
-        list(zip(requests, results, strict=True)),
-        lambda pair: reply(*pair, version=version, with_log_probs=with_log_probs),
-        size=max(size, SMALL_BYTES + 1 if len(results) > 64 else 0),
-        as_list=is_list,
-    )
+def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]]:
+    """SGLang's [log-prob, token id, text] triples."""
+    return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -317,26 +334,26 @@ class _Style:
     is_list: bool
     version: str
     with_log_probs: bool
+    is_incremental: bool
 
 
-async def _stream(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, guard: RequestGuard, *, is_incremental: bool
+async def _events(
+    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, deadline_s: float
 ) -> AsyncIterator[bytes]:
     """Server-sent events, each with one completion so far, or only its new tokens if incremental.
 
     Events have an `index` if there are several completions.
     """
-    texts = [text_deltas(engine, r.params if is_incremental else None) for r in requests]
+    texts = [text_deltas(engine, r.params if style.is_incremental else None) for r in requests]
     triples: list[list[list[Any]]] = [[] for _ in requests]
-    async for index, so_far, finished in progress(engine, requests, guard):
+    async for index, so_far, finished in progress(engine, requests, deadline_s):
         request, text = requests[index], texts[index]
-        start = so_far.num_sent if is_incremental else 0
-        tokens = so_far.tokens[start:]
+        start = so_far.num_sent if style.is_incremental else 0
         if isinstance(finished, EngineError):
             event: dict[str, Any] = {"error": {"message": str(finished), "code": 500}}
         elif finished is not None:
             event = reply(request, finished, version=style.version, with_log_probs=style.with_log_probs)
-            if is_incremental:
+            if style.is_incremental:
                 event |= {"text": text.rest(finished.completion.text), "output_ids": event["output_ids"][start:]}
                 if style.with_log_probs:
                     event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][start:]
@@ -352,28 +369,87 @@ async def _stream(
                 known = triples[index]
                 known += token_log_probs(so_far.tokens[len(known) :], so_far.log_probs[len(known) :])
                 meta["output_token_logprobs"] = known[start:]
-            shown = text.delta(so_far.tokens) if is_incremental else text.whole(so_far.tokens)
-            event = {"text": shown, "output_ids": tokens, "meta_info": meta}
+            shown = text.delta(so_far.tokens) if style.is_incremental else text.whole(so_far.tokens)
+            event = {"text": shown, "output_ids": so_far.tokens[start:], "meta_info": meta}
         so_far.num_sent = len(so_far.tokens)
         yield sse({"index": index, **event} if style.is_list else event)
     yield DONE
 
 
-async def completed(http: HttpRequest, engine: EmbeddedEngine, requests: list[GenerateRequest]) -> list[Finished]:
-    """Generate all completions. If the client disconnects first, abort them."""
-    task = asyncio.gather(*[engine.submit(r.ids, r.params, rid=r.rid, is_checked=True) for r in requests])
+# -- streams of tokens -----------------------------------------------------------------------------------------
 
-    async def wait_for_disconnect() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
 
-    watcher = asyncio.create_task(wait_for_disconnect())
+@dataclass
+class SoFar:
+    """The tokens of a completion so far, and how many of them an event contained."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    num_sent: int = 0
+
+
+async def progress(
+    engine: EmbeddedEngine, requests: Sequence[GenerateRequest], deadline_s: float
+) -> AsyncGenerator[tuple[int, SoFar, Finished | EngineError | None]]:
+    """Yield (index, tokens so far, result or error or None) as completions grow.
+
+    Ends when every request has a result, or with an error for the others at the deadline. A consumer that stops early
+    aborts all of them.
+    """
+    queue: asyncio.Queue[tuple[int, Progress | Finished | EngineError]] = asyncio.Queue()
+
+    async def submit(index: int, request: GenerateRequest) -> None:
+        def report(new: Progress) -> None:
+            queue.put_nowait((index, new))
+
+        try:
+            finished = await engine.submit(request.ids, request.params, rid=request.rid, report=report, is_checked=True)
+        except EngineError as error:
+            queue.put_nowait((index, error))
+        else:
+            queue.put_nowait((index, finished))
+
+    tasks = [asyncio.create_task(submit(index, request)) for index, request in enumerate(requests)]
+    so_far = [SoFar() for _ in requests]
+    still_open = dict.fromkeys(range(len(requests)))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RequestError("the client disconnected")
-        return task.result()
+        while still_open:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    reports = [await queue.get()]
+            except TimeoutError:
+                for index in still_open:
+                    yield index, so_far[index], EngineError("not finished in time; see --request-timeout")
+                return
+            if queue.qsize() > BACKLOG:
+                reports += [queue.get_nowait() for _ in range(queue.qsize())]
+            steps: dict[int, Finished | EngineError | None] = {}
+            for index, report in reports:
+                if isinstance(report, Progress):
+                    so_far[index].tokens += report.tokens
+                    so_far[index].log_probs += report.log_probs
+                    steps.setdefault(index, None)
+                else:
+                    steps[index] = report
+            for index, result in steps.items():
+                if result is not None:
+                    del still_open[index]
+                yield index, so_far[index], result
     finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def text_deltas(engine: EmbeddedEngine, params: SamplingParams | None = None) -> TextDeltas:
+    """Return the decoder of one completion; `params` are needed for `delta`."""
+    if params is None:
+        return TextDeltas(engine.tokenizer)
+    trims = not params.no_stop_trim
+    return TextDeltas(
+        engine.tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        end_ids={*params.stop_token_ids, *engine.eos_ids} if trims else (),
+        stops=params.stop if trims else (),
+        held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
+    )

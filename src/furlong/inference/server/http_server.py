@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -25,10 +26,7 @@ from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
-from furlong.inference.server.connections import build_server
-from furlong.inference.server.limits import ServerLimits, add_limit_flags, limits_from
-from furlong.inference.server.listener import trim_when_idle
-from furlong.models.template_trial import require_bounded_template
+from furlong.inference.server.web import ServerLimits, build_server, flag_of, limits_from
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ async def running_server(
     port: int = 0,
     api_key: str | None = None,
     limits: ServerLimits | None = None,
-    trusts_templates: bool = False,
     incremental_streaming: bool = False,
     agents: AgentEndpoints | None = None,
 ) -> AsyncGenerator[str, None]:
@@ -56,14 +53,12 @@ async def running_server(
         model_name=model_name,
         api_key=api_key,
         limits=limits,
-        trusts_templates=trusts_templates,
         incremental_streaming=incremental_streaming,
         agents=agents,
     )
     listener = bound_socket(host, port)
-    uvicorn_server = build_server(server.app, server.counts)
+    uvicorn_server = build_server(server.app, server.limits)
     task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
-    trimming = asyncio.create_task(trim_when_idle(server.counts))
     try:
         while not uvicorn_server.started:
             if task.done():
@@ -72,7 +67,6 @@ async def running_server(
             await asyncio.sleep(0.005)
         yield f"http://{host_and_port(host, listener.getsockname()[1])}"
     finally:
-        trimming.cancel()
         uvicorn_server.should_exit = True
         server.weights.close()
         await task
@@ -100,8 +94,7 @@ async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, ag
             host=args.host,
             port=args.port,
             api_key=args.api_key,
-            limits=limits_from(args),
-            trusts_templates=args.trust_request_chat_template,
+            limits=limits_from(vars(args)),
             incremental_streaming=args.incremental_streaming_output,
             agents=agents,
         ) as url:
@@ -198,13 +191,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEED",
         help="seed for requests without sampling_seed (default: 0)",
     )
-    _add_request_flags(parser)
-    add_limit_flags(parser, _number(1))
-    return parser
-
-
-def _add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that decide what requests may contain."""
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="accept and return token ids only")
     parser.add_argument(
         "--enable-return-routed-experts",
@@ -216,18 +202,37 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="streams of /generate contain only new tokens; requests may choose with incremental_streaming_output",
     )
-    parser.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="accept chat_template and chat_template_kwargs in requests; they run in a process with limits",
-    )
+    group = parser.add_argument_group("limits")
+    for limit in dataclasses.fields(ServerLimits):
+        text = f"{limit.metadata['help']} (default: {limit.default})"
+        group.add_argument(flag_of(limit.name), type=_number(1), default=limit.default, metavar="N", help=text)
+    return parser
 
 
-def main(words: Sequence[str], agents: Callable[[EmbeddedEngine, str], AgentEndpoints] | None = None) -> int:
-    """Run `furlong serve`; `agents` builds further endpoints for the engine and the name of its model.
+REMOVED = (
+    *("--max-weight-body-bytes", "--max-total-body-bytes", "--max-total-reply-bytes", "--max-json-depth"),
+    *("--max-requests-per-client", "--max-concurrent-streams", "--max-streams-per-client", "--max-control-requests"),
+    *("--max-samples-per-request", "--max-stream-bytes", "--header-timeout", "--body-timeout", "--write-timeout"),
+    *("--chat-template-timeout", "--chat-template-bytes", "--trust-request-chat-template"),
+)
+
+
+def _refuse_removed(words: Sequence[str]) -> None:
+    """Raise ConfigError for flags of limits that furlong serve no longer has."""
+    gone = sorted({word.partition("=")[0] for word in words} & set(REMOVED))
+    if gone:
+        raise ConfigError(
+            f"furlong serve has no {', '.join(gone)} any more; remove it: put a proxy in front of a server that "
+            "strangers can reach, and see furlong serve --help for the limits"
+        )
+
+
+def main(words: Sequence[str], agents: AgentEndpoints | None = None) -> int:
+    """Run `furlong serve`; `agents` adds the routes of chat.
 
     Raises ConfigError for an address that other machines can reach without an API key.
     """
+    _refuse_removed(words)
     args = _parser().parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
@@ -239,7 +244,6 @@ def main(words: Sequence[str], agents: Callable[[EmbeddedEngine, str], AgentEndp
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     tokenizer: Any = None if args.skip_tokenizer_init else load_tokenizer(args.model_path)
-    require_bounded_template(tokenizer, str(args.model_path))
     engine = EmbeddedEngine(
         args.model_path,
         dtype=getattr(torch, args.dtype),
@@ -251,5 +255,5 @@ def main(words: Sequence[str], agents: Callable[[EmbeddedEngine, str], AgentEndp
         return_routed_experts=args.enable_return_routed_experts,
     )
     name = args.served_model_name or args.model_path.name
-    asyncio.run(_serve(engine, name, args, None if agents is None else agents(engine, name)))
+    asyncio.run(_serve(engine, name, args, agents))
     return 0

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -24,7 +24,7 @@ from furlong.core.addresses import host_and_port
 from furlong.core.weights import NamedTensor
 from furlong.errors import EngineError
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.fields import integer, name_of, quote, required
+from furlong.inference.server.schemas import Name, convert, quote
 from furlong.transfer.process_group import join_group, wire_view
 from furlong.transfer.threads import in_thread
 
@@ -33,10 +33,21 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = timedelta(seconds=300)
 LEAVE_S = 10.0  # to leave a group
 MAX_GROUPS = 16  # joined or being joined
-MAX_JOINS = 64  # threads that join, those of abandoned groups included, which end at GROUP_TIMEOUT
 MAX_WORLD_SIZE = 65536
 DEFAULT_NAME = "weight_update_group"
-_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
+
+
+class _Join(msgspec.Struct):
+    master_address: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9._-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z")]
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=MAX_WORLD_SIZE)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]  # the trainer is rank 0
+    group_name: Name = DEFAULT_NAME
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+
+class _Leave(msgspec.Struct):
+    group_name: Name = DEFAULT_NAME
 
 
 @dataclass(eq=False)
@@ -71,45 +82,25 @@ class WeightGroups:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._joins: set[_Group] = set()  # changed by threads, one atomic operation each
 
     async def join(self, body: Mapping[str, Any]) -> str:
         """Join a group of the trainer (rank 0) and engines, like SGLang. Raises EngineError if that fails."""
-        name, backend = name_of(body, "group_name", DEFAULT_NAME), body.get("backend", "gloo")
+        fields = convert(body, _Join)
+        name, rank, world = fields.group_name, fields.rank_offset, fields.world_size
         if name in self._groups:
             state = "is being joined" if self._groups[name].process_group is None else "already exists"
             raise RequestError(f"process group {quote(name)} {state}; destroy it first")
-        if backend not in ("gloo", "nccl"):
-            raise RequestError(f"backend is {quote(backend)}, must be gloo or nccl")
-        address = required(body, "master_address", str)
-        if not _HOST.fullmatch(address):
-            raise RequestError(f"master_address is {quote(address)}, must be a host name or an IP address")
-        port = integer(body, "master_port", low=1, high=65535)
-        world = integer(body, "world_size", low=2, high=MAX_WORLD_SIZE)
-        rank = integer(body, "rank_offset", low=0, high=MAX_WORLD_SIZE)
-        if not 0 < rank < world:
+        if rank >= world:
             raise RequestError(f"rank_offset is {rank} in a group of {world}; engines have ranks 1 .. {world - 1}")
         if len(self._groups) >= MAX_GROUPS:
             raise RequestError(f"{len(self._groups)} process groups exist, the limit; destroy one first")
-        if len(self._joins) >= MAX_JOINS:
-            raise RequestError(
-                f"{len(self._joins)} process groups still wait for members, abandoned ones included; such a wait ends "
-                f"after {GROUP_TIMEOUT.total_seconds():g} s, retry then"
-            )
-        await self._join(name, lambda: _join(f"tcp://{host_and_port(address, port)}", rank, world, name, backend))
+        url = f"tcp://{host_and_port(fields.master_address, fields.master_port)}"
+        await self._join(name, lambda: _join(url, rank, world, name, fields.backend))
         return f"joined {name} as rank {rank} of {world}"
 
     async def _join(self, name: str, join: Callable[[], dist.ProcessGroup]) -> None:
         group = self._groups[name] = _Group()
-        self._joins.add(group)
-
-        def join_and_settle() -> None:
-            try:
-                group.settle(join())
-            finally:
-                self._joins.discard(group)
-
-        joining = asyncio.ensure_future(in_thread(join_and_settle, "furlong-join"))
+        joining = asyncio.ensure_future(in_thread(lambda: group.settle(join()), "furlong-join"))
         given_up = asyncio.ensure_future(group.given_up.wait())
         try:
             await asyncio.wait({joining, given_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,8 +138,9 @@ class WeightGroups:
         async with group.receiving:
             return await in_thread(receive, "furlong-receive")
 
-    async def leave(self, name: str) -> str:
+    async def leave(self, body: Mapping[str, Any]) -> str:
         """Leave a group, or give up joining it."""
+        name = convert(body, _Leave).group_name
         if (group := self._groups.get(name)) is not None and group.abandon():
             del self._groups[name]
             return f"gave up joining {name}"

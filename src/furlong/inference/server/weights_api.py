@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors.torch
 from safetensors import SafetensorError
 
@@ -23,15 +24,7 @@ from furlong.files.delta import Delta
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.model_loading import check_weight_files, source_from_folder
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.fields import (
-    MAX_INT64,
-    boolean,
-    check_name,
-    name_of,
-    quote,
-    required,
-    version_label,
-)
+from furlong.inference.server.schemas import MAX_INT64, Name, convert, quote, version_label
 from furlong.inference.server.weight_groups import DEFAULT_NAME, WeightGroups
 from furlong.transfer.shared_memory import open_shared
 
@@ -39,7 +32,40 @@ logger = logging.getLogger(__name__)
 
 INCOMPLETE = "incomplete"  # label of released or partially replaced weights, which cannot be the base of a delta
 BUCKET_S = 300.0  # for the next tensors of an incomplete version; after that, waiting requests fail
-BASE64_PIECE = 1 << 22  # characters decoded at once; the event loop runs in between
+
+
+class _Update(msgspec.Struct):
+    """What all updates have; SGLang's further fields have no effect."""
+
+    weight_version: Any = None
+    abort_all_requests: bool | None = None
+
+    @property
+    def label(self) -> str | None:
+        return version_label("weight_version", self.weight_version)
+
+
+class _FromDisk(_Update):
+    model_path: str = ""
+    load_format: str | None = None
+
+
+class _FromTensors(_Update):
+    load_format: Any = None
+    serialized_named_tensors: list[str] | None = None
+    shared: dict[str, Any] | None = None
+
+
+class _FromGroup(_Update, kw_only=True):
+    names: list[Name]
+    dtypes: list[str]
+    shapes: list[list[Any]]
+    group_name: Name = DEFAULT_NAME
+
+
+class _Rename(msgspec.Struct):
+    new_version: Any = None
+    abort_all_requests: bool | None = None
 
 
 class WeightEndpoints:
@@ -77,33 +103,28 @@ class WeightEndpoints:
         if label is not None:
             self._labels[number] = label
 
-    async def _prepare(self, body: Mapping[str, Any]) -> None:
-        if boolean(body, "abort_all_requests"):
-            await self.engine.abort_request()
-
     async def from_disk(self, body: Mapping[str, Any]) -> str:
         """Load a folder of safetensors files; returns a message."""
-        label = version_label(body, "weight_version")
-        folder = Path(required(body, "model_path", str))
-        if not await asyncio.to_thread(folder.is_dir):
-            raise RequestError(f"model_path {quote(str(folder))} is not a folder on the server")
-        load_format = body.get("load_format")
+        fields = convert(body, _FromDisk)
+        label, folder, load_format = fields.label, Path(fields.model_path), fields.load_format
+        if not fields.model_path or not await asyncio.to_thread(folder.is_dir):
+            raise RequestError(f"model_path {quote(fields.model_path)} is not a folder on the server")
         if load_format not in (None, "auto", "safetensors", "delta"):
             raise RequestError(
                 f"load_format is {quote(load_format)}; only safetensors folders and deltas are supported"
             )
-        boolean(body, "abort_all_requests")
         async with self._lock:
             if load_format == "delta":
-                return await self._from_delta(folder, body, label)
+                return await self._from_delta(folder, fields, label)
             await asyncio.to_thread(check_weight_files, folder, self.engine.model.table, self.engine.config)
-            await self._prepare(body)
+            if fields.abort_all_requests:
+                await self.engine.abort_request()
             number = self._number(label)
             checksums = await self.engine.load_weights(source_from_folder(folder, self.engine.config), number)
             self._record(number, label)
             return f"loaded {len(checksums)} tensors from {folder} as weight version {self.label}"
 
-    async def _from_delta(self, folder: Path, body: Mapping[str, Any], label: str | None) -> str:
+    async def _from_delta(self, folder: Path, fields: _Update, label: str | None) -> str:
         """Apply a delta to the weights in use, tensor by tensor; each is verified before it is loaded."""
         delta = await asyncio.to_thread(Delta.open, folder)
         if str(delta.base_version) != self.label:
@@ -111,7 +132,8 @@ class WeightEndpoints:
                 f"{folder} is a delta to weight version {delta.base_version}, but this engine has {self.label}; "
                 "send all tensors"
             )
-        await self._prepare(body)
+        if fields.abort_all_requests:
+            await self.engine.abort_request()
         source = delta.source(lambda name: self.engine.model.table.view(name).clone())
         number = self._number(label)
         await self.engine.load_weights(source, number)
@@ -120,27 +142,28 @@ class WeightEndpoints:
 
     async def from_tensors(self, body: Mapping[str, Any]) -> str:
         """Load base64 safetensors bytes, or a shared-memory buffer of this machine."""
-        label = version_label(body, "weight_version")
-        boolean(body, "abort_all_requests")
-        if body.get("load_format") == "shared_memory":
-            shared = required(body, "shared", dict)
-            return await self._bucket(open_shared(shared.get("name"), shared.get("tensors")), body, label)
-        if body.get("load_format") != "safetensors":
+        fields = convert(body, _FromTensors)
+        label, parts = fields.label, fields.serialized_named_tensors
+        if fields.load_format == "shared_memory":
+            shared = fields.shared or {}
+            return await self._bucket(open_shared(shared.get("name"), shared.get("tensors")), fields, label)
+        if fields.load_format != "safetensors":
             raise RequestError(
-                f"load_format is {quote(body.get('load_format'))}; this server supports 'safetensors' (base64 of a "
+                f"load_format is {quote(fields.load_format)}; this server supports 'safetensors' (base64 of a "
                 "safetensors file in serialized_named_tensors) and 'shared_memory', because it never unpickles data"
             )
-        parts = required(body, "serialized_named_tensors", list)
+        if parts is None:
+            raise RequestError("serialized_named_tensors is missing; send base64 of safetensors files")
         tensors = await asyncio.to_thread(lambda: [tensor for part in parts for tensor in _tensors_from(part)])
-        return await self._bucket(tensors, body, label)
+        return await self._bucket(tensors, fields, label)
 
-    async def _bucket(self, tensors: list[NamedTensor], body: Mapping[str, Any], label: str | None) -> str:
+    async def _bucket(self, tensors: list[NamedTensor], fields: _Update, label: str | None) -> str:
         if not tensors:
             raise RequestError("the request has no tensors; send at least one")
-        for name, _ in tensors:
-            check_name("the name of a tensor", name)
+        convert([name for name, _ in tensors], list[Name], "names")
         async with self._lock:
-            await self._prepare(body)
+            if fields.abort_all_requests:
+                await self.engine.abort_request()
             number = self._number(label)
             is_complete = await self.engine.load_bucket(tensors, number)
             self._record(number, label)
@@ -163,16 +186,12 @@ class WeightEndpoints:
         if number is not None:
             self._abandonment = asyncio.get_running_loop().call_later(BUCKET_S, abandon)
 
-    async def init_group(self, body: Mapping[str, Any]) -> str:
-        """Join a process group of the trainer (rank 0) and engines, like SGLang."""
-        return await self.groups.join(body)
-
     async def from_group(self, body: Mapping[str, Any]) -> str:
         """Receive the tensors that rank 0 broadcasts, in this order."""
-        label = version_label(body, "weight_version")
-        boolean(body, "abort_all_requests")
-        self.groups.check_joined(group := name_of(body, "group_name", DEFAULT_NAME))
-        names, dtypes, shapes = (required(body, key, list) for key in ("names", "dtypes", "shapes"))
+        fields = convert(body, _FromGroup)
+        label, group = fields.label, fields.group_name
+        self.groups.check_joined(group)
+        names, dtypes, shapes = fields.names, fields.dtypes, fields.shapes
         if not 0 < len(names) == len(dtypes) == len(shapes):
             raise RequestError(
                 f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes; their numbers must be equal, and at "
@@ -182,18 +201,10 @@ class WeightEndpoints:
             torch_dtypes = [dtype_of(name) for name in dtypes]
         except ValueError as error:
             raise RequestError(str(error)) from error
-        for name, shape in zip(names, shapes, strict=True):
-            check_name("names", name)
-            if not isinstance(shape, list):
-                raise RequestError(f"the shape of {quote(name)} is {quote(shape)}, must be a list of integers")
         table = self.engine.model.table  # shapes are checked before memory for them is allocated
         shapes = [list(table.check_shape(name, shape).shape) for name, shape in zip(names, shapes, strict=True)]
         tensors = await self.groups.receive(group, names, torch_dtypes, shapes, self.engine.device)
-        return await self._bucket(tensors, body, label)
-
-    async def destroy_group(self, body: Mapping[str, Any]) -> str:
-        """Leave a process group."""
-        return await self.groups.leave(name_of(body, "group_name", DEFAULT_NAME))
+        return await self._bucket(tensors, fields, label)
 
     def close(self) -> None:
         """Leave all process groups, in the background."""
@@ -202,10 +213,11 @@ class WeightEndpoints:
 
     async def rename(self, body: Mapping[str, Any]) -> str:
         """Change the version label of the weights in use."""
-        label = version_label(body, "new_version")
+        fields = convert(body, _Rename)
+        label = version_label("new_version", fields.new_version)
         if label is None:
             raise RequestError("new_version is missing; send the label of the weights")
-        if boolean(body, "abort_all_requests", default=True):
+        if fields.abort_all_requests is not False:
             await self.engine.abort_request()
         async with self._lock:
             number = self._number(label)
@@ -216,10 +228,7 @@ class WeightEndpoints:
 
 def _tensors_from(part: Any) -> list[NamedTensor]:
     """Decode one base64 safetensors file. Raises RequestError if it is not one."""
-    raw = bytearray()
     try:
-        for start in range(0, len(part), BASE64_PIECE):
-            raw += binascii.a2b_base64(part[start : start + BASE64_PIECE], strict_mode=True)
-        return list(safetensors.torch.load(bytes(raw)).items())
+        return list(safetensors.torch.load(binascii.a2b_base64(part, strict_mode=True)).items())
     except (SafetensorError, binascii.Error, TypeError, ValueError, KeyError) as error:
         raise RequestError(f"serialized_named_tensors is not a base64 safetensors file: {error}") from error

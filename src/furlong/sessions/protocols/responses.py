@@ -4,87 +4,115 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.request_error import RequestError
-from furlong.inference.server import field_rules as rules
-from furlong.inference.server.fields import boolean, quote
-from furlong.sessions.endpoints.chat_completions import read_tool_choice
-from furlong.sessions.endpoints.client_call import (
-    ClientCall,
-    checked_tools,
-    objects,
-    strict_tools,
-    token_limit,
+from furlong.inference.server.schemas import (
+    FilledText,
+    NumTokens,
+    Schema,
+    Temperature,
+    TopP,
+    convert,
+    quote,
 )
-from furlong.sessions.endpoints.served_session import StreamHead, StreamPart
-from furlong.sessions.reply import Reply
+from furlong.inference.server.schemas import (
+    read as read_fields,
+)
+from furlong.sessions.open_session import ClientCall, StreamPart
+from furlong.sessions.protocols.chat import read_tool_choice
+from furlong.sessions.session import Reply, ReplyStream
 
-_TOOL = rules.object_of(
-    {
-        "type": rules.text,
-        "name": rules.filled_text,
-        "description": rules.text,
-        "parameters": rules.an_object,
-        "strict": rules.flag,
-    },
-    required=("name",),
-)
-FIELDS: rules.Fields = {
-    "model": rules.text,
-    "input": rules.text_or_parts,
-    "instructions": rules.text_or_parts,
-    "tools": rules.list_of(rules.an_object),
-    "tool_choice": rules.anything,
-    "max_output_tokens": rules.num_tokens,
-    "temperature": rules.temperature,
-    "top_p": rules.top_p,
-    "previous_response_id": rules.text,
-    # The reasoning itself is returned, so there is no summary of it.
-    "reasoning": rules.object_of(dict.fromkeys(("effort", "summary", "generate_summary"), rules.text)),
-    **dict.fromkeys(("stream", "parallel_tool_calls"), rules.flag),
-    # Without an effect on the result:
-    **dict.fromkeys(("user", "service_tier", "safety_identifier"), rules.text),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), rules.text),
-    "store": rules.flag,
-    "metadata": rules.metadata,
-    "stream_options": rules.object_of({"include_obfuscation": rules.flag}),
-    **dict.fromkeys(("client_metadata", "prompt_cache_options"), rules.an_object),
-    # Not implemented:
-    "text": rules.only(
-        {"format": {"type": "text"}},
-        {"verbosity": "medium"},
-        {"format": {"type": "text"}, "verbosity": "medium"},
-        {},
-    ),
-    "truncation": rules.only("disabled"),
-    "include": rules.only(["reasoning.encrypted_content"], []),
-    "background": rules.only(False),
-    "top_logprobs": rules.only(0),
-    **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), rules.only()),
-    **dict.fromkeys(("context_management", "background_options"), rules.only()),
-}
-_THOUGHT = rules.object_of(
-    {"type": rules.one_of("reasoning_text"), "text": rules.text}, required=("text",), others=rules.anything
-)
-_ITEMS: Mapping[Any, rules.Rule] = {
-    "message": rules.object_of({"role": rules.text}, others=rules.anything),
-    "reasoning": rules.object_of(
-        {
-            "summary": rules.list_of(rules.an_object),
-            "content": rules.list_of(_THOUGHT),
-        },
-        others=rules.anything,
-    ),
-    "function_call": rules.object_of(
-        {"name": rules.filled_text, "arguments": rules.text, "call_id": rules.text},
-        required=("name",),
-        others=rules.anything,
-    ),
-    "function_call_output": rules.object_of({"call_id": rules.text}, others=rules.anything),
+
+class _Tool(Schema):
+    name: FilledText
+    type: Literal["function"]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """The reasoning itself is returned, so there is no summary of it."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesFields(Schema):
+    """The body of a request."""
+
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: NumTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    previous_response_id: str | None = None
+    reasoning: _Reasoning | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    metadata: Any = None  # echoed
+
+    IGNORED: ClassVar = (
+        *("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store"),
+        *("client_metadata", "prompt_cache_options"),
+    )
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "text": ({"format": {"type": "text"}}, {"verbosity": "medium"},
+                 {"format": {"type": "text"}, "verbosity": "medium"}),
+        "truncation": ("disabled",),
+        "include": (["reasoning.encrypted_content"],),
+        "background": (False,),
+        "top_logprobs": (0,),
+        **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), ()),
+        **dict.fromkeys(("context_management", "background_options"), ()),
+    }  # fmt: skip
+
+
+class _MessageItem(msgspec.Struct):
+    role: str | None = None
+    content: Any = None
+
+
+class _Thought(msgspec.Struct):
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+class _ReasoningItem(msgspec.Struct):
+    summary: list[dict[str, Any]] | None = None
+    content: list[_Thought] | None = None
+
+
+class _CallItem(msgspec.Struct):
+    name: FilledText
+    arguments: str | None = None
+    call_id: str | None = None
+
+
+class _OutputItem(msgspec.Struct):
+    call_id: str | None = None
+    output: Any = None
+
+
+_ITEMS: Mapping[Any, type[msgspec.Struct]] = {
+    "message": _MessageItem,
+    "reasoning": _ReasoningItem,
+    "function_call": _CallItem,
+    "function_call_output": _OutputItem,
 }
 
 
@@ -93,80 +121,73 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
 
     Raises RequestError and MessageError naming the field.
     """
-    rules.check_fields(body, FIELDS)
-    given = objects(body, "tools")
-    tools = checked_tools([_tool(i, tool) for i, tool in enumerate(given)])
-    effort: str | None = (body.get("reasoning") or {}).get("effort")
-    instructions: list[Message] = []
-    if body.get("instructions"):
-        instructions.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
-    messages = [*instructions, *earlier, *_input(body.get("input"))]
-    return ClientCall(
-        messages=checked_messages(messages, "input"),
-        tools=tools,
-        template_kwargs={} if effort is None else {"reasoning_effort": effort},
-        sampling={name: body.get(name) for name in ("temperature", "top_p")},
-        max_tokens=token_limit(body, "max_output_tokens"),
-        is_stream=boolean(body, "stream"),
-        reads_calls=read_tool_choice(body.get("tool_choice"), has_tools=tools is not None),
-        max_calls=None if boolean(body, "parallel_tool_calls", default=True) else 1,
-        overridden=strict_tools(given),
-        body=body,
-    )
-
-
-def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
-    _TOOL(f"tools[{i}]", tool)
-    function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
-
-
-def _input(value: Any) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise MessageError(f"input is {quote(value)}, must be text or a list of items")
+    fields = read_fields(ResponsesFields, body)
+    tools: list[dict[str, Any]] = []
+    is_strict = False
+    for i, given in enumerate(fields.tools or ()):
+        if given.get("type") != "function":
+            raise RequestError(f"tools[{i}].type is {quote(given.get('type'))}; only functions are supported")
+        tool = read_fields(_Tool, given, f"tools[{i}].")
+        named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        tools.append({"type": "function", "function": {k: v for k, v in named.items() if v is not None}})
+        is_strict = is_strict or bool(tool.strict)
     messages: list[Message] = []
-    for i, each in enumerate(cast("list[Any]", value)):
-        if not isinstance(each, dict):
-            raise MessageError(f"input[{i}] is {quote(each)}, must be an object")
-        _add_item(messages, cast("dict[str, Any]", each), f"input[{i}]")
-    return messages
+    if fields.instructions:
+        messages.append({"role": "system", "content": text_of(fields.instructions, "instructions")})
+    messages += earlier
+    if fields.input is None:
+        raise MessageError("input is missing; it must be text or a list of items")
+    items: list[Message] = []
+    if isinstance(fields.input, str):
+        items.append({"role": "user", "content": fields.input})
+    else:
+        for i, item in enumerate(fields.input):
+            _add_item(items, item, f"input[{i}]")
+    effort = None if fields.reasoning is None else fields.reasoning.effort
+    return ClientCall(
+        messages=checked_messages([*messages, *items], "input"),
+        tools=tools or None,
+        template_kwargs={} if effort is None else {"reasoning_effort": effort},
+        sampling={"temperature": fields.temperature, "top_p": fields.top_p},
+        max_tokens=fields.max_output_tokens,
+        model=fields.model,
+        is_stream=bool(fields.stream),
+        reads_calls=read_tool_choice(fields.tool_choice),
+        max_calls=1 if fields.parallel_tool_calls is False else None,
+        overridden=["strict"] if is_strict else [],
+        request=fields,
+    )
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> None:
     """Add an item: parts of one answer (reasoning, message, calls) are joined to one message."""
-    answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     kind: Any = "message" if item.get("type") is None else item["type"]
-    if isinstance(kind, str) and kind in _ITEMS:
-        _ITEMS[kind](name, item)
-    match kind:
-        case "message" if item.get("role") == "assistant":
-            text = text_of(item.get("content"), f"{name}.content")
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise MessageError(f"{name}.type is {quote(kind)}, which is not supported")
+    answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    match convert(item, _ITEMS[kind], f"{name}."):
+        case _MessageItem(role="assistant", content=content):
+            text = text_of(content, f"{name}.content")
             if answer is None or answer["content"] or answer.get("tool_calls"):
                 messages.append({"role": "assistant", "content": text})
             else:
                 answer["content"] = text
-        case "message":
-            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{name}.content")})
-        case "reasoning":
-            parts: list[Any] = item.get("content") or []
-            thought = "".join(part["text"] for part in parts)
+        case _MessageItem(role=role, content=content):
+            messages.append({"role": role, "content": text_of(content, f"{name}.content")})
+        case _ReasoningItem(content=parts):
+            thought = "".join(part.text for part in parts or ())
             messages.append({"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {}))
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        case _CallItem() as call:
             if answer is None:
                 answer = Message(role="assistant", content="")
                 messages.append(answer)
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            text = text_of(item.get("output"), f"{name}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            function = {"name": call.name, "arguments": call.arguments}
+            answer.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
+        case _OutputItem() as result:
+            text = text_of(result.output, f"{name}.output")
+            messages.append({"role": "tool", "tool_call_id": result.call_id, "content": text})
         case _:
-            raise MessageError(f"{name}.type is {quote(kind)}, which is not supported")
+            raise AssertionError(kind)
 
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -197,8 +218,9 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
-def write(call: ClientCall, reply: Reply, model: str) -> dict[str, Any]:
+def write(call: ClientCall, replies: Sequence[Reply], model: str) -> dict[str, Any]:
     """Return the body of the reply."""
+    (reply,) = replies
     is_cut = reply.finish_reason != "stop"
     sampled = reply.num_tokens
     return {
@@ -218,29 +240,29 @@ def write(call: ClientCall, reply: Reply, model: str) -> dict[str, Any]:
 
 def _shell(call: ClientCall, response_id: str, model: str) -> dict[str, Any]:
     """Return the fields that are known before the answer."""
-    body = call.body
+    fields: ResponsesFields = call.request
     return {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
         "error": None,
         "incomplete_details": None,
-        "instructions": body.get("instructions"),
+        "instructions": fields.instructions,
         "model": model,
         "output": [],
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "metadata": fields.metadata or {},
         "usage": None,
     }
 
 
 async def stream(
-    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[StreamHead]
+    call: ClientCall, model: str, parts: AsyncIterator[StreamPart], streams: Sequence[ReplyStream]
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a reply while it is sampled."""
     (source,) = streams
@@ -250,7 +272,7 @@ async def stream(
     yield events.event("in_progress", response=pending)
     async for _, part in parts:
         if isinstance(part, Reply):
-            whole = write(call, part, model)
+            whole = write(call, [part], model)
             for event in events.end(whole["output"]):
                 yield event
             yield events.event(whole["status"], response=whole)

@@ -1,0 +1,215 @@
+"""Protocols of token ids: SGLang's POST /generate, and vLLM's POST /inference/v1/generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from furlong.chat.messages import Message
+from furlong.core.routing import text_from_routes
+from furlong.inference.request_error import RequestError
+from furlong.inference.server.generate_api import check_ids, token_log_probs
+from furlong.inference.server.schemas import (
+    Count,
+    NumSamples,
+    NumTokens,
+    Sampling,
+    Schema,
+    Seed,
+    StopIds,
+    Stops,
+    TokenIds,
+    quote,
+    read,
+    stops_of,
+)
+from furlong.sessions.open_session import ClientCall
+from furlong.sessions.session import Reply
+
+
+class _SglangSampling(Sampling):
+    max_new_tokens: NumTokens | None = None
+    min_new_tokens: Count | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopIds | None = None
+    sampling_seed: Seed | None = None
+    ignore_eos: bool | None = None
+    n: NumSamples | None = None
+
+    IGNORED: ClassVar = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+        "repetition_penalty": (1,),
+    }
+
+
+class SglangFields(Schema):
+    """The body of SGLang's request, for one prompt."""
+
+    input_ids: list[Any] | None = None
+    text: str | list[str] | None = None
+    sampling_params: dict[str, Any] | None = None
+    return_logprob: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Count | None = None
+    rid: str | None = None
+
+    IGNORED: ClassVar = (
+        *("session_id", "routing_key", "extra_key", "log_metrics", "return_text_in_logprobs", "priority"),
+    )
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "logprob_start_len": (-1,),
+        "top_logprobs_num": (0,),
+        "return_hidden_states": (False,),
+    }
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the prompt is in a list of prompts."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+
+def read_sglang(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+    """Check a request for one prompt. Raises RequestError naming the field."""
+    del earlier
+    fields = read(SglangFields, body)
+    if (fields.input_ids is None) == (fields.text is None):
+        raise RequestError("give either input_ids or text")
+    given: Any = fields.input_ids if fields.text is None else fields.text
+    prompts: list[Any] = given if fields.is_list else [given]
+    if len(prompts) != 1:
+        name = "input_ids" if fields.text is None else "text"
+        raise RequestError(
+            f"{name} has {len(prompts)} prompts, which are answered one at a time: send one request each"
+        )
+    if fields.text is None:
+        check_ids("input_ids", prompts)
+    sampling = read(_SglangSampling, fields.sampling_params or {}, "sampling_params.")
+    return ClientCall(
+        ids=prompts[0],
+        sampling={
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "min_p", "sampling_seed")},
+            **{name: getattr(sampling, name) or None for name in ("top_k", "min_new_tokens", "ignore_eos")},
+            "stop": stops_of(sampling.stop) or None,
+            "stop_token_ids": sampling.stop_token_ids or None,
+            "return_routed_experts": fields.return_routed_experts or None,
+        },
+        max_tokens=sampling.max_new_tokens,
+        n=sampling.n or 1,
+        request=fields,
+    )
+
+
+def write_sglang(call: ClientCall, replies: Sequence[Reply], _model: str) -> Any:
+    """Return the body of the reply: an object, or a list if several were asked for."""
+    fields: SglangFields = call.request
+    rows: list[dict[str, Any]] = []
+    for reply in replies:
+        done = reply.finish_reason
+        finish: dict[str, Any] = {"type": "length", "length": reply.num_tokens}
+        if done == "stop":
+            finish = {"type": done, "matched": reply.tokens[-1] if reply.tokens else None}
+        meta: dict[str, Any] = {
+            "id": fields.rid or reply.id,
+            "finish_reason": finish,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.num_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "weight_version": str(reply.versions[-1]) if reply.versions else None,
+            "token_versions": reply.versions,
+        }
+        if fields.return_logprob:
+            meta["output_token_logprobs"] = token_log_probs(reply.tokens, reply.log_probs)
+            meta["output_token_logprobs_length"] = reply.num_tokens
+        routes = None if reply.node is None else reply.node.completion.routed_experts
+        if fields.return_routed_experts and routes is not None:
+            meta["routed_experts"] = text_from_routes(routes[fields.routed_experts_start_len or 0 :])
+        rows.append({"text": reply.message["content"] or "", "output_ids": reply.tokens, "meta_info": meta})
+    return rows if fields.is_list or call.n > 1 else rows[0]
+
+
+class _VllmSampling(Sampling):
+    max_tokens: NumTokens | None = None
+    min_tokens: Count | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopIds | None = None
+    seed: Seed | None = None
+    n: NumSamples | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None  # only the sampled token's are known
+
+    IGNORED: ClassVar = (
+        *("detokenize", "spaces_between_special_tokens", "skip_special_tokens", "output_kind"),
+        "include_stop_str_in_output",
+    )
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+        "repetition_penalty": (1,),
+        **dict.fromkeys(("ignore_eos", "skip_reading_prefix_cache", "flat_logprobs"), (False,)),
+        **dict.fromkeys(("logit_bias", "extra_args", "allowed_token_ids", "bad_words"), ()),
+        **dict.fromkeys(("prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), ()),
+    }
+
+
+class VllmFields(Schema):
+    """The body of vLLM's request."""
+
+    token_ids: TokenIds | None = None
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    request_id: str | None = None
+
+    IGNORED: ClassVar = ("priority", "cache_salt")
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        **dict.fromkeys(("features", "kv_transfer_params", "stream_options"), ()),
+    }
+
+
+def read_vllm(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+    """Check a request. Raises RequestError naming the field."""
+    del earlier
+    fields = read(VllmFields, body)
+    if not fields.token_ids:
+        raise RequestError(f"token_ids is {quote(fields.token_ids)}, must be a list of at least one token id")
+    sampling = read(_VllmSampling, fields.sampling_params or {}, "sampling_params.")
+    return ClientCall(
+        ids=fields.token_ids,
+        sampling={
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "min_p")},
+            "top_k": sampling.top_k or None,  # 0 is off
+            "stop": stops_of(sampling.stop) or None,
+            "stop_token_ids": sampling.stop_token_ids or None,
+            "min_new_tokens": sampling.min_tokens,
+            "sampling_seed": sampling.seed,
+        },
+        max_tokens=sampling.max_tokens,
+        n=sampling.n or 1,
+        model=fields.model,
+        request=(fields, sampling),
+    )
+
+
+def write_vllm(call: ClientCall, replies: Sequence[Reply], _model: str) -> dict[str, Any]:
+    """Return the body of the reply. A token is named `token_id:ID` in the log-probs, as vLLM does."""
+    fields, sampling = call.request
+    choices: list[dict[str, Any]] = []
+    for index, reply in enumerate(replies):
+        content = [
+            {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+            for token, value in zip(reply.tokens, reply.log_probs, strict=True)
+        ]
+        choices.append(
+            {
+                "index": index,
+                "token_ids": reply.tokens,
+                "finish_reason": "stop" if reply.finish_reason == "stop" else "length",
+                "logprobs": None if sampling.logprobs is None else {"content": content},
+                "weight_versions": reply.versions,
+            }
+        )
+    usage = {"prompt_tokens": replies[0].prompt_tokens, "cached_tokens": replies[0].cached_tokens}
+    name = fields.request_id or replies[0].id
+    return {"request_id": name, "choices": choices, "prompt_logprobs": None, "kv_transfer_params": None, "usage": usage}
