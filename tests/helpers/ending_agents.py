@@ -12,8 +12,8 @@ import httpx
 
 from furlong import InfraError, policy
 from furlong.core.sample import Sample
+from furlong.core.supervised_process import MARK
 from furlong.environments import Step
-from furlong.sandboxes.supervised_process import MARK
 
 AGENT = """
 import json, os, sys, time, urllib.request

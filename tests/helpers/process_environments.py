@@ -114,10 +114,6 @@ class Faulty(Counting):
     def child(self) -> None:
         subprocess.Popen(["/bin/sh", "-c", "sleep 1000 & sleep 1000"], start_new_session=True)
 
-    def returning_child(self) -> None:
-        if os.fork() != 0:
-            time.sleep(0.05)
-
     def output(self) -> None:
         sys.stdout.write("x" * 200_000 + "\n")
 

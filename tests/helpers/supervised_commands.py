@@ -6,7 +6,7 @@ import os
 
 import psutil
 
-from furlong.sandboxes.supervised_process import MARK
+from furlong.core.supervised_process import MARK
 
 
 def live_commands(pid: int | None = None) -> dict[str, list[str]]:

@@ -1,21 +1,46 @@
-"""Batched steps: `step_many` of a class gets the steps of several episodes at once."""
+"""What the methods of environments return, checked, and batched steps: `step_many` gets those of several episodes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, cast
 
 from furlong.core.user_code import is_raised_by_user
-from furlong.environments.protocol import Message, Step
-from furlong.environments.returned_values import checked_step
+from furlong.environments.protocol import Message, Observation, Step
 from furlong.errors import RolloutError
 
 WINDOW_S = 0.005  # after the first step of a batch; later ones belong to the next batch
 
 StepMany = Callable[[list[tuple[Any, Message]]], Any]
+
+
+def checked_observation(value: Any, path: str) -> Observation:
+    """Return what `reset` of the class at `path` returned as an observation. Raises RolloutError."""
+    if isinstance(value, Observation):
+        return value
+    if isinstance(value, str):
+        return Observation([{"role": "user", "content": value}])
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in cast("list[Any]", value)):
+        return Observation(cast("list[Message]", value))
+    raise RolloutError(
+        f"--environment {path}: reset returned {value!r:.200}; return an Observation, a list of messages, or text"
+    )
+
+
+def checked_step(value: Any, path: str) -> Step:
+    """Return what `step` of the class at `path` returned. Raises RolloutError."""
+    where = f"--environment {path}: step returned"
+    if not isinstance(value, Step):
+        raise RolloutError(f"{where} {value!r:.200}; return a furlong.environments.Step")
+    if not (value.done or value.truncated or value.messages):
+        raise RolloutError(f"{where} no messages, and done is False; return messages, or done=True")
+    reward: Any = value.reward
+    if reward is not None and (not isinstance(reward, int | float) or not abs(reward) < float("inf")):
+        raise RolloutError(f"{where} the reward {reward!r:.80}; return a finite number, or None")
+    return value
 
 
 def step_many_of(instance: Any) -> StepMany | None:

@@ -10,44 +10,25 @@ than scoring a rollout.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import json
 import os
-import signal
 import sys
 import threading
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import orjson
-
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample, apply_changes
-from furlong.errors import RewardError
-from furlong.rewards.sandbox_worker import HEADER, encode_frame, split_args
+from furlong.core.worker_process import Worker, WorkerEndedError
+from furlong.errors import RewardError, RolloutError
+from furlong.rewards.sandbox_worker import split_args
 
-_BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from furlong.rewards.sandbox_worker import main; main()"
-)
+_WORKER = "furlong.rewards.sandbox_worker:RewardWorker"
 _ASYNC_GRACE_S = 0.25  # an async worker cancels its overdue calls; only a blocked one exceeds this
-_READ_GRACE_S = 0.05  # the reply may be in the pipe already when a busy driver reaches the deadline
-_EXIT_S = 2.0  # for a worker whose pipe has ended, so that its exit code is known
-_HANG_REPORT_S = 0.25  # for a blocked worker to report the call that blocks it
 
 Scored = tuple[list[Outcome], list[dict[str, Any]]]
 T = TypeVar("T")
-
-
-class _WorkerDiedError(Exception):
-    """A worker ended with pending calls. `is_cause`: whether this call ended it, None if that is unknown."""
-
-    def __init__(self, reason: str, *, is_cause: bool | None, is_overdue: bool) -> None:
-        super().__init__(reason)
-        self.is_cause, self.is_overdue = is_cause, is_overdue
 
 
 @dataclass(frozen=True)
@@ -67,10 +48,10 @@ class Limits:
 
 
 @dataclass
-class _WorkerSlot:
+class _Slot:
     """One worker process and the number of calls in it."""
 
-    worker: _Worker | None = None
+    worker: Worker | None = None
     open_calls: int = 0
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -98,37 +79,32 @@ class Sandbox:
             "memory_limit_bytes": self._limits.memory_limit_bytes,
             "args": values,
             "omitted": omitted,
-            "parent_pid": os.getpid(),
         }
-        self._worker_slots = [_WorkerSlot() for _ in range(self._limits.workers)]
-        self._semaphore: asyncio.Semaphore | None = None
-        self._capacity = 1
-        self._num_active = 1  # semaphore in use
-        self._start_s = 0.0  # start time of the first worker, seconds
+        self._slots = [_Slot() for _ in range(self._limits.workers)]
+        self._num_active = 1  # slots in use
+        self._start_s = 0.0  # start time of the first worker
+        self._function: dict[str, Any] = {}  # style, is_async and place, as the first worker reports them
+        self._capacity = 1  # calls of a worker at a time
+        self._permits: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
-        self._start_lock: asyncio.Lock | None = None
-        self._isolation_lock: asyncio.Lock | None = None
-        self._by_group = True
-        self._ids = itertools.count()
-        self._requests: set[asyncio.Task[Any]] = set()  # what close() cancels; the workers' own tasks are not in it
+        self._start_lock, self._isolation_lock = asyncio.Lock(), asyncio.Lock()
+        self._requests: set[asyncio.Task[Any]] = set()  # what `close` cancels
+        self._alone: set[Worker] = set()
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample. Raises RewardError if the function cannot be loaded."""
         if not samples:
             return []
-        scoring = asyncio.run_coroutine_threadsafe(self._cancellable(self._score(samples)), self._running_loop())
-        outcomes, changes = await asyncio.wrap_future(scoring)
+        outcomes, changes = await self._in_thread(self._score(samples))
         for sample, change in zip(samples, changes, strict=True):
             apply_changes(sample, change)
         return outcomes
 
     async def start(self) -> None:
         """Start one worker and load the function. Raises RewardError if that fails."""
-        await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._cancellable(self._load()), self._running_loop())
-        )
+        await self._in_thread(self._load())
 
     def close(self) -> None:
         """Kill the workers, cancel pending calls and end the thread. Idempotent."""
@@ -141,15 +117,16 @@ class Sandbox:
         thread.join()
         loop.close()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
         with self._thread_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="reward-sandbox", daemon=True)
                 self._thread.start()
-                self._worker_slots = [_WorkerSlot() for _ in self._worker_slots]
-                self._start_lock, self._isolation_lock, self._semaphore = asyncio.Lock(), asyncio.Lock(), None
-            return self._loop
+                self._slots, self._num_active, self._permits = [_Slot() for _ in self._slots], 1, None
+                self._start_lock, self._isolation_lock = asyncio.Lock(), asyncio.Lock()
+            loop = self._loop
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._cancellable(work), loop))
 
     async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the current task, which `close` cancels."""
@@ -162,89 +139,112 @@ class Sandbox:
             self._requests.discard(task)
 
     async def _load(self) -> asyncio.Semaphore:
-        """Start the first worker, which reports the style of the function. Return the semaphore of concurrent calls."""
-        assert self._start_lock is not None
+        """Start the first worker, which reports the style of the function. Return the permits of concurrent calls."""
         async with self._start_lock:
-            if self._semaphore is None:
-                slot, started = self._worker_slots[0], time.monotonic()
-                slot.worker = await _Worker.start(self._setup, self._limits)
+            if self._permits is None:
+                started = time.monotonic()
+                self._slots[0].worker = await self._started()
                 self._start_s = time.monotonic() - started
-                self._by_group = slot.worker.style in ("batch", "trl")
-                self._capacity = self._limits.concurrency if slot.worker.is_async else 1
-                self._num_active, self._semaphore = 1, asyncio.Semaphore(self._capacity)
-            return self._semaphore
+                self._capacity = self._limits.concurrency if self._function["is_async"] else 1
+                self._permits = asyncio.Semaphore(self._capacity)
+            return self._permits
+
+    async def _started(self) -> Worker:
+        worker = await Worker.start(_WORKER)
+        try:
+            self._function = await worker.call("load", self._setup, timeout_s=self._limits.start_timeout_s)
+        except BaseException as error:
+            await worker.end()
+            if isinstance(error, WorkerEndedError):
+                is_late = error.overdue_at is not None
+                how = f"within {self._limits.start_timeout_s:g} s" if is_late else f"its process ended ({error})"
+                raise RewardError(f"the sandbox for {self.path} did not start: {how}") from error
+            if isinstance(error, Exception) and not isinstance(error, RewardError):
+                raise RewardError(f"{type(error).__name__}: {error}") from error
+            raise
+        return worker
 
     async def _score(self, samples: Sequence[Sample]) -> Scored:
-        semaphore = await self._load()
-        calls = [samples] if self._by_group else [[sample] for sample in samples]
-        answers = await asyncio.gather(*(self._cancellable(self._call(call, semaphore)) for call in calls))
+        permits = await self._load()
+        by_group = self._function["style"] in ("batch", "trl")
+        calls = [samples] if by_group else [[sample] for sample in samples]
+        answers = await asyncio.gather(*(self._cancellable(self._call(call, permits)) for call in calls))
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
-    async def _call(self, samples: Sequence[Sample], semaphore: asyncio.Semaphore) -> Scored:
+    async def _call(self, samples: Sequence[Sample], permits: asyncio.Semaphore) -> Scored:
         """Make one call. Repeat it if another call in the same worker ended the worker."""
-        number = next(self._ids)
+        fields = {"samples": [sample.to_dict() for sample in samples]}
         try:
-            frame = encode_frame({"id": number, "samples": [sample.to_dict() for sample in samples]})
+            while True:
+                try:
+                    await self._acquire(permits)
+                    try:
+                        return await self._call_worker(fields)
+                    finally:
+                        permits.release()
+                except WorkerEndedError as error:
+                    if error.is_cause is None:
+                        break
+                    if error.is_cause:
+                        raise
+            async with self._isolation_lock:  # alone in a new worker, to find out whether it is this call
+                worker = await self._started()
+                self._alone.add(worker)
+                try:
+                    return await self._ask(worker, fields)
+                finally:
+                    self._alone.discard(worker)
+                    await worker.end()
+        except WorkerEndedError as error:
+            outcome = self._failure(error)
         except TypeError as error:
             fix = "put plain numbers, text, lists and dicts into samples"
-            return _repeat_outcome(
-                samples, Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {fix}")
-            )
-        while True:
-            try:
-                await self._acquire(semaphore)
-                try:
-                    return await self._call_worker(number, frame)
-                finally:
-                    semaphore.release()
-            except _WorkerDiedError as error:
-                if error.is_cause:
-                    return _repeat_outcome(samples, self._failed_outcome(error))
-                if error.is_cause is None:
-                    return await self._call_alone(samples, number, frame)
+            outcome = Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {fix}")
+        except RolloutError as error:  # of the worker
+            where = self._function["where"]
+            reason = f"the reward or the changed sample cannot be returned from the sandbox: {error} ({where})"
+            outcome = Outcome.failed(reason)
+        return [outcome] * len(samples), [{} for _ in samples]
 
-    async def _call_alone(self, samples: Sequence[Sample], number: int, frame: bytes) -> Scored:
-        """Repeat a call alone in a new worker, to find out whether it is the call that ends workers."""
-        assert self._isolation_lock is not None
-        async with self._isolation_lock:
-            worker = await _Worker.start(self._setup, self._limits)
+    async def _acquire(self, permits: asyncio.Semaphore) -> None:
+        """Wait for capacity; add a worker if that takes as long as starting a worker."""
+        if self._num_active < len(self._slots) and permits.locked():
             try:
-                return await worker.call(number, frame, self._limits.timeout_s)
-            except _WorkerDiedError as error:
-                return _repeat_outcome(samples, self._failed_outcome(error))
-            finally:
-                await worker.stop()
-
-    async def _acquire(self, semaphore: asyncio.Semaphore) -> None:
-        """Wait for capacity; add a worker slot if that takes as long as starting a worker."""
-        if self._num_active < len(self._worker_slots) and semaphore.locked():
-            try:
-                await asyncio.wait_for(semaphore.acquire(), self._start_s)
+                await asyncio.wait_for(permits.acquire(), self._start_s)
             except TimeoutError:
-                if self._num_active < len(self._worker_slots):
+                if self._num_active < len(self._slots):
                     self._num_active += 1
                     for _ in range(self._capacity):
-                        semaphore.release()
+                        permits.release()
             else:
                 return
-        await semaphore.acquire()
+        await permits.acquire()
 
-    async def _call_worker(self, number: int, frame: bytes) -> Scored:
-        free = [slot for slot in self._worker_slots[: self._num_active] if slot.open_calls < self._capacity]
+    async def _call_worker(self, fields: dict[str, Any]) -> Scored:
+        free = [slot for slot in self._slots[: self._num_active] if slot.open_calls < self._capacity]
         slot = min(free, key=lambda s: (s.worker is None, s.open_calls))
         slot.open_calls += 1
         try:
             async with slot.starting:
-                if slot.worker is None or not slot.worker.is_alive:
-                    slot.worker = await _Worker.start(self._setup, self._limits)
-            return await slot.worker.call(number, frame, self._limits.timeout_s)
+                if slot.worker is None or slot.worker.ending:
+                    slot.worker = await self._started()
+            return await self._ask(slot.worker, fields)
         finally:
             slot.open_calls -= 1
 
-    def _failed_outcome(self, error: _WorkerDiedError) -> Outcome:
-        if error.is_overdue:
-            return Outcome.timed_out(self._limits.timeout_s, details=str(error))
-        return Outcome.failed(str(error))
+    async def _ask(self, worker: Worker, fields: dict[str, Any]) -> Scored:
+        grace_s = _ASYNC_GRACE_S if self._function["is_async"] else 0.0
+        done = await worker.call("score", fields, timeout_s=self._limits.timeout_s + grace_s)
+        return [Outcome(**row) for row in done["outcomes"]], done["changes"]
+
+    def _failure(self, error: WorkerEndedError) -> Outcome:
+        where = self._function["where"]
+        if error.overdue_at is not None:
+            details = f"it did not return from {error.overdue_at or where}"
+            return Outcome.timed_out(self._limits.timeout_s, details=details)
+        return Outcome.failed(
+            f"the process of the reward function {self.path} ({where}) ended ({error}) before it replied"
+        )
 
     async def _stop(self) -> None:
         """Cancel the calls, then stop the workers: a call that lost its worker would start another one."""
@@ -253,145 +253,5 @@ class Sandbox:
             if not task.cancelling():  # otherwise it is stopping its worker already
                 task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.gather(*(slot.worker.stop() for slot in self._worker_slots if slot.worker is not None))
-
-
-class _Worker:
-    """The driver's handle of one worker process."""
-
-    def __init__(self, path: str, process: Process, open_end: int) -> None:
-        self._path = path
-        self._process = process
-        self._open_end: int | None = open_end
-        self._pending: dict[int, asyncio.Future[Scored]] = {}
-        self._hung_call: int | None = None
-        self._where = ""  # the definition of the function
-        self._hung_at = ""  # the line of the call that `_hung_call` is
-        self._is_overdue = False
-        self.reader: asyncio.Task[None] | None = None
-        self.style = ""
-        self.is_async = False
-
-    @staticmethod
-    async def start(setup: dict[str, Any], limits: Limits) -> _Worker:
-        """Start a process and load the function. Raises RewardError with the path and the cause."""
-        pipe, open_end = os.pipe()  # its end in this process closes with it, however it ends
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                _BOOT,
-                json.dumps(sys.path),
-                stdin=PIPE,
-                stdout=PIPE,
-                start_new_session=True,
-                pass_fds=(pipe,),
-            )
-        except BaseException:
-            os.close(open_end)
-            raise
-        finally:
-            os.close(pipe)
-        worker = _Worker(setup["path"], process, open_end)
-        try:
-            worker._send(encode_frame(setup | {"run_pipe": pipe}))
-            ready = await asyncio.wait_for(worker._receive(), limits.start_timeout_s)
-        except BaseException as error:
-            await worker.stop()
-            if not isinstance(error, TimeoutError | asyncio.IncompleteReadError | ConnectionError):
-                raise
-            took = f"within {limits.start_timeout_s:g} s" if isinstance(error, TimeoutError) else worker._exit_reason()
-            raise RewardError(f"the sandbox for {setup['path']} did not start: {took}") from error
-        if "error" in ready:
-            await worker.stop()
-            raise RewardError(ready["error"])
-        worker.style, worker.is_async, worker._where = ready["style"], ready["is_async"], ready["where"]
-        worker.reader = asyncio.create_task(worker._read())
-        return worker
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the worker accepts calls."""
-        return self._process.returncode is None and self.reader is not None and not self.reader.done()
-
-    async def call(self, number: int, frame: bytes, timeout_s: float) -> Scored:
-        """Send one call and wait for the reply. Raises _WorkerDiedError if the worker ends or is killed first."""
-        answer = self._pending[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(frame)
-            await asyncio.wait({answer}, timeout=timeout_s + (_ASYNC_GRACE_S if self.is_async else 0))
-            if not answer.done():
-                await asyncio.wait({answer}, timeout=_READ_GRACE_S)
-            if not answer.done():
-                self._is_overdue = True
-                self._signal(signal.SIGUSR1)
-                await asyncio.wait({answer}, timeout=_HANG_REPORT_S)
-                self._kill()
-            return await answer
-        finally:
-            self._pending.pop(number, None)
-            if not answer.done() and not self.is_async:
-                self._kill()  # the call was cancelled; a sync function can only be stopped with its process
-
-    async def stop(self) -> None:
-        """Kill the process and wait for its exit."""
-        self._kill()
-        if self.reader is not None:
-            await self.reader
-        await self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(ConnectionError):
-                await self._process.stdin.wait_closed()
-
-    async def _read(self) -> None:
-        """Pass replies to the pending calls; when the process ends, fail the remaining ones."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                reply = await self._receive()
-                if "hung" in reply:
-                    self._hung_call, self._hung_at = reply["hung"], reply["where"]
-                elif (answer := self._pending.get(reply["id"])) is not None and not answer.done():
-                    answer.set_result(([Outcome(**o) for o in reply["outcomes"]], reply["changes"]))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _EXIT_S)
-        self._kill()  # processes that user code started, and a worker that closed its pipe
-        await self._process.wait()
-        waiting = {number: answer for number, answer in self._pending.items() if not answer.done()}
-        for number, answer in waiting.items():
-            is_cause = True if len(waiting) == 1 else None if self._hung_call is None else self._hung_call == number
-            where = self._hung_at or self._where
-            reason = f"it did not return from {where}" if self._is_overdue else self._exit_reason()
-            answer.set_exception(_WorkerDiedError(reason, is_cause=is_cause, is_overdue=self._is_overdue))
-
-    async def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        head = await self._process.stdout.readexactly(HEADER.size)
-        return orjson.loads(await self._process.stdout.readexactly(HEADER.unpack(head)[0]))
-
-    def _send(self, frame: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(frame)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
-
-    def _kill(self) -> None:
-        """Kill the worker's process group, which includes processes started by user code."""
-        if self._open_end is not None:  # once: afterwards the number may belong to another group
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM if only zombies are left
-                os.killpg(self._process.pid, signal.SIGKILL)
-            os.close(self._open_end)
-            self._open_end = None
-
-    def _exit_reason(self) -> str:
-        code = self._process.returncode
-        ending = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        where = f" ({self._where})" if self._where else ""
-        return f"the process of the reward function {self._path}{where} ended ({ending}) before it replied"
-
-
-def _repeat_outcome(samples: Sequence[Sample], outcome: Outcome) -> Scored:
-    return [outcome] * len(samples), [{} for _ in samples]
+        workers = [*self._alone, *(slot.worker for slot in self._slots if slot.worker is not None)]
+        await asyncio.gather(*(worker.end() for worker in workers))

@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
+from furlong.core.supervised_process import ProcessLimits, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.core.user_modules import import_module_of
 from furlong.environments.sample_keys import AGENT_ERROR
 from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout.agent import policy
-from furlong.rollout.environment_workers import close_environment_workers
-from furlong.rollout.environments import call_agent_function, record_result
+from furlong.rollout.environments import call_agent_function, close_environment_workers, record_result
 from furlong.rollout.episodes import LIMIT, SILENT
-from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 from furlong.sessions.session_offers import SessionOffer
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need

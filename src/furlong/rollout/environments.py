@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import itertools
 import struct
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,15 +25,22 @@ from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample, apply_changes
 from furlong.core.user_code import is_async
 from furlong.core.user_functions import load_function
+from furlong.core.worker_process import Worker, WorkerEndedError
 from furlong.environments.protocol import Message, Observation, Step, Task
-from furlong.environments.returned_values import checked_observation, checked_step
 from furlong.environments.sample_keys import ENVIRONMENT, INFO, STEP_REWARDS
-from furlong.environments.step_batches import StepBatches, StepMany, step_many_of
-from furlong.errors import RolloutError
+from furlong.environments.step_batches import (
+    StepBatches,
+    StepMany,
+    checked_observation,
+    checked_step,
+    step_many_of,
+)
+from furlong.environments.worker_process import WorkerReply
+from furlong.errors import InfraError, RolloutError
 from furlong.rollout.agent import policy
-from furlong.rollout.environment_workers import EnvironmentProcess, ProcessEndedError, environment_workers
 from furlong.rollout.episodes import LIMIT, REISSUED
 
+_WORKER = "furlong.environments.worker_process:EnvironmentWorker"
 RESULT = "agent_result"  # sample metadata: what an agent returned
 
 
@@ -154,16 +164,124 @@ async def call_agent_function(path: str, keywords: Mapping[str, Any], sample: Sa
         return await _call_in_thread(call, num_workers, "agent function")
     async with _seat(num_workers, sample, args) as (process, number):
         call = {"path": path, "instance": number}
-        await process.call("load", call, lambda: None)
-        done = await process.call("agent_function", {**call, "keywords": dict(keywords)}, policy().watch.release)
+        await _call_worker(process, "load", call)
+        done = await _call_worker(
+            process, "agent_function", {**call, "keywords": dict(keywords)}, policy().watch.release
+        )
     if "metadata" in done:
         sample.metadata.clear()
         sample.metadata.update(done["metadata"])
     return done["result"]
 
 
+class ProcessEndedError(InfraError):
+    """The process of an environment has ended."""
+
+
+async def _call_worker(
+    worker: Worker, name: str, fields: Mapping[str, Any], started: Callable[[], object] = lambda: None
+) -> Any:
+    """Call a method in a worker. Raises what it raises, and ProcessEndedError if the process ends first."""
+    try:
+        return await worker.call(name, fields, started=started, asked=functools.partial(_asked, policy()))
+    except WorkerEndedError as error:
+        where = f"in {name}" if error.has_started else f"before {name}"
+        raise ProcessEndedError(f"the process of the environment ended {where} ({error})") from None
+    except TypeError as error:
+        raise RolloutError(
+            f"--env-workers process cannot send the sample to {name}: {error}; put plain numbers, text, lists and "
+            "dicts into metadata and label"
+        ) from None
+
+
+async def _asked(policy: Any, name: str, values: Mapping[str, Any]) -> Any:
+    """Call a method of the policy for `furlong.environments.worker_process`."""
+    match name:
+        case "chat":
+            reply = await policy.chat(**values)
+            return {each.name: getattr(reply, each.name) for each in dataclasses.fields(WorkerReply)}
+        case "generate":
+            done = await policy.generate(**values)
+            names = ("tokens", "log_probs", "versions", "finish_reason", "text")
+            return {each: getattr(done, each) for each in names}
+        case "open_session":
+            opened = policy.open_session()
+            return {"url": opened.url, "key": opened.key, "id": opened.id}
+        case "role":
+            policy.role(**values)
+            return None
+        case "encode" | "decode":
+            return getattr(policy, name)(**values)
+        case _:
+            raise RolloutError(f"a process of environments asks for policy.{name}")
+
+
+@dataclass
+class _Slot:
+    """One of the N processes, which is started when it is needed, and started again if it ends."""
+
+    process: Worker | None = None
+    num_episodes: int = 0
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EnvironmentWorkers:
+    """The processes of the environments of one event loop: at most `num`, and as many for episodes that run alone."""
+
+    def __init__(self, num: int, memory_bytes: int | None = None) -> None:
+        self._memory_bytes = memory_bytes
+        self._slots = [_Slot() for _ in range(num)]
+        self._alone = asyncio.Semaphore(num)
+        self._numbers = itertools.count()
+        self._extra: set[Worker] = set()
+
+    @contextlib.asynccontextmanager
+    async def seat(self, *, alone: bool = False) -> AsyncGenerator[tuple[Worker, int]]:
+        """Provide (process, number of the instance): the process with the fewest episodes, or one of its own."""
+        number = next(self._numbers)
+        if not alone:
+            slot = min(self._slots, key=lambda each: (each.num_episodes, each.process is None))
+            slot.num_episodes += 1
+            try:
+                async with slot.starting:
+                    if slot.process is None or slot.process.ending:
+                        slot.process = await Worker.start(_WORKER, memory_bytes=self._memory_bytes)
+                yield slot.process, number
+            finally:
+                slot.num_episodes -= 1
+            return
+        async with self._alone:
+            process = await Worker.start(_WORKER, memory_bytes=self._memory_bytes)
+            self._extra.add(process)
+            try:
+                yield process, number
+            finally:
+                self._extra.discard(process)
+                await process.end()
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        processes = [*self._extra, *(slot.process for slot in self._slots if slot.process is not None)]
+        await asyncio.gather(*(process.end() for process in processes))
+        self._slots = [_Slot() for _ in self._slots]
+
+
+_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, EnvironmentWorkers] = WeakKeyDictionary()
+
+
+def environment_workers(num: int, memory_bytes: int | None) -> EnvironmentWorkers:
+    """Return the processes of this event loop."""
+    return _workers.setdefault(asyncio.get_running_loop(), EnvironmentWorkers(num, memory_bytes))
+
+
+async def close_environment_workers() -> None:
+    """Kill the processes of this event loop."""
+    if (workers := _workers.pop(asyncio.get_running_loop(), None)) is not None:
+        await workers.close()
+
+
 @contextlib.asynccontextmanager
-async def _seat(num_workers: int, sample: Sample, args: Any) -> AsyncGenerator[tuple[EnvironmentProcess, int]]:
+async def _seat(num_workers: int, sample: Sample, args: Any) -> AsyncGenerator[tuple[Worker, int]]:
     """Provide a worker process for an episode. The wait for it does not count in the limits of the episode."""
     memory_gib, watch = args.agent_memory_limit, policy().watch
     workers = environment_workers(num_workers, None if memory_gib is None else int(memory_gib * 2**30))
@@ -258,14 +376,14 @@ class _ThreadEnvironment:
 class _ProcessEnvironment:
     """An instance in a worker process. Time in which other episodes occupy the process does not count."""
 
-    def __init__(self, spec: EnvironmentSpec, process: EnvironmentProcess, number: int) -> None:
+    def __init__(self, spec: EnvironmentSpec, process: Worker, number: int) -> None:
         self.path, self.leads = spec.path, False
         self._process, self._number = process, number
 
     @staticmethod
-    async def make(spec: EnvironmentSpec, process: EnvironmentProcess, number: int) -> _ProcessEnvironment:
+    async def make(spec: EnvironmentSpec, process: Worker, number: int) -> _ProcessEnvironment:
         environment = _ProcessEnvironment(spec, process, number)
-        await process.call("load", {"path": spec.path, "instance": number}, lambda: None)
+        await _call_worker(process, "load", {"path": spec.path, "instance": number})
         made = await environment._call("make", path=spec.path, arguments=dict(spec.arguments))
         environment.leads = made["has_run"]
         return environment
@@ -291,7 +409,7 @@ class _ProcessEnvironment:
         watch.hold()
         try:
             values = {**fields, "instance": self._number}
-            return await self._process.call(name, values, watch.release, policy() if name == "run" else None)
+            return await _call_worker(self._process, name, values, watch.release)
         finally:
             watch.release()
 

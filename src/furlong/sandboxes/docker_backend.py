@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from furlong.core.supervised_process import MAX_OUTPUT, Ended, run_supervised
 from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
-from furlong.sandboxes.supervised_process import MAX_OUTPUT, Ended, run_supervised
 
 WORK_FOLDER = "/work"
 LABEL = "furlong.sandbox"

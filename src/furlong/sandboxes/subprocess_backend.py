@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
+from furlong.core.supervised_process import Isolation, ProcessLimits, run_supervised
 from furlong.errors import DataError, InfraError
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
-from furlong.sandboxes.supervised_process import Isolation, ProcessLimits, run_supervised
 
 PREFIX = "furlong-sandbox-"
 WORK = "work"

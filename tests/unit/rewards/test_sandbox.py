@@ -202,13 +202,13 @@ def test_a_memory_limit_is_an_outcome(sandbox):
 def test_a_reward_without_a_json_form_is_a_failed_outcome(sandbox):
     outcome = run(sandbox("naughty"), "object")[0]
     assert outcome.kind == "failed"
-    assert "not JSON serializable: object" in outcome.reason
+    assert "object has no JSON form" in outcome.reason
 
 
 def test_a_sample_without_a_json_form_is_a_failed_outcome(sandbox):
     [outcome] = asyncio.run(sandbox("naughty").score([Sample(response="fine", metadata={"tool": object()})]))
     assert outcome.kind == "failed"
-    assert "not JSON serializable: object" in outcome.reason
+    assert "object has no JSON form" in outcome.reason
     assert all(kind in outcome.reason for kind in ("numbers", "text", "lists", "dicts"))
 
 

@@ -11,8 +11,7 @@ import pytest
 import process_environments
 from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Sample, Status
-from furlong.rollout.environment_workers import EnvironmentWorkers, close_environment_workers
-from furlong.rollout.environments import generate
+from furlong.rollout.environments import EnvironmentWorkers, close_environment_workers, generate
 from scripted_episodes import play
 from supervised_commands import live_commands
 
@@ -81,17 +80,16 @@ def test_an_environment_in_a_process_may_lead_the_conversation():
 
 FAULTS = {
     "none": ("", ""),
-    "crash": ("infra", "killed by signal 11"),
+    "crash": ("infra", "killed by SIGSEGV"),
     "hang": ("", "tool_time"),
     "stop": ("", "tool_time"),
     "fork": ("", ""),
     "child": ("", ""),
-    "returning_child": ("", ""),
     "output": ("", ""),
     "memory": ("failed", "MemoryError"),
     "closed": ("", ""),
     "closed_range": ("infra", "ended in step"),
-    "exit": ("failed", "ProcessExitError"),
+    "exit": ("infra", "exit code 0"),
     "sys_exit": ("failed", "SystemExit: 3"),
     "orphan": ("infra", "ended in step"),
     "infra": ("infra", "InfraError: the sandbox is gone"),
@@ -135,7 +133,7 @@ def test_step_many_gets_the_steps_of_the_episodes_of_one_process(name: str):
 
 
 def test_faults_of_batched_steps_end_their_episodes_only():
-    faults = {"crash": ("infra", "killed by signal 11"), "error": ("failed", "ValueError: a bug"),
+    faults = {"crash": ("infra", "killed by SIGSEGV"), "error": ("failed", "ValueError: a bug"),
               "memory": ("failed", "MemoryError"), "value": ("failed", "object has no JSON form")}  # fmt: skip
     entry = f"FaultyBatched?faults={','.join(faults)}"
     samples = played(entry, num_samples=len(faults) + 4, memory=1.0)
@@ -166,7 +164,7 @@ def test_processes_start_when_they_are_needed_and_again_after_they_end():
         workers = EnvironmentWorkers(3)
         fields = {"path": f"{FILE}:Counting", "instance": 0}
         async with workers.seat() as (first, _):
-            await first.call("load", fields, lambda: None)
+            await first.call("load", fields)
             assert [len(each) for each in live_commands().values()] == [2], "a supervisor and one process"
             async with workers.seat() as (second, _):
                 assert second is not first

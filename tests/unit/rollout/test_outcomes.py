@@ -12,7 +12,7 @@ import ending_agents
 from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Group, Sample, Status
 from furlong.rollout import agents, environments
-from furlong.rollout.environment_workers import close_environment_workers
+from furlong.rollout.environments import close_environment_workers
 from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play

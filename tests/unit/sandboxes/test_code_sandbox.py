@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from furlong.core.supervised_process import ProcessLimits, run_supervised
 from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, SandboxPool, sandbox
-from furlong.sandboxes.supervised_process import ProcessLimits, run_supervised
 from supervised_commands import live_commands
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -200,7 +200,7 @@ def test_isolation_that_the_machine_lacks_is_refused_if_required(monkeypatch):
     from furlong.sandboxes import subprocess_backend
 
     async def refused(*_: Any, **__: Any) -> Any:
-        from furlong.sandboxes.supervised_process import Ended
+        from furlong.core.supervised_process import Ended
 
         return Ended(0, missing={"network": "the kernel refuses user namespaces"})
 

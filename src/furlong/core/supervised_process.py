@@ -67,12 +67,17 @@ class Ended:
     @property
     def ending(self) -> str:
         """Describe how the command ended, such as "exit code 1"."""
-        if self.code is None:
-            return self.reason
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        known = {number.value: number.name for number in signal.Signals}
-        return f"killed by {known.get(-self.code, f'signal {-self.code}')}"
+        return ending_of(self.code, self.reason)
+
+
+def ending_of(code: int | None, reason: str) -> str:
+    """Describe an end with this exit code, negative for a signal; the reason if furlong killed the command."""
+    if code is None:
+        return reason
+    if code >= 0:
+        return f"exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
 
 
 async def run_supervised(
@@ -117,7 +122,6 @@ class Supervisor:
         limits: ProcessLimits | None = None,
         isolation: Isolation | None = None,
         pipes_stderr: bool = True,
-        max_line_bytes: int = 1 << 16,
     ) -> Supervisor:
         """Start a command. Its stderr is that of this process without `pipes_stderr`.
 
@@ -141,7 +145,7 @@ class Supervisor:
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             process = await asyncio.create_subprocess_exec(
-                *words, stdin=pipe, stdout=pipe, stderr=pipe if pipes_stderr else None, limit=max_line_bytes,
+                *words, stdin=pipe, stdout=pipe, stderr=pipe if pipes_stderr else None,
                 env={**inherited, **environment, MARK: mark}, pass_fds=(control, report_end), start_new_session=True,
             )  # fmt: skip
         except BaseException as error:
