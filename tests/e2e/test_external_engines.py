@@ -78,11 +78,11 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
 
 
 @pytest.mark.slow
-def test_a_run_whose_engine_answers_nonsense_loses_nothing(model, data, embedded, tmp_path):
+def test_a_run_whose_engine_answers_with_other_weights_loses_nothing(model, data, embedded, tmp_path):
     wanted, save = embedded[0], tmp_path / "save"
     once = tmp_path / "answered"
-    with serve_process(model, fault=partial(faulty_engines.answers_with_other_text, once)) as (_, url):
-        with pytest.raises(EngineError, match=rf"POST {url}/generate answered text that its \d+ tokens do not have"):
+    with serve_process(model, fault=partial(faulty_engines.answers_with_other_version, once)) as (_, url):
+        with pytest.raises(EngineError, match=rf"POST {url}/generate answered with weight version '999'"):
             sampled(model, data, tmp_path, rollout_external_engine_addrs=[url], save=save, save_interval=1)
         assert once.exists()
         assert audit(tmp_path / "run" / "ledger.jsonl").ok

@@ -191,15 +191,15 @@ def leaks_device_memory() -> None:
     EmbeddedEngine.release_memory = keeps
 
 
-def answers_with_other_text(once: Path) -> None:
-    """Answer a request of the second rollout with the text of other tokens, unless the file `once` exists."""
+def answers_with_other_version(once: Path) -> None:
+    """Answer a request of the second rollout with a weight version of another program, unless `once` exists."""
     answered = generate_api.reply
 
     def changed(request, finished, *, version, with_log_probs):
         answer = answered(request, finished, version=version, with_log_probs=with_log_probs)
         if version == "1" and not once.exists():
             once.touch()
-            answer["text"] = "this is not what the tokens say"
+            answer["meta_info"]["weight_version"] = "999"
         return answer
 
     generate_api.reply = changed

@@ -1,7 +1,11 @@
-"""What decode steps compute with: the KV cache with one slot per sequence, linear layers, attention and norms.
+"""Decode steps of fused models, and what they compute with: the slot cache, linear layers, attention and norms.
+
+`DecodeSteps` prepares buffers for a CPU; `CudaSteps` captures one CUDA graph for each number of slots, at its first
+use. A graph contains addresses: weight loads write in place, so they do not affect it, and the graphs of a cache are
+dropped when its tensors move, and when released weights are allocated again.
 
 Axes: N decoding slots, S slots of the cache, H query heads, K key/value heads, G = H / K, D head width, E model width,
-L cached positions.
+L cached positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +28,14 @@ from torch.nn import functional
 MIN_GROWN_LENGTH = 256  # positions of a cache that grows by doubling
 MAX_BLOCKED_BYTES = 4 * 2**30  # larger weights have no blocked copy
 
+FLOAT_ROWS = 2
+MIN_CAPABILITY = (8, 0)
+STEP_ROWS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+NORM_PADDING = 16  # columns that keep rows aligned
+
+_torch: Any = torch  # undeclared: operators with `out`, and a fused one
+_silu = _torch._C._nn.silu
+_scaled_to_length = _torch._weight_norm_interface
 _onednn: Any = torch.ops.mkldnn
 _plain, _added = _onednn._linear_pointwise.default, _onednn._linear_pointwise.binary
 
@@ -241,9 +253,6 @@ class SlotCache:
             self.states[name][targets] = state
 
 
-FLOAT_ROWS = 2
-
-
 def decode_mask(
     positions_N: Tensor, length: int, dtype: torch.dtype, num_kv_heads: int, window: int | None = None
 ) -> Tensor:
@@ -297,13 +306,6 @@ def attend_rows(
     scores = torch.bmm(q, keys_t, out=into[0])
     torch.add(mask, scores, alpha=scale, out=scores)
     return torch.bmm(torch.softmax(scores, -1, out=into[1]), values, out=into[2])
-
-
-NORM_PADDING = 16  # columns that keep rows aligned
-
-_torch: Any = torch  # undeclared: operators with `out`, and a fused one
-_silu = _torch._C._nn.silu
-_scaled_to_length = _torch._weight_norm_interface
 
 
 @dataclass(frozen=True)
@@ -477,10 +479,6 @@ class RowNorms:
         normed = _scaled_to_length(self._rows, self._length, 0)[0].narrow(1, 0, self._width)
         torch.mul(normed, gain_E, out=self._product)
         return self._product if self._result is self._product else self._result.copy_(self._product)
-
-
-MIN_CAPABILITY = (8, 0)
-STEP_ROWS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 
 
 def missing_for_graphs(device: torch.device) -> str:

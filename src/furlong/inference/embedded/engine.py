@@ -33,7 +33,11 @@ from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.hf_config import load_config
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+UNSEEDED = 1 << 63
+PREFIX_TOKENS = 1 << 18  # kept for later calls by default
 
 
 class EngineThread:
@@ -199,12 +203,6 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[T], None],
         if not loop.is_closed():
             raise
         logger.warning("the event loop of a request was closed before it finished")
-
-
-T = TypeVar("T")
-
-UNSEEDED = 1 << 63
-PREFIX_TOKENS = 1 << 18  # kept for later calls by default
 
 
 class EmbeddedEngine(Engine):

@@ -29,6 +29,9 @@ from furlong.inference.embedded.sampler import Sampler, SamplingPlan, SamplingRo
 GROWTH = 1.5  # of the memory of a prompt that no longer fits
 MAX_BRANCHES = 8  # prompts of one session, such as those of its roles
 
+KvPolicy = Literal["recompute", "keep"]
+StoredPrefix = tuple[SlotContent, Tensor, Routes | None]  # with the logits after it
+
 
 @dataclass(eq=False)
 class StoredPrompt:
@@ -158,10 +161,6 @@ def _longer(old: Tensor | None, known: int, like: Tensor, capacity: int) -> Tens
     if old is not None:
         new[:, :known] = old[:, :known]
     return new
-
-
-KvPolicy = Literal["recompute", "keep"]
-StoredPrefix = tuple[SlotContent, Tensor, Routes | None]  # with the logits after it
 
 
 @dataclass(frozen=True)
