@@ -57,7 +57,7 @@ SLIME: tuple[Refusal, ...] = (
          "--teacher-label-reduction-chunk-size", "on-policy distillation is not implemented", _OMIT),
         ("--multimodal-keys", "models are text-only", _OMIT),
         ("--load-forge-rollout-data", "a dump cannot be replayed through generation",
-         "train on it with --load-debug-rollout-data"),
+         "train on it with --load-debug-rollout-data")
     ),
     *_rows(
         "refused",
@@ -93,8 +93,8 @@ SLIME: tuple[Refusal, ...] = (
         ("--ci-test --ci-disable-kl-checker --ci-train-rollout-logprob-abs-diff-threshold",
          "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
         ("--ci-save-grad-norm --ci-load-grad-norm", "gradient norms are in metrics.jsonl",
-         "compare `train/grad_norm` of two runs there"),
-    ),
+         "compare `train/grad_norm` of two runs there")
+    )
 )  # fmt: skip
 
 _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
@@ -118,7 +118,7 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
     ("--rm-type", "boxed_ifbench", "refused", "instructions concern the whole response, not what is in a box",
      "use ifbench"),
     ("--rm-type", "boxed_deepscaler", "refused", "deepscaler itself reads the box, after the end of the reasoning",
-     "use deepscaler"),
+     "use deepscaler")
 )  # fmt: skip
 VALUES = {
     (flag, value): Refusal((f"{flag} {value}",), verdict, reason, instead)
@@ -165,7 +165,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "add a tracker (docs/reference/metrics.md)"),
         ("--mlflow-experiment-name --mlflow-run-name", "furlong uses other names", "use --tracker-project, --run-name"),
         ("--use-dynamic-global-batch-size",
-         "a step has --global-batch-size completions, however many samples they become", _OMIT),
+         "a step has --global-batch-size completions, however many samples they become", _OMIT)
     ),
     *_rows(
         "not-yet",
@@ -189,7 +189,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         ("--opd-*", "on-policy distillation is not implemented", _OMIT),
         ("--p2p-transfer-* --object-store-backend --mooncake-* --rollout-submission-granularity "
          "--pin-rollout-manager-to-head --delay-split-train-data-by-dp --debug-skip-weight-update "
-         "--debug-disable-optimizer --debug-deterministic-collective", "furlong has no such component", _OMIT),
+         "--debug-disable-optimizer --debug-deterministic-collective", "furlong has no such component", _OMIT)
     ),
 )  # fmt: skip
 

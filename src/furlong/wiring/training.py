@@ -137,7 +137,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     if source is not None and scheme is not None:
         logger.info(
             "quantization-aware training: %d weights are rounded as the engines' (%s)",
-            len(scheme.names), scheme.form.description,
+            len(scheme.names), scheme.form.description
         )  # fmt: skip
     return BackendSettings(
         hf_checkpoint=context.model_dir,

@@ -34,16 +34,10 @@ class ClusterFlags:
     )
     sglang_router_port: int | None = flag(None, "Port of that router.", within="[1, 65535]", needs="sglang_router_ip")
     sglang_router_request_timeout_secs: int = flag(
-        14400,
-        "Timeout of a request to a server, in seconds.",
-        within="[1, inf)",
-        needs=_SERVERS,
+        14400, "Timeout of a request to a server, in seconds.", within="[1, inf)", needs=_SERVERS
     )
     sglang_server_concurrency: int = flag(
-        512,
-        "Maximum number of concurrent requests per server.",
-        within="[1, inf)",
-        needs=_SERVERS,
+        512, "Maximum number of concurrent requests per server.", within="[1, inf)", needs=_SERVERS
     )
     sglang_api_key: str | None = flag(
         None,
@@ -60,10 +54,7 @@ class ClusterFlags:
         within="[1, inf)",
     )
     num_gpus_per_node: int = flag(
-        8,
-        "GPUs per machine for inference; an engine with more GPUs spans machines.",
-        within="[1, inf)",
-        needs=_ON_RAY,
+        8, "GPUs per machine for inference; an engine with more GPUs spans machines.", within="[1, inf)", needs=_ON_RAY
     )
     colocate: bool = flag(
         False,
@@ -84,20 +75,13 @@ class ClusterFlags:
         needs=_ON_RAY,
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None,
-        "Communication backend of the trainer processes. Default: nccl on GPUs, gloo on CPUs.",
-        needs=_ON_RAY,
+        None, "Communication backend of the trainer processes. Default: nccl on GPUs, gloo on CPUs.", needs=_ON_RAY
     )
     distributed_timeout_minutes: int = flag(
-        10,
-        "Timeout of a collective operation between trainer processes, in minutes.",
-        within="[1, inf)",
-        needs=_ON_RAY,
+        10, "Timeout of a collective operation between trainer processes, in minutes.", within="[1, inf)", needs=_ON_RAY
     )
     train_env_vars: dict[str, Any] = flag(
-        {},
-        "Environment variables of the trainer processes, as a JSON object.",
-        needs=_ON_RAY,
+        {}, "Environment variables of the trainer processes, as a JSON object.", needs=_ON_RAY
     )
     offload: bool = flag(False, "Same as --offload-train together with --offload-rollout.", needs="colocate")
     offload_train: bool | None = flag(

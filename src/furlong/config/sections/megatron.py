@@ -92,9 +92,7 @@ class MegatronFlags:
         excludes="accumulate_allreduce_grads_in_fp32 fp32",
     )
     overlap_grad_reduce: bool = flag(
-        False,
-        "Overlap the data-parallel gradient reduction with the last backward pass.",
-        needs=_MEGATRON,
+        False, "Overlap the data-parallel gradient reduction with the last backward pass.", needs=_MEGATRON
     )
     custom_megatron_init_path: str | None = flag(
         None, "User function called on every rank once Megatron-core is initialized.", needs=_MEGATRON

@@ -111,10 +111,7 @@ class RolloutFlags:
         needs=_EPISODES,
     )
     max_turns: int | None = flag(
-        None,
-        "Maximum number of turns that an episode samples. Default: no limit.",
-        within="[1, inf)",
-        needs=_EPISODES,
+        None, "Maximum number of turns that an episode samples. Default: no limit.", within="[1, inf)", needs=_EPISODES
     )
     max_episode_tokens: int | None = flag(
         None,

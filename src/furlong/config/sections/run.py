@@ -189,8 +189,7 @@ class DebugFlags:
     """Dumps, replay, profiling, tracing and determinism checks."""
 
     strict_flags: bool = flag(
-        False,
-        "Refuse flags of slime that are otherwise accepted with a line that says what happens instead.",
+        False, "Refuse flags of slime that are otherwise accepted with a line that says what happens instead."
     )
     debug_rollout_only: bool = flag(
         False,

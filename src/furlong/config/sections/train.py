@@ -91,9 +91,7 @@ class TrainFlags:
         1, "Expert-parallel size.", within="[1, inf)", needs="train_backend=megatron"
     )
     sequence_parallel: bool = flag(
-        False,
-        "Split norms and residuals by tokens over tensor-parallel ranks.",
-        needs="train_backend=megatron",
+        False, "Split norms and residuals by tokens over tensor-parallel ranks.", needs="train_backend=megatron"
     )
     compile_layers: Literal["auto", "on", "off"] = flag(
         "auto",
