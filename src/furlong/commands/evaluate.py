@@ -179,10 +179,10 @@ def _header(config: Config, specs: Sequence[EvalSpec], options: argparse.Namespa
         "model": f"{options.base_url} {options.model}" if options.base_url else config.rollout.hf_checkpoint,
         "sets": [[spec.name, spec.path] for spec in specs],
         "environment": list(config.session.environment),
-        "samples": specs[0].n_samples_per_eval_prompt,
+        "samples": specs[0].config.eval.n_samples_per_eval_prompt,
         "seed": options.seed,
-        "temperature": specs[0].temperature,
-        "max_response_len": specs[0].max_response_len,
+        "temperature": specs[0].config.rollout.rollout_temperature,
+        "max_response_len": specs[0].config.rollout.rollout_max_response_len,
     }
 
 

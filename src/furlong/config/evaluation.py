@@ -8,13 +8,13 @@ eval:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from furlong.config.checks.value_checks import prompt_file_problem, set_name_problem, verifier_problem
+from furlong.config.command_line import config_from_values
 from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import value_from_yaml
@@ -22,46 +22,42 @@ from furlong.config.sections import Config
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
 
+KEYS = (
+    *("name", "path", "input_key", "label_key", "metadata_key", "tool_key", "rm_type", "custom_rm_path"),
+    *("custom_generate_function_path", "reward_key", "n_samples_per_eval_prompt", "temperature", "top_p", "top_k"),
+    *("min_new_tokens", "max_response_len", "max_prompt_len", "max_context_len", "stop", "stop_token_ids"),
+    "metadata_overrides",
+)
+
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """One evaluation set with all values resolved, named like the eval flags without their prefix."""
+    """One evaluation set: `config` is the run's, in which the set's values replace those of training."""
 
     name: str
     path: str
-    input_key: str
-    label_key: str | None
-    metadata_key: str
-    tool_key: str
-    rm_type: str | None
-    custom_rm_path: str | None
-    custom_generate_function_path: str | None
-    reward_key: str | None
-    n_samples_per_eval_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_new_tokens: int
-    max_response_len: int | None
-    max_prompt_len: int | None
-    max_context_len: int | None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    config: Config
     metadata_overrides: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-_FIELDS = tuple(f.name for f in dataclasses.fields(EvalSpec))
 
 
 def eval_specs(config: Config) -> list[EvalSpec]:
     """Return the evaluation sets of a resolved config. Raises ConfigError with every problem of the file at once."""
-    defaults = _defaults(config)
+    flags = {name: spec.value_in(config) for name, spec in flag_specs(Config).items()}
+    set_by_flag = {name: flags[f"eval_{key}"] for key, name in _fields().items() if f"eval_{key}" in flags}
+    shared = {name: value for name, value in set_by_flag.items() if value is not None}  # 0 is a value (greedy)
+    config = config_from_values(shared, config)
     if config.eval.eval_config is not None:
-        return _from_file(Path(config.eval.eval_config), defaults)
+        return _from_file(Path(config.eval.eval_config), config)
     pairs = config.eval.named_files()
     if len(pairs) % 2:
         raise ConfigError(f"--eval-prompt-data takes pairs NAME FILE, got {len(pairs)} values: {' '.join(pairs)}")
-    return [EvalSpec(name=name, path=path, **defaults) for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+    return [EvalSpec(name, path, config) for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
+def _fields() -> dict[str, str]:
+    """Return the field of the flag that each key of a set replaces."""
+    specs = flag_specs(Config)
+    return {key: name for key in KEYS for name in (f"rollout_{key}", key) if name in specs}
 
 
 def used_eval_specs(config: Config) -> list[EvalSpec]:
@@ -69,23 +65,7 @@ def used_eval_specs(config: Config) -> list[EvalSpec]:
     return eval_specs(config) if config.eval.is_used else []
 
 
-def _defaults(config: Config) -> dict[str, Any]:
-    """Return the values of the flags for all sets; where they are unset, those of training."""
-    flags = vars(config.data) | vars(config.rollout) | vars(config.reward) | vars(config.eval)
-    defaults: dict[str, Any] = {}
-    for key in _FIELDS:
-        values = [flags[name] for name in _flag_names(key) if name in flags]
-        if values:
-            defaults[key] = next((value for value in values if value is not None), None)  # 0 is a value (greedy)
-    return defaults | {"stop": defaults["stop"] or (), "stop_token_ids": defaults["stop_token_ids"] or ()}
-
-
-def _flag_names(key: str) -> tuple[str, ...]:
-    """Return the fields that set `key` for all sets or for training, by precedence."""
-    return f"eval_{key}", f"rollout_{key}", key
-
-
-def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
+def _from_file(path: Path, config: Config) -> list[EvalSpec]:
     section = _section(path)
     problems = [
         f"--eval-config {path}: unknown key {key!r}; the supported keys are `defaults` and `datasets`"
@@ -105,7 +85,8 @@ def _from_file(path: Path, defaults: dict[str, Any]) -> list[EvalSpec]:
         values, wrong = _values(where, {**shared, **row})
         problems += wrong
         if not wrong:
-            specs.append(EvalSpec(**(defaults | values)))
+            own = {key: values.pop(key) for key in ("name", "path", "metadata_overrides") if key in values}
+            specs.append(EvalSpec(config=config_from_values(values, config), **own))
     names = [spec.name for spec in specs]
     problems += [
         f"--eval-config {path}: the name {name} is used {count} times; give each set a different name"
@@ -130,17 +111,14 @@ def _section(path: Path) -> dict[str, Any]:
 
 
 def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of a set, converted to the types of the corresponding flags, and the problems.
-
-    A key without a value defaults to training.
-    """
+    """Return the values of a set by the fields of their flags, and the problems."""
     values: dict[str, Any] = {}
-    specs = flag_specs(Config)
+    specs, fields = flag_specs(Config), _fields()
     problems = [f"{where} has no `{key}`; add it" for key in ("name", "path") if not row.get(key)]
     for key, value in row.items():
-        if key not in _FIELDS:
-            _, hint = did_you_mean(str(key), _FIELDS)
-            problems.append(f"{where} has an unknown key {key!r}; {hint or 'known keys are ' + ', '.join(_FIELDS)}")
+        if key not in KEYS:
+            _, hint = did_you_mean(str(key), KEYS)
+            problems.append(f"{where} has an unknown key {key!r}; {hint or 'known keys are ' + ', '.join(KEYS)}")
         elif value is None:
             continue
         elif key == "metadata_overrides":
@@ -153,8 +131,7 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
                 problems.append(problem)
         else:
             try:
-                spec = next(specs[name] for name in _flag_names(key) if name in specs)
-                values[key] = _checked(spec, value)
+                values[fields[key]] = _checked(specs.get(f"eval_{key}", specs[fields[key]]), value)
             except ValueError as error:
                 problems.append(f"{where}, {key}: {error}")
     if (path := values.get("path")) and (problem := prompt_file_problem(f"{where}, path", path)):

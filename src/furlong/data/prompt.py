@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 
 import orjson
 
-from furlong.config.evaluation import EvalSpec
 from furlong.config.sections import Config
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.json_values import duplicate_key
@@ -55,19 +54,19 @@ class PromptFormat:
     max_prompt_len: int | None = None
 
     @staticmethod
-    def of(config: Config, spec: EvalSpec | None = None) -> PromptFormat:
-        """Read the format of --prompt-data, or of an evaluation set."""
-        data, rollout, columns = config.data, config.rollout, spec or config.data
-        function = (spec or rollout).custom_generate_function_path
+    def of(config: Config, *, evaluation: bool = False) -> PromptFormat:
+        """Read the format of --prompt-data, or of an evaluation set with this configuration."""
+        data = config.data
+        is_demonstration = config.algo.loss_type == "sft_loss" and not evaluation
         return PromptFormat(
-            input_key=columns.input_key,
-            label_key=columns.label_key,
-            metadata_key=columns.metadata_key,
-            tool_key=columns.tool_key,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            tool_key=data.tool_key,
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-            keep_messages=function is not None or (spec is None and config.algo.loss_type == "sft_loss"),
-            max_prompt_len=rollout.rollout_max_prompt_len if spec is None else spec.max_prompt_len,
+            keep_messages=config.rollout.custom_generate_function_path is not None or is_demonstration,
+            max_prompt_len=config.rollout.rollout_max_prompt_len,
         )
 
     @property

@@ -19,6 +19,7 @@ from furlong.chat.messages import KeyFunction, key_of
 from furlong.chat.parsers import PARSERS, ToolParser
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.args_view import Args
+from furlong.config.command_line import config_from_values
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.environment_specs import parse_env_workers, parse_environments
 from furlong.config.evaluation import EvalSpec
@@ -56,7 +57,6 @@ from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sft import DemonstrationRollout
 from furlong.rollout.train_batch import Conversion
 from furlong.rollout.user_samples import complete_request
-from furlong.sessions.samples import Leaves
 from furlong.sessions.session import SessionSettings
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
@@ -178,8 +178,11 @@ def _engine_rollout(
     batch_size = config.data.rollout_batch_size
     parts = engine_parts(trained_model(config).groups) if is_started(config) else None  # not running yet
     over_samples = flags.over_sampling_batch_size not in (None, batch_size)
+    pool = None  # of the groups that rollouts share
+    if shares_groups(config):
+        pool = GroupPool(batch_size=batch_size, max_staleness=max_staleness(config), stale=flags.stale_tokens)
     return EngineRollout(
-        generation=_generation(context, engine, _reward(context, config.reward.rm_type, config.reward.custom_rm_path)),
+        generation=_generation(context, engine),
         source=source,
         ledger=ledger,
         conversion=_conversion(context),
@@ -192,19 +195,7 @@ def _engine_rollout(
         eval_sets=eval_sets,
         report=_report(context),
         on_groups=context.record_rollout,
-        pool=_pool(context),
-    )
-
-
-def _pool(context: RunContext) -> GroupPool | None:
-    """Build the groups that rollouts share; None if each has its own."""
-    config = context.config
-    if not shares_groups(config):
-        return None
-    return GroupPool(
-        batch_size=config.data.rollout_batch_size,
-        max_staleness=max_staleness(config),
-        stale=config.rollout.stale_tokens,
+        pool=pool,
     )
 
 
@@ -240,15 +231,33 @@ def _report(context: RunContext) -> SampleReport:
     return SampleReport(config.track, context.hooks, reward_key=config.reward.reward_key, args=context.args)
 
 
-def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Generation:
-    rollout = context.config.rollout
-    specs = parse_environments(context.config.session.environment)
+def _generation(context: RunContext, engine: Engine, *, evaluation: bool = False) -> Generation:
+    config, rollout, reward = context.config, context.config.rollout, context.config.reward
+    max_new_tokens = rollout.rollout_max_response_len
+    if max_new_tokens is None:
+        max_new_tokens = rollout.rollout_max_context_len or context.context_len
+        logger.info("responses have at most %d tokens, by the context: no --rollout-max-response-len", max_new_tokens)
+    scored = GroupReward(  # custom functions run in the sandbox, loaded by path
+        rm_type=reward.rm_type,
+        rm_url=reward.rm_url,
+        custom_rm=reward.custom_rm_path,
+        group_rm=reward.group_rm,
+        timeout_s=config.fault.reward_timeout,
+        num_workers=reward.num_reward_workers,
+        memory_limit_bytes=reward.memory_limit_bytes,
+        args=context.args,
+        verifier_sandboxes=context.verifier_sandboxes,
+    )
+    context.rewards.append(scored)
+    chat_format = None  # of `policy().chat`, which its conversations share
+    if context.tokenizer is not None:
+        chat_format = ChatFormat(context.tokenizer, **config.data.apply_chat_template_kwargs)
     return Generation(
         engine=engine,
         tokenizer=context.tokenizer,
-        reward=reward,
+        reward=scored,
         params=SamplingParams(
-            max_new_tokens=_max_new_tokens(context, rollout.rollout_max_response_len),
+            max_new_tokens=max_new_tokens,
             temperature=rollout.rollout_temperature,
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
@@ -257,79 +266,56 @@ def _generation(context: RunContext, engine: Engine, reward: GroupReward) -> Gen
             stop=rollout.rollout_stop or (),
             stop_token_ids=rollout.rollout_stop_token_ids or (),
             skip_special_tokens=rollout.rollout_skip_special_tokens,
-            return_routed_experts=returns_routes(context.config),
+            return_routed_experts=returns_routes(config) and not evaluation,
         ),
         flags=rollout,
-        environments=specs,
+        environments=parse_environments(config.session.environment),
         hooks=context.hooks,
-        timeout_s=context.config.fault.generate_timeout,
+        evaluation=evaluation,
+        timeout_s=config.fault.generate_timeout,
         args=context.args,
         vocab_size=context.vocab_size,
         max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
-        chat_format=None if context.tokenizer is None else _chat_format(context),
+        chat_format=chat_format,
         load=context.load,
-        session_settings=session_settings(context.config.session, context.hooks),
-        session_leaves=session_leaves(context.config.session, context.hooks),
+        session_settings=session_settings(config.session, context.hooks),
+        session_leaves=context.hooks.session_leaves or cast("Any", config.session.session_leaves),
         session_server=context.session_server,
     )
 
 
-def _chat_format(context: RunContext) -> ChatFormat:
-    """Return the chat format of `policy().chat`, which its conversations share."""
-    return ChatFormat(context.tokenizer, **context.config.data.apply_chat_template_kwargs)
-
-
 def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:
     """Read one evaluation set now, so that a bad file is an error at start-up."""
-    data = context.config.data
+    trained, config, hooks = context.config.rollout, spec.config, context.hooks
+    context = dataclasses.replace(context, config=config)
     prompts = open_prompts(
         spec.path,
         tokenizer=context.tokenizer,
-        prompt_format=PromptFormat.of(context.config, spec),
-        skip_bad_rows=context.config.fault.skip_bad_rows,
+        prompt_format=PromptFormat.of(config, evaluation=True),
+        skip_bad_rows=config.fault.skip_bad_rows,
     )
     assert isinstance(prompts, PromptTable)
-    environments = parse_environments(context.config.session.environment)
+    environments = parse_environments(config.session.environment)
     for prompt in prompts:
         prompt.metadata.update(spec.metadata_overrides)
         _name_environment(prompt, spec, [each.name for each in environments])
 
     def groups() -> list[Group]:
-        n = spec.n_samples_per_eval_prompt
+        n, seed = config.eval.n_samples_per_eval_prompt, config.data.rollout_seed + EVAL_SEED
         return [
-            group_from_prompt(
-                prompt, index=i, first_sample=i * n, n_samples=n, rollout_seed=data.rollout_seed + EVAL_SEED
-            )
+            group_from_prompt(prompt, index=i, first_sample=i * n, n_samples=n, rollout_seed=seed)
             for i, prompt in enumerate(prompts)
         ]
 
-    custom_path = spec.custom_generate_function_path
-    is_training_path = custom_path == context.config.rollout.custom_generate_function_path
-    custom = context.hooks.custom_generate_function if is_training_path else load_function(str(custom_path))
-    defaults = _generation(context, engine, _reward(context, spec.rm_type, spec.custom_rm_path))
-    generation = dataclasses.replace(
-        defaults,
-        params=dataclasses.replace(
-            defaults.params,
-            max_new_tokens=_max_new_tokens(context, spec.max_response_len),
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            min_new_tokens=spec.min_new_tokens,
-            stop=spec.stop,
-            stop_token_ids=spec.stop_token_ids,
-            return_routed_experts=False,
-        ),
-        flags=dataclasses.replace(defaults.flags, rollout_max_context_len=spec.max_context_len),
-        hooks=dataclasses.replace(context.hooks, custom_generate_function=custom),
-        evaluation=True,
-    )
+    if (path := config.rollout.custom_generate_function_path) != trained.custom_generate_function_path:
+        hooks = dataclasses.replace(hooks, custom_generate_function=load_function(str(path)))
+    generation = _generation(context, engine, evaluation=True)
     return EvalSet(
         name=spec.name,
         groups=groups,
-        generation=generation,
-        reward_key=spec.reward_key,
-        pass_k=context.config.eval.eval_pass_k or True,
+        generation=dataclasses.replace(generation, hooks=hooks),
+        reward_key=config.reward.reward_key,
+        pass_k=config.eval.eval_pass_k or True,
         on_samples=context.record_evaluation,
     )
 
@@ -348,42 +334,11 @@ def _name_environment(prompt: Prompt, spec: EvalSpec, names: Sequence[str]) -> N
         )
 
 
-def _max_new_tokens(context: RunContext, limit: int | None) -> int:
-    if limit is not None:
-        return limit
-    length = context.config.rollout.rollout_max_context_len or context.context_len
-    logger.info("responses are limited to %d tokens by the context: --rollout-max-response-len is not set", length)
-    return length
-
-
-def _reward(context: RunContext, rm_type: str | None, custom: str | None) -> GroupReward:
-    """Build a reward and register it for closing. Custom functions run in the sandbox, loaded by path."""
-    config = context.config
-    reward = GroupReward(
-        rm_type=rm_type,
-        rm_url=config.reward.rm_url,
-        custom_rm=custom,
-        group_rm=config.reward.group_rm,
-        timeout_s=config.fault.reward_timeout,
-        num_workers=config.reward.num_reward_workers,
-        memory_limit_bytes=config.reward.memory_limit_bytes,
-        args=context.args,
-        verifier_sandboxes=context.verifier_sandboxes,
-    )
-    context.rewards.append(reward)
-    return reward
-
-
 def session_settings(flags: SessionFlags, hooks: Hooks) -> SessionSettings:
     """Return the settings of all sessions."""
     key: KeyFunction = partial(key_of, match="strict") if flags.session_match == "strict" else key_of
     parser: ToolParser | None = PARSERS.get(flags.session_tool_parser) or hooks.session_tool_parser
     return SessionSettings(hooks.session_match or key, cast("Any", flags.session_history), parser)
-
-
-def session_leaves(flags: SessionFlags, hooks: Hooks) -> Leaves:
-    """Return which leaves are trained on."""
-    return hooks.session_leaves or cast("Any", flags.session_leaves)
 
 
 def build_agent_hooks(context: RunContext) -> AgentHooks | None:
@@ -403,12 +358,16 @@ def build_agent_hooks(context: RunContext) -> AgentHooks | None:
     return AgentHooks(owners, context.args, has_processes=has_processes)
 
 
+def _has_function(context: RunContext, specs: Sequence[EvalSpec]) -> bool:
+    paths = [spec.config.rollout.custom_generate_function_path for spec in specs]
+    return context.hooks.custom_generate_function is not None or any(path is not None for path in paths)
+
+
 def build_session_server(
     context: RunContext, specs: Sequence[EvalSpec], opened: contextlib.ExitStack
 ) -> SessionServer | None:
     """Open the port of the session server; None if the run has no generate function. `opened` gets its cleanup."""
-    functions = [context.hooks.custom_generate_function, *(spec.custom_generate_function_path for spec in specs)]
-    if context.tokenizer is None or all(function is None for function in functions):
+    if context.tokenizer is None or not _has_function(context, specs):
         return None
     from furlong.sessions.session_offers import SessionOffers  # import a web server, which most runs do not need
     from furlong.sessions.session_server import SessionServer
@@ -437,7 +396,9 @@ def build_gateway(
     """Open the port of the endpoint; None if no function of the run could post to it. `opened` gets its cleanup."""
     if context.config.cluster.sglang_router_ip is not None:  # of engines that the run did not start
         return None
-    if not _may_post(context.hooks) and all(spec.custom_generate_function_path is None for spec in specs):
+    hooks = context.hooks
+    may_post = any((hooks.rollout_function, hooks.eval_function, hooks.custom_rm, hooks.data_source))
+    if not may_post and not _has_function(context, specs):
         return None
     from furlong.sessions.served_model import Gateway  # imports a web server, which most runs do not need
 
@@ -451,11 +412,6 @@ def build_gateway(
     opened.callback(lambda: asyncio.run(gateway.close()))
     logger.info("args.sglang_router_ip and args.sglang_router_port: %s:%d answers /generate", *gateway.address)
     return gateway
-
-
-def _may_post(hooks: Hooks) -> bool:
-    functions = (hooks.custom_generate_function, hooks.rollout_function, hooks.eval_function, hooks.custom_rm)
-    return any(function is not None for function in (*functions, hooks.data_source))
 
 
 SINGLE_TURN = "furlong.wiring.rollout:single_turn"
@@ -513,7 +469,11 @@ def build_evaluation(config: Config, specs: Sequence[EvalSpec], endpoint: Endpoi
             engine: Engine = ChatEndpoint(
                 endpoint.base_url, endpoint.model, key=endpoint.key, extra=endpoint.extra, concurrency=concurrency
             )
-            specs = [_over_chat(spec) for spec in specs]
+            chat = {"rollout_max_prompt_len": None}  # single turns are chats, too, where ids are unknown
+            for i, spec in enumerate(specs := list(specs)):
+                path = spec.config.rollout.custom_generate_function_path or SINGLE_TURN
+                values = {**chat, "custom_generate_function_path": path}
+                specs[i] = dataclasses.replace(spec, config=config_from_values(values, spec.config))
         else:
             engine = EmbeddedEngine(
                 context.model_dir,
@@ -547,13 +507,6 @@ def _context(config: Config, endpoint: EndpointOptions | None) -> RunContext:
         dtype=torch.float32,
         dumps=RolloutDumps(None),
         load=EpisodeLoad(config.rollout.max_concurrent_episodes),
-    )
-
-
-def _over_chat(spec: EvalSpec) -> EvalSpec:
-    """Return the set with a generate function: single turns are chats, too, where ids are unknown."""
-    return dataclasses.replace(
-        spec, custom_generate_function_path=spec.custom_generate_function_path or SINGLE_TURN, max_prompt_len=None
     )
 
 

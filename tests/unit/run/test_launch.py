@@ -16,7 +16,7 @@ import pytest
 import furlong
 from furlong.cli import _exit_code, check_encoding, main
 from furlong.config.command_line import Resolved, load
-from furlong.config.evaluation import EvalSpec
+from furlong.config.evaluation import KEYS
 from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, Hooks
 from furlong.config.sections import CheckpointFlags, Config
@@ -82,7 +82,7 @@ def test_every_flag_is_read_by_something():
     without_effect = {name for name, spec in specs.items() if spec.instead}  # which a notice says
     hooks = {f"{name}_path" for name in HOOKS}
     read = attributes_read()
-    of_evaluations = {f"eval_{field.name}" for field in dataclasses.fields(EvalSpec) if field.name in read}
+    of_evaluations = {f"eval_{key}" for key in KEYS}
     known = read | hooks | with_one_value | of_the_model | of_evaluations | without_effect | CLAIMS
     assert set(specs) - known == set()
 

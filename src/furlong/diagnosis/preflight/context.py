@@ -160,7 +160,7 @@ class PreflightContext:
             specs = used_eval_specs(config)
         except ConfigError:  # reported by flags.evaluation_sets
             specs = []
-        sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of(config, s)) for s in specs]
+        sources += [(f"evaluation set {s.name}", s.path, PromptFormat.of(s.config, evaluation=True)) for s in specs]
         if self.tokenizer is None or (config.data.apply_chat_template and not can_render(self.tokenizer)):
             return []
         is_checked = config.eval.eval_config is None  # flags that name the files were checked before

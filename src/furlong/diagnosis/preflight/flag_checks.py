@@ -69,7 +69,8 @@ def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     by_flags = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
     for spec in specs:
-        for row, name in (("REW01", spec.custom_rm_path), ("HOOK01", spec.custom_generate_function_path)):
+        rewards, generates = spec.config.reward.custom_rm_path, spec.config.rollout.custom_generate_function_path
+        for row, name in (("REW01", rewards), ("HOOK01", generates)):
             if name is None or name in by_flags:  # reported with the flags
                 continue
             try:

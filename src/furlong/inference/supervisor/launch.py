@@ -223,11 +223,8 @@ def _serve(config: Config, model: ServedModel, model_dir: Path, *, dtype: str, d
 
 def _needs_text(config: Config) -> bool:
     """Whether servers need the tokenizer: for stop strings, and for user functions that may use the chat API."""
-    return bool(
-        config.rollout.rollout_stop
-        or config.rollout.custom_generate_function_path
-        or any(spec.stop or spec.custom_generate_function_path for spec in used_eval_specs(config))
-    )
+    rollouts = [config.rollout, *(spec.config.rollout for spec in used_eval_specs(config))]
+    return any(rollout.rollout_stop or rollout.custom_generate_function_path for rollout in rollouts)
 
 
 def _check_key(key: str | None, index: int, address: str) -> None:
