@@ -94,11 +94,6 @@ class Checksums:
         """Total bytes of `waiting`."""
         return sum(table.num_bytes for table in self._waiting.values())
 
-    def prepare(self) -> None:
-        """Build the kernel of `flush` if it is needed; takes a second the first time."""
-        if any(device.type == "cuda" for device in self._waiting):
-            is_kernel_usable()
-
     def flush(self) -> None:
         """Launch the reads of all waiting tensors."""
         for device, table in self._waiting.items():
