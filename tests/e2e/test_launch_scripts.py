@@ -16,7 +16,7 @@ import pytest
 from transformers import GenerationConfig, PretrainedConfig
 
 from furlong.config.checks.validate import notices
-from furlong.config.command_line import load
+from furlong.config.command_line import examine, load
 from furlong.models.hf_model import build_model, load_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from models_zoo import add_vision, family_config
@@ -24,7 +24,7 @@ from runs import ALPHABET, rows, train
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 # megatron-core calls what PyTorch has deprecated
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
@@ -134,6 +134,7 @@ SCRIPTS: dict[str, tuple[str, str]] = {
     "run-qwen3.5-35B-A3B-sft": ("qwen3_5_moe_text", f"{TAUGHT} --loss-mask-type qwen3_5 {DEEPEP}"),
     "run-qwen3-235B-A22B-sft": ("qwen3_moe", TAUGHT),
 }
+ON_COMMIT = ("run-qwen3-4b-mis", "run-moonlight-16B-A3B")
 ASYNCHRONOUS = ("run-qwen3-4B-base-sft", "run-qwen3-235B-A22B-sft")
 MIS = """
 use_tis: true
@@ -202,19 +203,22 @@ def command(name: str, model: Path, folder: Path) -> list[str]:
     family, flags = SCRIPTS[name]
     files = write_files(folder) | {"MODEL": str(model)}
     words = [files.get(word, word) for word in f"{MODELS[family]} {flags}".split()]
-    own = [
-        "--train-backend",
-        "megatron",
-        "--num-threads",
-        "1",
-        "--no-use-tensorboard",
-        "--output-dir",
-        str(folder / "run"),
-    ]
-    return [*words, *own]
+    own = f"--train-backend megatron --num-threads 1 --no-use-tensorboard --output-dir {folder / 'run'}"
+    return [*words, *own.split()]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_flags_of_all_launch_scripts_fit_their_models(tmp_path):
+    for name, (family, _) in SCRIPTS.items():
+        (tmp_path / family).mkdir(exist_ok=True)
+        (tmp_path / family / "config.json").write_text(json.dumps(small_config(family).to_dict()))
+        _, problems = examine(command(name, tmp_path / family, tmp_path))
+        assert problems == [], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in ON_COMMIT else pytest.param(name, marks=pytest.mark.nightly) for name in SCRIPTS]
+)
 def test_a_small_version_of_a_launch_script_trains(name, model_of, tmp_path):
     words = command(name, model_of(SCRIPTS[name][0]), tmp_path)
     assert train(words, **({"async_buffer_size": 1} if name in ASYNCHRONOUS else {})) == 2
@@ -229,6 +233,7 @@ def test_a_small_version_of_a_launch_script_trains(name, model_of, tmp_path):
             assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
+@pytest.mark.slow
 def test_ref_load_without_a_kl_gives_the_initial_weights(model_of, tmp_path):
     model, other = model_of("qwen3"), model_of("qwen3", seed=1)
     words = command("run-qwen3-4B-base-sft", model, tmp_path)
