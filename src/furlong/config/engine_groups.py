@@ -172,11 +172,22 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
     for i, row in enumerate(cast(list[dict[str, Any]], rows)):
         name = str(row.get("name", DEFAULT_NAME))
         what = where if len(rows) == 1 else f"{where}, model {name if 'name' in row else i}"
-        groups, wrong = _groups(what, row, gpus_per_engine)
-        problems += [*_model_problems(what, row, hf_checkpoint), *wrong]
+        problems += _model_problems(what, row, hf_checkpoint)
+        groups = _groups(what, row, gpus_per_engine, problems)
         model_path = None if _is_trained(row, hf_checkpoint) else str(row.get("model_path", ""))
         models.append(ServedModel(name, tuple(groups), model_path))
-    problems += _problems_together(where, models)
+    names = [model.name for model in models]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.append(
+            f"{where}: two models are named {name!r}, but functions select models by name; give each another name"
+        )
+    trained = [model.name for model in models if model.is_trained]
+    if len(trained) != 1:
+        have = f"are trained: {', '.join(trained)}" if trained else "is trained"
+        problems.append(
+            f"{where}: {len(trained) or 'no model'} {have}; exactly one must have neither `model_path` nor "
+            "`update_weights: false`; give the others a `model_path`"
+        )
     if problems:
         raise ConfigError(*problems)
     return models
@@ -188,24 +199,8 @@ def _is_trained(row: Mapping[str, Any], hf_checkpoint: str | None) -> bool:
     return row.get("model_path") in (None, hf_checkpoint) if is_updated is None else bool(is_updated)
 
 
-def _problems_together(where: str, models: Sequence[ServedModel]) -> Iterator[str]:
-    """Yield problems of the models taken together."""
-    names = [model.name for model in models]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"{where}: two models are named {name!r}, but functions select models by name; give each another name"
-    trained = [model.name for model in models if model.is_trained]
-    if len(trained) != 1:
-        have = f"are trained: {', '.join(trained)}" if trained else "is trained"
-        yield (
-            f"{where}: {len(trained) or 'no model'} {have}; exactly one must have neither `model_path` nor "
-            "`update_weights: false`; give the others a `model_path`"
-        )
-
-
 def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | None) -> Iterator[str]:
-    for key in row:
-        if key not in MODEL_KEYS:
-            yield f"{where}: unknown key {key!r}; a model has {', '.join(MODEL_KEYS)}"
+    yield from (f"{where}: unknown key {k!r}; a model has {', '.join(MODEL_KEYS)}" for k in row if k not in MODEL_KEYS)
     if "server_groups" in row and "engine_groups" in row:
         yield f"{where}: `server_groups` and `engine_groups` are the same key; keep one"
     if not isinstance(row.get("update_weights"), bool | None):
@@ -222,69 +217,61 @@ def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | Non
         yield problem
 
 
-def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int) -> tuple[list[EngineGroup], list[str]]:
-    """Return the groups of one model and their problems."""
+def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int, problems: list[str]) -> list[EngineGroup]:
+    """Return the groups of one model; adds what is wrong to `problems`."""
     raw: Any = model.get("server_groups", model.get("engine_groups"))
     if not isinstance(raw, list) or not raw:
-        return [], [f"{where}: no `server_groups`; add a list of them"]
-    groups: list[EngineGroup] = []
-    problems: list[str] = []
-    for i, row in enumerate(cast(list[Any], raw)):
-        group, wrong = _group(f"{where}, group {i}", row, model.get("num_gpus_per_engine", gpus_per_engine))
-        problems += wrong
-        groups += [group] if group else []
+        problems.append(f"{where}: no `server_groups`; add a list of them")
+        return []
+    wrong: list[str] = []
+    each = model.get("num_gpus_per_engine", gpus_per_engine)
+    made = [_group(f"{where}, group {i}", row, each, wrong) for i, row in enumerate(cast(list[Any], raw))]
+    groups = [group for group in made if group is not None]
     roles = {group.role for group in groups}
     if is_split(groups) and not roles >= {"prefill", "decode"}:
-        problems.append(
+        wrong.append(
             f"{where}: groups of {' and '.join(sorted(roles))}; prefill and decode need each other; add the missing one"
         )
     if is_split(groups) and "regular" in roles:
-        problems.append(
+        wrong.append(
             f"{where}: `regular` together with prefill and decode, which one router cannot serve; remove one kind"
         )
-    if not problems and not any(group.num_engines for group in groups):
-        problems.append(f"{where}: no group has an engine; add one that is not a placeholder")
-    return groups, problems
+    if not wrong and not any(group.num_engines for group in groups):
+        wrong.append(f"{where}: no group has an engine; add one that is not a placeholder")
+    problems += wrong
+    return groups
 
 
-def _group(where: str, row: Any, gpus_per_engine: Any) -> tuple[EngineGroup | None, list[str]]:
-    """Return one group of the file, or its problems."""
+def _group(where: str, row: Any, gpus_per_engine: Any, problems: list[str]) -> EngineGroup | None:
+    """Return one group of the file; adds what is wrong to `problems`."""
     if not isinstance(row, dict):
-        return None, [f"{where}: {row!r}, expected worker_type and num_gpus"]
-    values = cast(dict[str, Any], row)
-    problems = [f"{where}: unknown key {key!r}; a group has {', '.join(GROUP_KEYS)}" for key in values
-                if key not in GROUP_KEYS]  # fmt: skip
-    role = values.get("worker_type")
+        problems.append(f"{where}: {row!r}, expected worker_type and num_gpus")
+        return None
+    values, num_before = cast(dict[str, Any], row), len(problems)
+    unknown = [key for key in values if key not in GROUP_KEYS]
+    problems += [f"{where}: unknown key {key!r}; a group has {', '.join(GROUP_KEYS)}" for key in unknown]
+    role, total = values.get("worker_type"), values.get("num_gpus")
+    each = values.get("num_gpus_per_engine", gpus_per_engine)
     if role not in ROLES:
         what = "an encoder split is not supported yet" if role == "encoder" else f"expected one of {', '.join(ROLES)}"
         problems.append(f"{where}: worker_type {role!r}; {what}")
-    total, each = values.get("num_gpus"), values.get("num_gpus_per_engine", gpus_per_engine)
     for name, number in (("num_gpus", total), ("num_gpus_per_engine", each)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             problems.append(f"{where}: {name} {number!r}, expected a positive number")
-    options, wrong = _options(where, values.get("overrides") or {})
-    problems += wrong
-    if problems:
-        return None, problems
-    assert isinstance(total, int)
-    assert isinstance(each, int)
-    group = EngineGroup(cast(Role, role), total, each, options)
-    if group.role != "placeholder" and total % each:
-        problems.append(f"{where}: num_gpus {total} is not a multiple of num_gpus_per_engine {each}")
-    return group, problems
-
-
-def _options(where: str, overrides: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return SGLang options by field name, checked like `--sglang-NAME`."""
-    if not isinstance(overrides, dict):
-        return {}, [f"{where}: overrides {overrides!r}, expected `option: value` lines"]
     options: dict[str, Any] = {}
-    problems: list[str] = []
-    for key, value in cast(dict[str, Any], overrides).items():
-        name = str(key).replace("_", "-")
+    overrides = values.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        problems.append(f"{where}: overrides {overrides!r}, expected `option: value` lines")
+        return None
+    for key, value in cast(dict[str, Any], overrides).items():  # checked like --sglang-NAME
         try:
-            option = find(f"--sglang-{name}")
+            option = find(f"--sglang-{str(key).replace('_', '-')}")
             options[option.name.replace("-", "_")] = value_in_file(option, value)
         except ValueError as error:
             problems.append(f"{where}: override {key} {error}")
-    return options, problems
+    if len(problems) > num_before:
+        return None
+    group = EngineGroup(cast(Role, role), cast(int, total), each, options)
+    if group.role != "placeholder" and group.num_gpus % each:
+        problems.append(f"{where}: num_gpus {total} is not a multiple of num_gpus_per_engine {each}")
+    return group

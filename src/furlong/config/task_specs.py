@@ -8,8 +8,7 @@ import json
 import math
 import types
 import typing
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +23,6 @@ PACKAGE = "reasoning_gym"
 EPISODES = "episodes:"  # rows without content, for environments that make their own tasks
 DEFAULT_SIZE = 1_000
 MAX_WEIGHT = 1_000
-SHOWN_CHARS = 200  # of a value in messages
 OWN_KEYS = ("size", "seed", "weight", "system_prompt")  # the others are options of the task
 _FORM = f"write {PREFIX}NAME, {PREFIX}NAME?key=value&key=value, or several with + between them"
 
@@ -116,34 +114,37 @@ def tasks_problem(flag: str, path: str) -> str | None:
 
 
 def _task(part: str, text: str, shared: dict[str, int]) -> TaskSpec:
-    text = text[:SHOWN_CHARS]
     name, _, query = part.partition("?")
     config = _configs().get(name)
     if config is None:
         _, hint = did_you_mean(name, sorted(_configs()))
-        raise ConfigError(f"{text}: {name[:SHOWN_CHARS] or 'nothing'} is not a task of reasoning-gym; {hint or _FORM}")
+        raise ConfigError(f"{text}: {name or 'nothing'} is not a task of reasoning-gym; {hint or _FORM}")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
         raise ConfigError(f"{text}: {shortened(query)} is not of the form key=value&key=value; {_FORM}") from None
-    options: dict[str, Any] = {}
-    weight, system_prompt = 1, None
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ConfigError(f"{text}: {key} is given {count} times for {name}; give it once")
-    for key, value in pairs:
-        match key:
-            case "size" | "seed":
-                number = _whole(text, key, value, least=int(key == "size"))
-                if shared.setdefault(key, number) != number:
-                    raise ConfigError(f"{text}: {key} is given twice, {shared[key]} and {number}; give it once")
-            case "weight":
-                weight = _whole(text, key, value, least=1, most=MAX_WEIGHT)
-            case "system_prompt":
-                system_prompt = _system_prompt(text, value)
-            case _:
-                options[key] = _option(text, name, config, key, value)
-    _validate(text, config, options)
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ConfigError(f"{text}: a key is given several times for {name}; give it once")
+    weight = _whole(text, "weight", values.pop("weight", "1"), least=1, most=MAX_WEIGHT)
+    for key, least in (("size", 1), ("seed", 0)):
+        if key in values:
+            number = _whole(text, key, values.pop(key), least=least)
+            if shared.setdefault(key, number) != number:
+                raise ConfigError(f"{text}: {key} is given twice, {shared[key]} and {number}; give it once")
+    if (system_prompt := values.pop("system_prompt", None)) is not None:
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        if system_prompt not in SYSTEM_PROMPTS:
+            known = ", ".join(SYSTEM_PROMPTS)
+            raise ConfigError(f"{text}: system_prompt={system_prompt} is not one of {known}; use one of them")
+    options = {key: _option(text, name, config, key, value) for key, value in values.items()}
+    try:
+        checked: Any = config(**options)
+        if hasattr(checked, "validate"):
+            checked.validate()
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{text}: {error or type(error).__name__}; change the options") from error
     return TaskSpec(name, options, weight, system_prompt)
 
 
@@ -160,18 +161,8 @@ def _whole(text: str, key: str, value: str, *, least: int, most: int = 1 << 62) 
     return int(value)
 
 
-def _system_prompt(text: str, name: str) -> str:
-    from reasoning_gym.utils import SYSTEM_PROMPTS
-
-    if name not in SYSTEM_PROMPTS:
-        name = name[:SHOWN_CHARS]
-        raise ConfigError(f"{text}: system_prompt={name} is not one of {', '.join(SYSTEM_PROMPTS)}; use one of them")
-    return name
-
-
 def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
     """Convert the value of an option to the type of its field."""
-    kinds = typing.get_type_hints(config)
     names = sorted({field.name for field in dataclasses.fields(config)} - {"size", "seed"})
     if key not in names:
         _, hint = did_you_mean(key, [*names, *OWN_KEYS])
@@ -180,8 +171,10 @@ def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
         parsed = written_value(value)
     except ValueError as error:
         raise ConfigError(f"{text}: the value of {key} cannot be used: {error}") from None
-    for kind in _alternatives(kinds[key]):
-        origin = typing.get_origin(kind) or kind
+    kind = typing.get_type_hints(config)[key]
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    for each in sorted(kinds, key=lambda each: each is str):  # text last: it takes anything
+        origin = typing.get_origin(each) or each
         if origin is float and type(parsed) is int:
             return float(parsed)
         if origin is str:
@@ -190,21 +183,4 @@ def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
             return parsed
         if origin in (int, float, bool, dict, types.NoneType) and type(parsed) is origin:
             return parsed
-    shown = value[:SHOWN_CHARS]
-    raise ConfigError(f"{text}: {key}={shown} is not a value of type {kinds[key]}; write numbers, true, or JSON")
-
-
-def _alternatives(kind: Any) -> Iterator[Any]:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        yield from sorted(typing.get_args(kind), key=lambda each: each is str)  # text last: it takes anything
-    else:
-        yield kind
-
-
-def _validate(text: str, config: type, options: Mapping[str, Any]) -> None:
-    try:
-        checked: Any = config(**options)
-        if hasattr(checked, "validate"):
-            checked.validate()
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"{text}: {error or type(error).__name__}; change the options") from error
+    raise ConfigError(f"{text}: {key}={value[:200]} is not a value of type {kind}; write numbers, true, or JSON")

@@ -48,7 +48,7 @@ from furlong.tracking.wandb import WandbTracker
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.context import RunContext
-from furlong.wiring.engine import ServingParts, Start, build_serving, check_sharing
+from furlong.wiring.engine import ServingParts, Start, build_serving, warn_of_sharing
 from furlong.wiring.rollout import (
     MODEL,
     build_agent_hooks,
@@ -154,7 +154,7 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         opened.callback(cluster.close)
         context = _on_cluster(context, cluster)
     if config.cluster.colocate and context.device == "cuda":
-        check_sharing(context)
+        warn_of_sharing(config)
     generates = _generates(config, specs)
     if generates:
         check_startable(config, context.device)

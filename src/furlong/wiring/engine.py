@@ -12,13 +12,11 @@ from pathlib import Path
 
 import torch
 
-from furlong.config.checks.engine_checks import sharing_problems
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, trained_model
 from furlong.config.facts import is_served, is_started, returns_routes, routing_of
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.diagnosis.monitors.monitor import CONNECTED, RunMonitor
-from furlong.errors import ConfigError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.external import connect_external
@@ -215,27 +213,15 @@ def _device_sharing(context: RunContext, trainer: Trainer, engine: HttpEngine) -
     cluster = context.config.cluster
     if not (cluster.offload_train or cluster.offload_rollout):
         return DeviceSharing()
-    if context.config.debug.debug_rollout_only:
-        raise ConfigError(
-            "--debug-rollout-only: there is no trainer to offload; remove --debug-rollout-only, or --offload"
-        )
     return Colocated(
         trainer, engine, offload_train=bool(cluster.offload_train), offload_rollout=bool(cluster.offload_rollout)
     )
 
 
-def check_sharing(context: RunContext) -> None:
-    """Check --colocate. Raises ConfigError for a weight transport that does not work on shared GPUs.
-
-    Warns unless both trainer and engines release their memory.
-    """
-    flags = context.config.cluster
-    if context.config.debug.debug_rollout_only:
-        return
-    if problems := list(sharing_problems(context.config)):
-        raise ConfigError(*problems)
-    kept = [name for name in ("offload_train", "offload_rollout") if not getattr(flags, name)]
-    if kept:
+def warn_of_sharing(config: Config) -> None:
+    """Warn unless both trainer and engines release their memory on the GPUs that they share."""
+    kept = [name for name in ("offload_train", "offload_rollout") if not getattr(config.cluster, name)]
+    if kept and not config.debug.debug_rollout_only:
         logger.warning(
             "%s: trainer and engines share GPUs but do not both release their memory; both must fit at once",
             " ".join(f"--no-{name.replace('_', '-')}" for name in kept),

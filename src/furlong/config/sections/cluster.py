@@ -83,14 +83,23 @@ class ClusterFlags:
     train_env_vars: dict[str, Any] = flag(
         {}, "Environment variables of the trainer processes, as a JSON object.", needs=_ON_RAY
     )
-    offload: bool = flag(False, "Same as --offload-train together with --offload-rollout.", needs="colocate")
+    offload: bool = flag(
+        False,
+        "Same as --offload-train together with --offload-rollout.",
+        needs="colocate",
+        excludes="debug_rollout_only",
+    )
     offload_train: bool | None = flag(
         None,
         "Move the trainer's state to host memory while the engines generate. Default: on with --colocate.",
         needs="colocate",
+        excludes="debug_rollout_only",
     )
     offload_rollout: bool | None = flag(
-        None, "Release the engines' GPU memory during training. Default: on with --colocate.", needs="colocate"
+        None,
+        "Release the engines' GPU memory during training. Default: on with --colocate.",
+        needs="colocate",
+        excludes="debug_rollout_only",
     )
     num_threads: int | None = flag(
         None, "Number of CPU threads for PyTorch. Default: the cores available to this process.", within="[1, 1024]"
