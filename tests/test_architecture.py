@@ -63,7 +63,7 @@ ALLOWED |= {
     "quickstart": PARTS | {"wiring", "run"},
     "reproduce": PARTS | {"evals", "quickstart"},
     "commands": PARTS | {"wiring", "run", "evals", "reproduce"},
-    "cli": PARTS | {"commands", "quickstart"},
+    "cli": PARTS | {"commands", "quickstart", "run"},
     "__main__": {"cli"},
     "__init__": PARTS | {"wiring", "run"},
 }

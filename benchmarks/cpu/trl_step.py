@@ -142,7 +142,7 @@ def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype
     from furlong.config.command_line import load
     from furlong.core.garbage import import_without_gc, raise_gc_threshold
     from furlong.machine import choose_threads, set_threads
-    from furlong.run.run_folder import run_folder
+    from furlong.run.folder import run_folder
 
     resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))
     raise_gc_threshold(resolved.config.data.rollout_batch_size * resolved.config.data.n_samples_per_prompt)

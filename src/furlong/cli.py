@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from furlong.commands.output import problems_text, show
-from furlong.commands.train import train
+from furlong.commands.output import problems_text, show, terminal_width
 from furlong.core.process_end import EXIT_WITHIN_S, end_children, exit_within, sigterm_unwinds
 from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, EndedBySignal, FurlongError
@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "reproduce": Command(
             "run a row of the results page and compare with it", "furlong.commands.reproduce:reproduce"
         ),
-        "train": Command("train a model: `furlong train --help` lists the flags", "furlong.commands.train:train"),
+        "train": Command("train a model: `furlong train --help` lists the flags", "furlong.cli:train"),
     },
     "check before a run": {
         "doctor": Command("check a launch command without starting it", "furlong.commands.doctor:doctor"),
@@ -49,11 +49,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "view": Command("show runs on a local web page, or write it to a file", "furlong.commands.view_run:view"),
         "doctor --run": Command("explain what is wrong with a run or why it failed", "furlong.commands.doctor:doctor"),
         "report": Command("summarize runs and audit their prompt groups", "furlong.commands.inspect_run:report"),
-        "plot": Command("draw curves of runs as an SVG picture", "furlong.commands.view_run:plot"),
         "diff": Command("find the first value in which two runs differ", "furlong.commands.inspect_run:diff"),
         "bundle": Command("save one step to a small file, without text", "furlong.commands.inspect_run:bundle"),
         "replay": Command("train the step of a bundle again and compare", "furlong.commands.inspect_run:replay"),
-        "trace": Command("merge the trace files of a killed run", "furlong.commands.inspect_run:trace"),
     },
     "models": {
         "eval": Command(
@@ -156,6 +154,22 @@ def _leave(code: int, *, owns_process: bool) -> int:
         end_children()
         exit_within(EXIT_WITHIN_S, code)
     return code
+
+
+def train(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
+    """Train a model, or print the help of the flags. `preset` overrides defaults of flags."""
+    if "-h" in words or "--help" in words:
+        from furlong.config.help import help_text
+
+        about = words[1:] if words[0] in ("-h", "--help") else []
+        show(help_text(about, width=terminal_width(80, 110)))
+        return 0
+    from furlong.config.command_line import examine
+    from furlong.run.launch import run
+
+    faulthandler.enable(2)
+    run(*examine(words, preset=preset))
+    return 0
 
 
 def main_async(argv: Sequence[str] | None = None) -> int:

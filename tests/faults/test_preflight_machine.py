@@ -23,7 +23,7 @@ from furlong.cluster.ray_session import Node, _refusal
 from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import machine_checks as machine
-from furlong.run.checks import findings_before_run
+from furlong.run.launch import findings_before_run
 from runs import flags
 
 
@@ -221,7 +221,7 @@ def test_a_ray_cluster_that_is_not_there(world):
 
 def cluster(monkeypatch, *nodes: Node, resource: str = "CPU") -> None:
     """Let a cluster of these machines answer."""
-    monkeypatch.setattr("furlong.run.checks.cluster_nodes", lambda _: (list(nodes), resource))
+    monkeypatch.setattr("furlong.run.launch.cluster_nodes", lambda _: (list(nodes), resource))
 
 
 def check(world, **changes) -> list[Diagnosis]:
@@ -259,7 +259,7 @@ def test_a_cluster_that_refuses_the_token_is_not_a_missing_cluster(world, monkey
     def refuse(address):
         raise _refusal(address, "AuthenticationError: Unauthenticated: missing token")
 
-    monkeypatch.setattr("furlong.run.checks.cluster_nodes", refuse)
+    monkeypatch.setattr("furlong.run.launch.cluster_nodes", refuse)
     with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:
         found = only(check(world, actor_num_gpus_per_node=2, rollout_num_gpus=1, ray_address=address), "GPU05")
     assert names(found.finding, address, "token authentication")

@@ -10,7 +10,7 @@ from typing import Any
 from furlong.catalogue import CATALOGUE, Diagnosis
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import preflight
-from furlong.run.checks import findings_before_run
+from furlong.run.launch import findings_before_run
 from runs import flags
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.commands.output import Report, command_parser, subcommand
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,18 +31,12 @@ def data(words: list[str]) -> int:
     """
     parser = command_parser("data", data.__doc__, has_json=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser(
-        "check", help="report bad rows and lengths; exit code 1 on a problem", description=data.__doc__
-    )
-    check.add_argument("--json", action="store_true", help="print JSON")
-    tokenize = commands.add_parser(
-        "tokenize", help="write a Parquet file of tokens for --prompt-data", description=data.__doc__
-    )
+    subcommand(commands, "check", "report bad rows and lengths; exit code 1 on a problem", data.__doc__)
+    tokenize = subcommand(commands, "tokenize", "write a Parquet file of tokens for --prompt-data", data.__doc__)
     tokenize.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="output file, .parquet")
-    tokenize.add_argument("--json", action="store_true", help="print JSON")
     options, flags = parser.parse_known_args(words)
-    config = _config(flags)
-    return _check(config, as_json=options.json) if options.command == "check" else _tokenize(config, options)
+    config, report = _config(flags), Report(as_json=options.json)
+    return _check(config, report) if options.command == "check" else _tokenize(config, options.output, report)
 
 
 def _config(flags: Sequence[str]) -> Config:
@@ -68,7 +62,7 @@ def _config(flags: Sequence[str]) -> Config:
     return config
 
 
-def _check(config: Config, *, as_json: bool) -> int:
+def _check(config: Config, report: Report) -> int:
     from furlong.catalogue import most_severe_first
     from furlong.diagnosis.preflight import data_checks, model_checks
     from furlong.diagnosis.preflight.context import PreflightContext
@@ -84,21 +78,10 @@ def _check(config: Config, *, as_json: bool) -> int:
     if context.tokenizer is None:  # then rows cannot be counted; weights are not needed
         checks = (model_checks.model_folder, *checks)
     findings = most_severe_first([finding for check in checks for finding in check(context)])
-    if as_json:
-        show_json(findings, files=[_record(file) for file in context.files])
-        return findings_code(findings)
     for file in context.files:
-        for line in _lines(file):
-            show(line)
-    show_findings(findings, well="every row is a prompt within the limits")
-    return findings_code(findings)
-
-
-def _lengths(file: PromptFile) -> list[int]:
-    if file.rows is None:
-        return []
-    long = [refused.num_tokens for refused in file.rows.refused if refused.num_tokens is not None]
-    return sorted([len(prompt.tokens) for prompt in file.rows.prompts] + long)
+        report.text(*_lines(file))
+    report.findings(findings, well="every row is a prompt within the limits")
+    return report.end(files=[_record(file) for file in context.files])
 
 
 def _record(file: PromptFile) -> dict[str, Any]:
@@ -111,7 +94,7 @@ def _record(file: PromptFile) -> dict[str, Any]:
         "num_rows": 0 if rows is None else rows.num_rows,
         "num_prompts": 0 if rows is None else len(rows.prompts),
         "refused": [{"where": r.where, "reason": r.reason, "kind": r.kind} for r in refused],
-        "lengths": _histogram(_lengths(file)),
+        "lengths": _histogram(file),
     }
 
 
@@ -124,8 +107,7 @@ def _lines(file: PromptFile) -> list[str]:
     lines += [f"  {refused.where}: {refused.reason}" for refused in bad[:SHOWN_ROWS]]
     if len(bad) > SHOWN_ROWS:
         lines.append(f"  and {len(bad) - SHOWN_ROWS} more")
-    histogram = _histogram(_lengths(file))
-    if histogram:
+    if histogram := _histogram(file):
         lines.append("  tokens per prompt")
         most = max(row["count"] for row in histogram)
         lines += [
@@ -135,11 +117,15 @@ def _lines(file: PromptFile) -> list[str]:
     return lines
 
 
-def _histogram(lengths: list[int]) -> list[dict[str, int]]:
-    """Count sorted lengths in bins of equal width."""
+def _histogram(file: PromptFile) -> list[dict[str, int]]:
+    """Count the lengths of prompts in bins of equal width."""
+    if file.rows is None:
+        return []
+    lengths = [len(prompt.tokens) for prompt in file.rows.prompts]
+    lengths += [refused.num_tokens for refused in file.rows.refused if refused.num_tokens is not None]
     if not lengths:
         return []
-    low, high = lengths[0], lengths[-1]
+    low, high = min(lengths), max(lengths)
     width = max(1, -(-(high - low + 1) // BINS))
     starts = range(low, high + 1, width)
     counts = [0] * len(starts)
@@ -148,39 +134,36 @@ def _histogram(lengths: list[int]) -> list[dict[str, int]]:
     return [{"from": a, "to": a + width - 1, "count": n} for a, n in zip(starts, counts, strict=True)]
 
 
-def _tokenize(config: Config, options: argparse.Namespace) -> int:
+def _tokenize(config: Config, output: Path, report: Report) -> int:
     from furlong.data.dataset import open_reader
     from furlong.data.prompt import PromptFormat
     from furlong.data.prompt_path import PromptDataPath
     from furlong.data.tokenized import write_tokenized
     from furlong.wiring.context import read_tokenizer
 
-    if options.output.suffix != ".parquet":
-        raise ConfigError(f"--output {options.output}: tokens are written as Parquet; use a name that ends in .parquet")
+    if output.suffix != ".parquet":
+        raise ConfigError(f"--output {output}: tokens are written as Parquet; use a name that ends in .parquet")
     location = PromptDataPath.parse(str(config.data.prompt_data))
-    if location.path.resolve() == options.output.resolve():
-        raise ConfigError(f"--output {options.output} is also the input file; choose another file")
+    if location.path.resolve() == output.resolve():
+        raise ConfigError(f"--output {output} is also the input file; choose another file")
     prompt_format = PromptFormat.of(config)
     started = time.perf_counter()
     written = write_tokenized(
         location,
         open_reader(location, prompt_format),
-        options.output,
+        output,
         tokenizer=read_tokenizer(Path(str(config.rollout.hf_checkpoint)), config.data.chat_template_path),
         prompt_format=prompt_format,
         num_workers=config.data.num_data_workers,
         skip_bad_rows=config.fault.skip_bad_rows,
     )
     seconds = time.perf_counter() - started
-    if options.json:
-        show_json([], file=str(options.output), num_prompts=written.num_prompts, num_bad=written.num_bad)
-        return 0
     bad = f", {written.num_bad} bad rows skipped, the first: {written.first_refused}" if written.num_bad else ""
-    show(
-        f"{options.output}: {written.num_prompts} prompts, {written.num_tokens} tokens in {seconds:.1f} s{bad}; "
+    report.text(
+        f"{output}: {written.num_prompts} prompts, {written.num_tokens} tokens in {seconds:.1f} s{bad}; "
         "use it as --prompt-data with the same flags"
     )
-    return 0
+    return report.end(file=str(output), num_prompts=written.num_prompts, num_bad=written.num_bad)
 
 
 def reward(words: list[str]) -> int:
@@ -190,13 +173,10 @@ def reward(words: list[str]) -> int:
     --reward-key, --reward-timeout; with --hf-checkpoint, samples have tokens.
     """
     parser = command_parser("reward", reward.__doc__, has_json=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    test = commands.add_parser("test", help="call the reward", allow_abbrev=False, description=reward.__doc__)
+    test = subcommand(parser.add_subparsers(dest="command", required=True), "test", "call the reward", reward.__doc__)
     test.add_argument("--response", metavar="TEXT", help="response to score; {label} is replaced by the label")
     test.add_argument("--rows", type=int, default=3, metavar="N", help="number of rows (default: 3)")
-    test.add_argument("--json", action="store_true", help="print JSON")
-    options, flags = parser.parse_known_args(words)
-    return _test_reward(options, flags)
+    return _test_reward(*parser.parse_known_args(words))
 
 
 def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
@@ -206,9 +186,18 @@ def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
     from furlong.tools.reward_test import call_reward, reward_findings
 
     config = parse(flags).config
-    _require_inputs(config, has_response=options.response is not None)
-    reward, tokenizer = config.reward, _tokenizer(config)
-    rows = _rows(config, max(1, options.rows), tokenizer)
+    if config.reward.rm_type is None and config.reward.custom_rm_path is None:
+        raise ConfigError("no reward to test; give --rm-type or --custom-rm-path")
+    if config.data.prompt_data is None:
+        raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
+    if config.data.label_key is None and options.response is None:
+        raise ConfigError("--label-key is missing: there is no correct answer to score; give it, or --response TEXT")
+    tokenizer = None
+    if config.rollout.hf_checkpoint is not None:
+        from furlong.wiring.context import read_tokenizer
+
+        tokenizer = read_tokenizer(Path(config.rollout.hf_checkpoint), config.data.chat_template_path)
+    reward, rows = config.reward, _rows(config, config.data.prompt_data, max(1, options.rows), tokenizer)
     scorer = GroupReward(
         rm_type=reward.rm_type,
         rm_url=reward.rm_url,
@@ -223,46 +212,22 @@ def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
     calls = asyncio.run(
         call_reward(scorer, rows, rm_type=reward.rm_type, response=options.response, tokenizer=tokenizer)
     )
+    report = Report(as_json=options.json)
+    report.text(*(call.text() for call in calls))
     findings = reward_findings(calls, name=name, reward_key=reward.reward_key)
-    if options.json:
-        show_json(findings, calls=[call.record() for call in calls])
-    else:
-        show("\n".join(call.text() for call in calls))
-        show_findings(findings, well=f"{name} scored {len(calls)} responses to {len(rows)} rows")
-    return findings_code(findings)
+    report.findings(findings, well=f"{name} scored {len(calls)} responses to {len(rows)} rows")
+    return report.end(calls=[call.record() for call in calls])
 
 
-def _require_inputs(config: Config, *, has_response: bool) -> None:
-    """Raise ConfigError if there is no reward, no data, or nothing to score."""
-    if config.reward.rm_type is None and config.reward.custom_rm_path is None:
-        raise ConfigError("no reward to test; give --rm-type or --custom-rm-path")
-    if config.data.prompt_data is None:
-        raise ConfigError("--prompt-data is missing: there are no rows to score; give a .jsonl or .parquet file")
-    if config.data.label_key is None and not has_response:
-        raise ConfigError("--label-key is missing: there is no correct answer to score; give it, or --response TEXT")
-
-
-def _tokenizer(config: Config) -> Any:
-    """Load the tokenizer of --hf-checkpoint; None without that flag."""
-    if config.rollout.hf_checkpoint is None:
-        return None
-    from furlong.wiring.context import read_tokenizer
-
-    return read_tokenizer(Path(config.rollout.hf_checkpoint), config.data.chat_template_path)
-
-
-def _rows(config: Config, count: int, tokenizer: Any) -> list[Prompt]:
-    """Read the first rows of --prompt-data, as rewards receive them."""
+def _rows(config: Config, path: str, count: int, tokenizer: Any) -> list[Prompt]:
+    """Read the first rows, as rewards receive them."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 
-    assert config.data.prompt_data is not None  # checked by `_require_inputs`
     prompt_format = dataclasses.replace(
         PromptFormat.of(config), apply_chat_template=False, keep_messages=True, max_prompt_len=None
     )
-    prompts = open_prompts(
-        config.data.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True
-    )
+    prompts = open_prompts(path, tokenizer=None, prompt_format=prompt_format, streaming=True, skip_bad_rows=True)
     prompts.begin(None)
     rows = prompts.take(count)
     prompts.close()

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections import Counter
 from pathlib import Path
 
-from furlong.commands.output import (
-    STYLES,
-    command_parser,
-    findings_code,
-    show,
-    show_findings,
-    show_json,
-    terminal_width,
-)
+from furlong.commands.output import STYLES, Report, command_parser, show, show_findings, terminal_width
 from furlong.errors import ConfigError
 from furlong.tools.environment import environment_findings, read_environment
 
@@ -39,90 +30,67 @@ def doctor(words: list[str]) -> int:
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
         return 0 if words else 2
-    as_json = "--json" in words
+    report = Report(as_json="--json" in words)
     words = [word for word in words if word != "--json"]
     match words:
         case ["--run", folder]:
-            return _examine_run(Path(folder), as_json=as_json)
+            return _examine_run(Path(folder), report)
         case ["--run", *folders]:
             raise ConfigError(f"furlong doctor --run needs one run directory; got {' '.join(folders) or 'none'}")
         case ["--list"]:
-            return _list(as_json=as_json)
+            return _list(report)
         case ["--explain", id]:
-            return _explain(id, as_json=as_json)
+            return _explain(id, report)
         case ["--list" | "--explain", *_]:
             raise ConfigError(f"{' '.join(words)}: write `furlong doctor --list` or `furlong doctor --explain ID`")
         case _:
-            return _check(words, as_json=as_json)
+            return _check(words, report)
 
 
-def _check(words: list[str], *, as_json: bool) -> int:
+def _check(words: list[str], report: Report) -> int:
     from furlong.config.command_line import examine
-    from furlong.run.checks import findings_before_run
+    from furlong.run.launch import findings_before_run
 
-    resolved, problems = examine(words)
-    findings = findings_before_run(resolved, problems)
+    findings = findings_before_run(*examine(words))
     counts = Counter(finding.severity for finding in findings)
-    ok = not counts["error"]
-    if as_json:
-        show(json.dumps({"ok": ok, "findings": [finding.record() for finding in findings]}, indent=1))
-    else:
+    report.record({"ok": not counts["error"], "findings": [finding.record() for finding in findings]})
+    if not report.as_json:
         show_findings(findings, well="no problems found")
         if findings:
             show(", ".join(f"{n} {severity}{'s' * (n != 1)}" for severity in STYLES if (n := counts[severity])))
-    return 0 if ok else 1
+    return int(counts["error"] > 0)
 
 
-def _examine_run(folder: Path, *, as_json: bool) -> int:
+def _examine_run(folder: Path, report: Report) -> int:
     """Print the status and problems of a run; exit code 1 if it has any. Raises ConfigError if it is not a run."""
     from furlong.diagnosis.postmortem.run_examination import examine
 
     result = examine(folder)
-    if as_json:
-        show(json.dumps(result.record(), indent=1))
-    else:
-        show(result.headline())
-        unknown = (
-            f"no known cause: the run {result.status}; {'the error above ended it' if result.error else 'see its log'}"
-        )
-        show_findings(result.diagnoses, well="no problems found" if result.is_healthy else unknown)
-        if result.last_words:
-            show("\n".join(["", *result.last_words]))
+    report.record(result.record())
+    report.text(result.headline())
+    unknown = (
+        f"no known cause: the run {result.status}; {'the error above ended it' if result.error else 'see its log'}"
+    )
+    report.findings(result.diagnoses, well="no problems found" if result.is_healthy else unknown)
+    if result.last_words:
+        report.text("", *result.last_words)
     return 0 if result.is_healthy else 1
 
 
-def _list(*, as_json: bool) -> int:
+def _list(report: Report) -> int:
     from furlong.catalogue import CATALOGUE
 
-    if as_json:
-        show(json.dumps([row.record() for row in CATALOGUE.values()], indent=1))
-        return 0
-    lines = [f"{row.id:8} {row.moments:4} {row.severity:8} {row.title}" for row in CATALOGUE.values()]
-    legend = "P before the run, R during the run, X after a failure; --explain ID describes a diagnosis"
-    show("\n".join([*lines, "", legend]))
+    report.record([row.record() for row in CATALOGUE.values()])
+    report.text(*(f"{row.id:8} {row.moments:4} {row.severity:8} {row.title}" for row in CATALOGUE.values()))
+    report.text("", "P before the run, R during the run, X after a failure; --explain ID describes a diagnosis")
     return 0
 
 
-def _wrapped(name: str, text: str) -> str:
-    """Wrap a named fact to the width of the terminal; flags and paths are not split."""
-    begin = f"  {name:8} "
-    return textwrap.fill(
-        text,
-        terminal_width(),
-        initial_indent=begin,
-        subsequent_indent=" " * len(begin),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _explain(id: str, *, as_json: bool) -> int:
+def _explain(id: str, report: Report) -> int:
     from furlong.catalogue import MOMENTS, find_row
 
     row = find_row(id)
-    if as_json:
-        show(json.dumps(row.record(), indent=1))
-        return 0
+    report.record(row.record())
     facts = {
         "when": ", ".join(MOMENTS[moment] for moment in row.moments) + f"; {row.severity}",
         "symptom": row.symptom,
@@ -130,8 +98,12 @@ def _explain(id: str, *, as_json: bool) -> int:
         "checked": row.checked,
         "fix": row.remedy,
     }
-    lines = [f"{row.id}: {row.title}", *(_wrapped(name, text) for name, text in facts.items())]
-    show("\n".join(lines))
+    report.text(f"{row.id}: {row.title}")
+    wrapper = textwrap.TextWrapper(
+        terminal_width(), subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False
+    )  # flags and paths are not split
+    for name, text in facts.items():
+        report.text(wrapper.fill(f"  {name:8} {text}"))
     return 0
 
 
@@ -140,13 +112,11 @@ def env(words: list[str]) -> int:
     options = command_parser("env", env.__doc__).parse_args(words)
     environment = read_environment()
     findings = environment_findings(environment)
-    if options.json:
-        show_json(findings, environment=environment.record())
-        return findings_code(findings)
+    report = Report(as_json=options.json)
     driver = f", {environment.driver}" if environment.driver else ""
-    show(f"furlong {environment.furlong}, Python {environment.python}, {environment.machine}{driver}")
+    report.text(f"furlong {environment.furlong}, Python {environment.python}, {environment.machine}{driver}")
     for package in environment.packages:
         state = "does not load" if package.problem else "" if package.is_tested else "not tested"
-        show(f"  {package.name:20}{package.installed or '-':18}{package.tested:16}{state}".rstrip())
-    show_findings(findings, well="all installed versions are tested")
-    return findings_code(findings)
+        report.text(f"  {package.name:20}{package.installed or '-':18}{package.tested:16}{state}".rstrip())
+    report.findings(findings, well="all installed versions are tested")
+    return report.end(environment=environment.record())

@@ -1,17 +1,16 @@
-"""Commands that inspect runs: `furlong report`, `diff`, `bundle`, `replay` and `trace`."""
+"""Commands that inspect runs: `furlong report`, `diff`, `bundle` and `replay`."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from furlong.commands.output import command_parser, findings_code, prints_blocks, show, show_findings, show_json
+from furlong.commands.output import Report, command_parser, prints_blocks
 from furlong.core.tracing import merge
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
-from furlong.run.run_folder import free_folder
+from furlong.run.folder import free_folder
 from furlong.tools.run_bundle import read_bundle, shape_differences, unpack, write_bundle
 from furlong.tools.run_diff import as_json, compare_runs, findings, summarize, table
 from furlong.tracking.run_files import METRICS, read_rows
@@ -29,6 +28,9 @@ def report(words: list[str]) -> int:
         action="store_true",
         help="runs are complete: count groups still in flight as lost, except those kept for a larger --num-rollout",
     )
+    parser.add_argument(
+        "--trace", action="store_true", help="merge the trace files of killed runs into trace.json, for ui.perfetto.dev"
+    )
     options = parser.parse_args(words)
     runs = [Path(run) for run in options.runs]
     paths = [*runs, *([Path(options.ledger)] if options.ledger else [])]
@@ -43,15 +45,18 @@ def report(words: list[str]) -> int:
     audits = [audit(_ledger(path), finished=options.finished) for path in paths if path not in without]
     summaries = [summarize(_ledger(path).parent) for path in runs if path not in without]
     ok = all(result.ok for result in audits)
-    if options.json:
-        summary = {"runs": [as_json(run) for run in summaries]} if summaries else {}
-        show(json.dumps({"ok": ok, "problems": [line for result in audits for line in result.problems]} | summary))
-        return 0 if ok else 1
+    out = Report(as_json=options.json)
+    summary = {"runs": [as_json(run) for run in summaries]} if summaries else {}
+    out.record({"ok": ok, "problems": [line for result in audits for line in result.problems]} | summary)
     parts = [table(summaries, draws_curves=prints_blocks())] if summaries else []
     parts += [result.summary() for result in audits if len(audits) == 1 or not result.ok]
     if len(audits) > 1 and ok:
         parts.append("every group of every run is accounted for")
-    show("\n\n".join(parts))
+    out.text("\n\n".join(parts))
+    for run in runs if options.trace else ():
+        if not any((run / "trace").glob("*.jsonl")):
+            raise ConfigError(f"{run} has no trace; train with --trace, and give the run directory (--output-dir)")
+        out.text(f"{merge(run / 'trace', run / 'trace.json')} events in {run}/trace.json; open it in ui.perfetto.dev")
     return 0 if ok else 1
 
 
@@ -80,18 +85,16 @@ def diff(words: list[str]) -> int:
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance of metrics (default: 0)")
     options = parser.parse_args(words)
     comparison = compare_runs(options.run_a, options.run_b, rtol=options.rtol)
-    diagnoses = findings(comparison)
-    if options.json:
-        show_json(diagnoses, comparison=comparison.record())
-        return findings_code(diagnoses)
+    report = Report(as_json=options.json)
     for m in comparison.metrics[:SHOWN_METRICS]:
         size = "" if m.largest is None else f"; largest relative difference {m.largest:.2e}"
-        show(f"{m.name}: from step {m.step}, {m.a} against {m.b}{size}")
+        report.text(f"{m.name}: from step {m.step}, {m.a} against {m.b}{size}")
     if len(comparison.metrics) > SHOWN_METRICS:
-        show(f"... and {len(comparison.metrics) - SHOWN_METRICS} more metrics")
+        report.text(f"... and {len(comparison.metrics) - SHOWN_METRICS} more metrics")
     stages = f"{comparison.num_stages} stages and " if comparison.num_stages else ""
-    show_findings(diagnoses, well=f"no difference: {stages}all metrics of {comparison.steps[0]} steps are equal")
-    return findings_code(diagnoses)
+    well = f"no difference: {stages}all metrics of {comparison.steps[0]} steps are equal"
+    report.findings(findings(comparison), well=well)
+    return report.end(comparison=comparison.record())
 
 
 def bundle(words: list[str]) -> int:
@@ -111,14 +114,15 @@ def bundle(words: list[str]) -> int:
         options.run, options.step, output, with_text=options.with_text, with_checkpoint=options.with_checkpoint
     )
     size = output.stat().st_size
-    if options.json:
-        show(json.dumps({"file": str(output), "bytes": size, "left_out": saved.left_out, "has_text": saved.has_text}))
-        return 0
-    show(f"{output}: step {saved.step}, {size / 1024:.0f} KiB, {'with' if saved.has_text else 'without'} text")
+    report = Report(as_json=options.json)
+    report.record({"file": str(output), "bytes": size, "left_out": saved.left_out, "has_text": saved.has_text})
+    report.text(f"{output}: step {saved.step}, {size / 1024:.0f} KiB, {'with' if saved.has_text else 'without'} text")
     if saved.left_out:
-        show(f"left out: the values of {', '.join(saved.left_out)}; describe them in the report")
+        report.text(f"left out: the values of {', '.join(saved.left_out)}; describe them in the report")
     if saved.step > 1 and not saved.has_checkpoint:
-        show("no checkpoint included: a replay starts from --hf-checkpoint, with the same shapes but other numbers")
+        report.text(
+            "no checkpoint included: a replay starts from --hf-checkpoint, with the same shapes but other numbers"
+        )
     return 0
 
 
@@ -159,16 +163,15 @@ def replay(words: list[str]) -> int:
     ]
     is_same = all(close for *_, close in rows)
     is_comparable = saved.has_checkpoint or saved.step == 1
-    if options.json:
-        metrics = {name: {"recorded": a, "replayed": b, "is_close": close} for name, a, b, close in rows}
-        show(json.dumps({"ok": is_same, "is_comparable": is_comparable, "metrics": metrics}, indent=1))
-    else:
-        lines = [
-            f"{name:42} {_number(a):>12} {_number(b):>12}{'' if close else '  differs'}" for name, a, b, close in rows
-        ]
-        show("\n".join([f"{f'step {saved.step}':42} {'recorded':>12} {'replayed':>12}", *lines]))
-        if not is_comparable:
-            show(f"step {saved.step} was trained from --hf-checkpoint; compare with a bundle made --with-checkpoint")
+    report = Report(as_json=options.json)
+    metrics = {name: {"recorded": a, "replayed": b, "is_close": close} for name, a, b, close in rows}
+    report.record({"ok": is_same, "is_comparable": is_comparable, "metrics": metrics})
+    report.text(f"{f'step {saved.step}':42} {'recorded':>12} {'replayed':>12}")
+    report.text(
+        *(f"{name:42} {_number(a):>12} {_number(b):>12}{'' if close else '  differs'}" for name, a, b, close in rows)
+    )
+    if not is_comparable:
+        report.text(f"step {saved.step} was trained from --hf-checkpoint; compare with a bundle made --with-checkpoint")
     return int(is_comparable and not is_same)
 
 
@@ -180,15 +183,3 @@ def _is_close(a: float | None, b: float | None, rtol: float) -> bool:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
-
-
-def trace(words: list[str]) -> int:
-    """Merge the trace files of a killed run into `trace.json`, for ui.perfetto.dev; other runs do so at their end."""
-    parser = command_parser("trace", trace.__doc__, has_json=False)
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run directory (--output-dir)")
-    folder = parser.parse_args(words).run
-    if not any((folder / "trace").glob("*.jsonl")):
-        raise ConfigError(f"{folder} has no trace; train with --trace, and give the run directory (--output-dir)")
-    target = folder / "trace.json"
-    show(f"{merge(folder / 'trace', target)} events in {target}; open it in ui.perfetto.dev")
-    return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from furlong.commands.output import show, terminal_width
+from furlong.commands.output import Report, show, terminal_width
 from furlong.config.command_line import load
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
@@ -41,10 +40,8 @@ def plan(words: list[str]) -> int:
     if not words or "-h" in words or "--help" in words:
         show(USAGE)
         return 0 if words else 2
-    words = list(words)
-    as_json = "--json" in words
-    if as_json:
-        words.remove("--json")
+    report = Report(as_json="--json" in words)
+    words = [word for word in words if word != "--json"]
     name, size = _device(_pop_value(words, "--device", f"{', '.join(DEVICES)}, or the GPU's memory in GiB"))
     gpus = _count(_pop_value(words, "--gpus", "the number of GPUs"))
     assumed = assumptions(words, gpus=gpus, device_bytes=size)
@@ -56,11 +53,8 @@ def plan(words: list[str]) -> int:
     config = load(words, preset=assumed).config
     folder = Path(str(config.rollout.hf_checkpoint))
     memory = plan_memory(config, read_json(folder / "config.json"), size)
-    if as_json:
-        show(json.dumps(memory.record() | {"device": name, "assumed": shown(assumed)}, indent=1))
-    else:
-        note = f"assumed: {shown(assumed)}\n\n" if shown(assumed) else ""
-        show(note + _text(memory, name))
+    report.record(memory.record() | {"device": name, "assumed": shown(assumed)})
+    report.text(*([f"assumed: {shown(assumed)}", ""] if shown(assumed) else []), _text(memory, name))
     return 0 if memory.fits else 1
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, cast
 
-from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.commands.output import Report, command_parser, show, subcommand
 from furlong.core.json_values import parse_written_json
 from furlong.core.text import shortened
 from furlong.errors import ConfigError, DataError
@@ -21,9 +20,7 @@ def template(words: list[str]) -> int:
     parser = command_parser("template", template.__doc__, has_json=False)
     commands = parser.add_subparsers(dest="command", required=True)
     does = "render scripted conversations and check every turn"
-    check = commands.add_parser(
-        "check", help=does, description=f"{does.capitalize()}; exit code 1 on a problem.", allow_abbrev=False
-    )
+    check = subcommand(commands, "check", does, f"{does.capitalize()}; exit code 1 on a problem.")
     check.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="directory of the tokenizer")
     check.add_argument("--template", metavar="FILE|NAME", help="template to check (default: the tokenizer's)")
     check.add_argument(
@@ -34,9 +31,7 @@ def template(words: list[str]) -> int:
     check.add_argument("--rollout-stop", nargs="+", default=[], metavar="TEXT", help="as in training")
     check.add_argument("--prompt-data", metavar="FILE", help="prompts, to detect ones that are already rendered")
     check.add_argument("--input-key", default="input", metavar="KEY", help="column of the prompt (default: input)")
-    check.add_argument("--json", action="store_true", help="print JSON")
-    listed = commands.add_parser("list", help="list the templates that ship with furlong")
-    listed.add_argument("--json", action="store_true", help="print JSON")
+    subcommand(commands, "list", "list the templates that ship with furlong")
     shown = commands.add_parser("show", help="print a shipped template")
     shown.add_argument("name", metavar="NAME")
     options = parser.parse_args(words)
@@ -44,20 +39,17 @@ def template(words: list[str]) -> int:
         case "check":
             return _check(options)
         case "list":
-            return _list(as_json=options.json)
+            from furlong.models.tokenizer import SHIPPED
+
+            rows, report = {name: template.family for name, template in SHIPPED.items()}, Report(as_json=options.json)
+            report.record(rows)
+            report.text(*(f"{name:30}{family}" for name, family in rows.items()))
+            return 0
         case _:
             from furlong.models.tokenizer import read_template
 
             show(read_template(options.name, "furlong template show"))
             return 0
-
-
-def _list(*, as_json: bool) -> int:
-    from furlong.models.tokenizer import SHIPPED
-
-    rows = {name: template.family for name, template in SHIPPED.items()}
-    show(json.dumps(rows, indent=1) if as_json else "\n".join(f"{name:30}{family}" for name, family in rows.items()))
-    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -91,13 +83,11 @@ def _check(options: argparse.Namespace) -> int:
         raise DataError(f"{problem}; use another template (--chat-template-path)") from error
     if options.prompt_data is not None:
         findings += prompt_findings(_prompts(options), tokenizer, name=options.prompt_data)
-    if options.json:
-        show_json(findings, trials=[dataclasses.asdict(t) | {"verdict": t.verdict} for t in trials])
-    else:
-        for t in trials:
-            show(f"{t.verdict:9} {t.conversation}, thinking {t.thinking}{': ' * bool(t.refused)}{t.refused}")
-        show_findings(findings, well=f"{name} only appends, and its turns end where generation stops")
-    return findings_code(findings)
+    report = Report(as_json=options.json)
+    for t in trials:
+        report.text(f"{t.verdict:9} {t.conversation}, thinking {t.thinking}{': ' * bool(t.refused)}{t.refused}")
+    report.findings(findings, well=f"{name} only appends, and its turns end where generation stops")
+    return report.end(trials=[dataclasses.asdict(t) | {"verdict": t.verdict} for t in trials])
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Commands that show runs: `furlong view` and `furlong plot`."""
+"""`furlong view`: show runs on a local web page, or write the page to a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 from furlong.commands.output import command_parser, show
-from furlong.errors import ConfigError
-from furlong.files.atomic import write_atomically
-from furlong.tools.run_plot import panels_of, svg_of
 from furlong.view.page_file import write_page
 from furlong.view.page_server import serve_page
 from furlong.view.run_reader import open_runs
@@ -41,26 +38,6 @@ def view(words: list[str]) -> int:
         opens_browser=not options.no_browser and has_display and sys.stdout.isatty(),
         announce=_announce,
     )
-    return 0
-
-
-def plot(words: list[str]) -> int:
-    """Draw curves of runs in one SVG picture: reward and evaluations, or the given metrics."""
-    parser = command_parser("plot", plot.__doc__, has_json=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run directories (--output-dir)")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="picture to write, such as curve.svg")
-    parser.add_argument(
-        "--metric", metavar="NAME", action="append", default=[], help="metric to draw, as in metrics.jsonl; repeatable"
-    )
-    options = parser.parse_args(words)
-    if options.out.suffix != ".svg":
-        raise ConfigError(f"--out {options.out}: pictures are SVG; use {options.out.with_suffix('.svg')}")
-    panels = panels_of(options.runs, options.metric)
-    try:
-        write_atomically(options.out, svg_of(panels))
-    except OSError as error:
-        raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}; choose another file") from error
-    show(f"{options.out}: {', '.join(panel.metric for panel in panels)}")
     return 0
 
 

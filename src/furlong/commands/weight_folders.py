@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.commands.output import command_parser, findings_code, show, show_findings, show_json
+from furlong.commands.output import Report, command_parser, show, show_findings
 from furlong.commands.quantize import dequantize, hf_to_fp8, hf_to_int4
 from furlong.diagnosis.saved_files import check_saved
 from furlong.errors import CheckpointError, ConfigError
@@ -61,14 +61,11 @@ def check(words: list[str]) -> int:
     findings = records
     if findings is None:
         findings = _findings(options.folder, options.hf_checkpoint, with_values=not options.headers_only)
-    if options.json:
-        show_json(findings, folder=str(options.folder))
-    elif records is not None:
-        show_findings(findings, well=f"{options.folder}: all files are intact")
-    else:
-        what = "files and layers" if options.headers_only else "files, layers and values"
-        show_findings(findings, well=f"{options.folder}: {what} are complete")
-    return findings_code(findings)
+    what = "files and layers" if options.headers_only else "files, layers and values"
+    well = "all files are intact" if records is not None else f"{what} are complete"
+    report = Report(as_json=options.json)
+    report.findings(findings, well=f"{options.folder}: {well}")
+    return report.end(folder=str(options.folder))
 
 
 def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Diagnosis]:

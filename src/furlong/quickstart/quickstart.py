@@ -104,7 +104,7 @@ def _new_folder(requested: Path | None, *, is_async: bool) -> Path:
             raise ConfigError(f"--output-dir {requested} already contains a run; choose a new directory")
         requested.mkdir(parents=True, exist_ok=True)
         return requested
-    from furlong.run.run_folder import free_folder
+    from furlong.run.folder import free_folder
 
     base = Path("outputs") / ("quickstart-async" if is_async else "quickstart")
     folder = free_folder(base)

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import importlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,13 +18,14 @@ from furlong.catalogue import Problem
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
+from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
-from furlong.run.notebook import REFRESH_S, LiveDisplay, Picture, open_display, plot_runs, run_html
-from furlong.run.run_folder import run_folder
 from furlong.run.signals import EXIT_CODES
+from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
 
 T = TypeVar("T")
+REFRESH_S = 2.0  # between two updates of a live display in a notebook
 _EXIT_CODES = {f"by {reason}": code for reason, code in EXIT_CODES.items()}
 
 
@@ -81,15 +84,6 @@ class Run:
             raise ConfigError("Run.frame() needs pandas, which is not installed; pip install pandas, or read Run.rows")
         return pandas.DataFrame(self.rows or {"step": []}).set_index("step").astype(float)
 
-    def plot(self, *metrics: str) -> Picture:
-        """Draw curves, which notebooks display: the given metrics, by default reward and evaluations.
-
-        Raises ConfigError for a metric that the run has not recorded, and before its first step.
-
-        >>> Run("outputs/quickstart").plot("train/grad_norm").save("grad_norm.svg")  # doctest: +SKIP
-        """
-        return plot_runs([self.folder], metrics)
-
     def _repr_html_(self) -> str:
         return run_html(self.folder)
 
@@ -127,7 +121,7 @@ def train(**flags: Any) -> Run:
     Keywords are the flags of `furlong train` with underscores, values are Python values; a `Path` is accepted for text.
     `config` and `custom_config_path` name YAML files. Preflight, run folder and log are those of the command.
     If an event loop is already running, as in a notebook, training runs in a separate thread and this call blocks. A
-    notebook's cell shows a table and curves, which are updated while the run is in progress.
+    notebook's cell shows a table, which is updated while the run is in progress.
 
     Raises the errors that the command reports: ConfigError with every problem before anything is written, other
     FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
@@ -227,3 +221,50 @@ def _signals_raise() -> Generator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def run_html(folder: Path, *, num_steps: int | None = None) -> str:
+    """Return a table of a run's numbers as HTML, in which names are escaped."""
+    summary = summarize(folder)
+    cells = {"run": summary.name, "step": f"{summary.num_steps}{f' of {num_steps}' if num_steps else ''}"}
+    if summary.reward is not None:
+        cells["reward"] = f"{summary.reward[0]:.3f} to {summary.reward[1]:.3f}"
+    for name, (first, best, step) in summary.evaluations.items():
+        cells[f"eval {name}"] = f"{first:.3f} at first, best {best:.3f} at step {step}"
+    if summary.step_s is not None:
+        cells["s/step"] = f"{summary.step_s:.2f}"
+    if summary.diagnoses:
+        cells["diagnoses"] = ", ".join(summary.diagnoses)
+    heads = "".join(f"<th>{escape(name)}</th>" for name in cells)
+    values = "".join(f"<td>{escape(value)}</td>" for value in cells.values())
+    return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table>"
+
+
+class LiveDisplay:
+    """The output of a notebook cell that shows a run in progress. `refresh` is called from the cell's thread."""
+
+    def __init__(self, folder: Path, num_steps: int | None, show: Callable[..., Any]) -> None:
+        self._folder, self._num_steps = folder, num_steps
+        self._handle: Any = show(self._content(), raw=True, display_id=True)
+        self._stamp = ""
+
+    def refresh(self) -> None:
+        """Update the output if the run has recorded something new."""
+        content = self._content()
+        if (html := content["text/html"]) != self._stamp:
+            self._stamp = html
+            self._handle.update(content, raw=True)
+
+    def _content(self) -> dict[str, str]:
+        return {"text/html": run_html(self._folder, num_steps=self._num_steps), "text/plain": str(self._folder)}
+
+
+def open_display(folder: Path, num_steps: int | None) -> LiveDisplay | None:
+    """Return the display of a run; None outside of notebooks. IPython is not imported: a notebook has it."""
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None:
+        return None
+    shell: Any = ipython.get_ipython()
+    if shell is None or getattr(shell, "kernel", None) is None:
+        return None
+    return LiveDisplay(folder, num_steps, ipython.display.display)

@@ -18,7 +18,6 @@ from furlong.config.sections import by_field
 from furlong.core.text import redact_credentials
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
-from furlong.tracking.event_fields import is_event, is_step
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ RUN_STARTS = "run folder"  # begins the first line that each start of a run logs
 JsonRow = dict[str, Any]
 
 TYPES: dict[str, type] = {"step": int, "event": str}  # types of the keys that rows are selected by
-CHECKS = {METRICS: is_step, EVENTS: is_event}  # of the other fields, by the name of the file
 
 
 class StepFile:
@@ -201,11 +199,8 @@ def torn_lines(path: Path, numbers: Collection[int]) -> list[int]:
 
 def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, JsonRow | None]]:
     """Yield the number of each line, the line, and its row, None if it is invalid; skip an incomplete last line."""
-    has_right_fields = CHECKS.get(path.name, lambda _: True)
     for number, line in _lines(path):
         row = _row(line, keys)
-        if row is not None and not has_right_fields(row):
-            row = None
         if row is not None or line.endswith(b"\n"):
             yield number, line, row
 

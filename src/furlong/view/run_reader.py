@@ -15,7 +15,6 @@ import orjson
 from furlong.catalogue import CATALOGUE
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import is_locked
-from furlong.tracking.event_fields import is_event, is_step
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, JsonRow, read_sections
 
 ENDS = {"end": "finished", "failed": "failed", "stopped": "stopped"}
@@ -72,8 +71,8 @@ class RunReader:
         self.folder, self.name = folder, name or folder.resolve().name
         self.sections = read_sections(folder)
         self._lock = threading.Lock()
-        self._metrics = TailedFile(folder / METRICS, lambda row: type(row.get("step")) is int and is_step(row))
-        self._events = TailedFile(folder / EVENTS, lambda row: isinstance(row.get("event"), str) and is_event(row))
+        self._metrics = TailedFile(folder / METRICS, lambda row: type(row.get("step")) is int)
+        self._events = TailedFile(folder / EVENTS, lambda row: isinstance(row.get("event"), str))
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self.events: list[JsonRow] = []

@@ -38,13 +38,16 @@ from furlong.models.tokenizer import read_template, write_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.agents import AgentHooks
 from furlong.tracking.console import ConsoleTracker
-from furlong.tracking.mlflow import MlflowTracker
 from furlong.tracking.run_files import EVENTS, EventLog, StepFile, read_steps
-from furlong.tracking.swanlab import SwanlabTracker
-from furlong.tracking.tensorboard import TensorBoardTracker
-from furlong.tracking.trackers import JsonlTracker, Trackers
-from furlong.tracking.trackio import TrackioTracker
-from furlong.tracking.wandb import WandbTracker
+from furlong.tracking.trackers import (
+    JsonlTracker,
+    MlflowTracker,
+    SwanlabTracker,
+    TensorBoardTracker,
+    Trackers,
+    TrackioTracker,
+    WandbTracker,
+)
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster import Cluster, build_cluster, build_ray_trainer
 from furlong.wiring.context import RunContext

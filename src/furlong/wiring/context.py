@@ -22,7 +22,7 @@ from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.episodes import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
-from furlong.tracking.sample_tables import TRAINED, SampleTables
+from furlong.tracking.trackers import TRAINED, SampleTables
 
 if TYPE_CHECKING:
     from furlong.sessions.session_server import SessionServer

@@ -133,7 +133,7 @@ def test_errors_of_a_command_become_exit_codes(error, code, message, monkeypatch
     def fail(words):
         raise error
 
-    monkeypatch.setattr("furlong.commands.train.train", fail)
+    monkeypatch.setattr("furlong.cli.train", fail)
     assert main(["train"]) == code
     err = capsys.readouterr().err
     assert message in err
@@ -144,7 +144,7 @@ def test_unexpected_errors_are_not_hidden(monkeypatch):
     def fail(words):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("furlong.commands.train.train", fail)
+    monkeypatch.setattr("furlong.cli.train", fail)
     with pytest.raises(ZeroDivisionError):
         main(["train"])
 

@@ -9,7 +9,7 @@ from furlong.config.checks.validate import notices
 from furlong.config.command_line import examine
 from furlong.config.evaluation import used_eval_specs
 from furlong.config.flag_spec import flag_specs
-from furlong.run.checks import findings_before_run
+from furlong.run.launch import findings_before_run
 from furlong.training.megatron.parallel_layout import Layout
 
 MEGATRON = ["--train-backend", "megatron"]

@@ -24,8 +24,7 @@ from furlong.errors import CheckpointError, ConfigError, DataError
 from furlong.files.atomic import is_locked
 from furlong.files.checkpoint_folder import MANIFEST, TRACKER
 from furlong.machine import Threads
-from furlong.run.launch import _resume_hint, _resume_thread_count, run
-from furlong.run.run_folder import (
+from furlong.run.folder import (
     IN_USE,
     LOCK,
     RUN_FILES,
@@ -34,7 +33,8 @@ from furlong.run.run_folder import (
     log_changed_flags,
     run_folder,
 )
-from furlong.run.run_records import log_run
+from furlong.run.launch import _resume_hint, _resume_thread_count, run
+from furlong.run.records import log_run
 from furlong.tracking.run_files import EventLog
 from furlong.tracking.trackers import JsonlTracker
 from runs import flags, write_model, write_prompts, write_prompts_bad_beyond_the_preflight

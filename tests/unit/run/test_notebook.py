@@ -1,13 +1,11 @@
 import json
 import sys
 import types
-from xml.etree import ElementTree
 
 import pytest
 
 from furlong.errors import ConfigError
-from furlong.run.notebook import open_display
-from furlong.run.python_api import Run
+from furlong.run.python_api import Run, open_display
 
 
 def add_step(folder, step, **metrics):
@@ -39,22 +37,10 @@ def test_metrics_are_a_frame_with_a_row_per_step(run, monkeypatch):
         run.frame()
 
 
-def test_a_plot_is_a_picture_that_can_be_saved(run, tmp_path):
-    picture = run.plot("eval/x")
-    assert ElementTree.fromstring(picture._repr_svg_()).tag.endswith("svg")
-    picture.save(tmp_path / "x.svg")
-    assert (tmp_path / "x.svg").read_text() == picture.svg
-    with pytest.raises(ConfigError, match="SVG"):
-        picture.save(tmp_path / "x.png")
-    with pytest.raises(ConfigError, match="eval/x"):
-        run.plot("eval/y")
-
-
 def test_a_notebook_shows_a_run_as_escaped_html(run):
     html = run._repr_html_()
     assert "a&lt;b&gt;" in html
     assert "a<b>" not in html
-    assert "<svg" in html
 
 
 class Shown:
@@ -91,12 +77,6 @@ def test_a_live_display_changes_with_the_run(run, monkeypatch):
     display.refresh()
     assert len(shown.contents) == num_before + 1
     assert "2 of 3" in shown.contents[-1]
-
-
-def test_a_run_without_a_step_is_displayed_without_curves(tmp_path, monkeypatch):
-    shown = install_ipython(monkeypatch, types.SimpleNamespace(kernel=object()))
-    open_display(tmp_path, None)
-    assert "<svg" not in shown.contents[0]
 
 
 @pytest.mark.parametrize("shell", [None, types.SimpleNamespace()])

@@ -3,7 +3,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from furlong.cli import main
 from furlong.core.text import sparkline
 from furlong.errors import ConfigError
 from furlong.tools.run_plot import WIDTH, Panel, panels_of, svg_of, ticks
@@ -41,15 +40,6 @@ def test_an_unknown_metric_and_a_folder_without_steps_are_refused(tmp_path):
         panels_of([run], ["train/los"])
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         panels_of([tmp_path / "none"])
-
-
-def test_the_command_writes_a_picture(tmp_path, capsys):
-    run = write_steps(tmp_path / "run", [{"step": i, "train/loss": 0.0} for i in (1, 2)])
-    assert main(["plot", str(run), "--metric", "train/loss", "--out", str(tmp_path / "loss.svg")]) == 0
-    assert ElementTree.parse(tmp_path / "loss.svg").getroot().get("role") == "img"
-    assert "train/loss" in capsys.readouterr().out
-    assert main(["plot", str(run), "--out", str(tmp_path / "loss.png")]) == 2
-    assert main(["plot", str(run), "--out", str(tmp_path / "no" / "loss.svg")]) == 2
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-3.0, -3.0), (1e-9, 2e-9), (0, 1e7), (-0.31, 0.29), (5, 5)])

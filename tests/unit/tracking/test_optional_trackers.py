@@ -12,11 +12,15 @@ import pytest
 from furlong.config.sections import TrackFlags
 from furlong.core.sample import Sample, Status
 from furlong.errors import ConfigError
-from furlong.tracking.mlflow import MlflowTracker
-from furlong.tracking.sample_tables import COLUMNS, SampleTable, SampleTables
-from furlong.tracking.swanlab import SwanlabTracker
-from furlong.tracking.trackio import TrackioTracker
-from furlong.tracking.wandb import WandbTracker
+from furlong.tracking.trackers import (
+    COLUMNS,
+    MlflowTracker,
+    SampleTable,
+    SampleTables,
+    SwanlabTracker,
+    TrackioTracker,
+    WandbTracker,
+)
 
 METRICS = {"train/loss": 0.5, "eval/x-pass@2": 0.25, "train/kl_loss": math.nan}
 FLAGS = TrackFlags(run_name="first", tracker_project="sums")

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from furlong.core.sample import Sample, Status
-from furlong.tracking.sample_tables import COLUMNS, MAX_CHARS, SampleTable, SampleTables
-from furlong.tracking.tensorboard import TensorBoardTracker
-from furlong.tracking.trackers import Trackers
+from furlong.tracking.trackers import COLUMNS, MAX_CHARS, SampleTable, SampleTables, TensorBoardTracker, Trackers
 
 
 def samples(count: int, **more: Any) -> list[Sample]:

@@ -20,7 +20,7 @@ from furlong.core import tracing
 from furlong.core.text import redact_credentials
 from furlong.errors import DiagnosisError, TerminatedError, failure_record
 from furlong.machine import LOG_FORMAT, chosen_log_level
-from furlong.run.run_folder import lock_file
+from furlong.run.folder import lock_file
 from furlong.tracking.console import terminal
 from furlong.version import __version__
 
