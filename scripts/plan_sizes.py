@@ -17,8 +17,7 @@ from typing import Any
 
 from furlong.config.command_line import load
 from furlong.tools.gpu_memory import device_bytes
-from furlong.tools.memory_model import ModelSize
-from furlong.tools.memory_phases import GIB, Phase
+from furlong.tools.memory_formulas import GIB, ModelSize, Phase
 from furlong.tools.memory_plan import MemoryPlan, plan_memory
 
 QWEN: dict[str, Any] = {

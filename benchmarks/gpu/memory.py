@@ -6,7 +6,7 @@
     python benchmarks/gpu/memory.py --parts megatron --shapes 0.6b 1.7b          # Megatron-core with one rank
     python benchmarks/gpu/memory.py --parts ranks --one-gpu --shapes 0.6b 1.7b   # two ranks, each with half of one GPU
 
-Predictions come from `tools.memory_phases`, as shown by `furlong plan`, and use only the model's dimensions. Each line
+Predictions come from `tools.memory_formulas` (`furlong plan`) and use only the model's dimensions. Each line
 shows predicted bytes, measured bytes and their ratio; the target is 0.85 to 1.15.
 
     trainer   PyTorch's peak allocated memory per phase of the second step: shapes, micro-batches, recomputation
@@ -50,8 +50,16 @@ from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.inference.supervisor.process import HostGpus, LocalHost
 from furlong.inference.supervisor.replica import start_server
 from furlong.interfaces import SamplingParams
-from furlong.tools.memory_model import ModelSize, TrainingSetup
-from furlong.tools.memory_phases import GIB, ServingSetup, on_host, serving_phase, training_phases, usable
+from furlong.tools.memory_formulas import (
+    GIB,
+    ModelSize,
+    ServingSetup,
+    TrainingSetup,
+    on_host,
+    serving_phase,
+    training_phases,
+    usable,
+)
 from furlong.tools.memory_plan import ASLEEP_FRAC, asleep_bytes
 from furlong.training.backend_interface import PipelinedBackend
 from furlong.training.megatron.parallel_layout import Layout

@@ -76,8 +76,8 @@ ROWS = (
         cause="A custom generate function appends the environment's tokens with a loss mask of ones.",
         checked="Whether a custom generate function masks such tokens; samples with tokens of the environment whose "
         "loss mask is all ones.",
-        remedy="Append the environment's tokens with sample.append_response_tokens(tokens, trainable=False), or set "
-        "zeros for them in sample.loss_mask.",
+        remedy="Append the environment's tokens with sample.append_response_tokens(tokens=ids, text=text, "
+        "trainable=False), or set zeros for them in sample.loss_mask.",
         guides=(ST,),
     ),
     Row(

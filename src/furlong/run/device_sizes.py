@@ -17,8 +17,7 @@ from furlong.config.topology import Topology, uses_ray
 from furlong.core.model_config import read_json
 from furlong.errors import FurlongError
 from furlong.inference.embedded.model_loading import GPU_KV_FRAC
-from furlong.tools.memory_model import ModelSize
-from furlong.tools.memory_phases import Phase, resting, training_phases, usable
+from furlong.tools.memory_formulas import ModelSize, Phase, resting, training_phases, usable
 from furlong.tools.memory_plan import longest_sample, training_of
 
 GIB = 2**30

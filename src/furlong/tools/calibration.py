@@ -1,7 +1,15 @@
-"""Calibrates quantized weights on texts, decoder layer by decoder layer, with a whole model in memory."""
+"""Calibrates quantized weights on texts, decoder layer by decoder layer, with a whole model in memory.
+
+The texts are the user's, or what the model writes itself. At the end the scales of INT4 are tuned together, so that the
+whole model's distribution of tokens comes closer to the unquantized one.
+
+Axes: T tokens of a sequence, E hidden size, R rows of a weight, G its groups.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,20 +18,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from furlong.errors import CheckpointError, ConfigError
+from furlong.inference.embedded import EmbeddedEngine
+from furlong.interfaces import SamplingParams
 from furlong.models.hf_config import load_config
 from furlong.models.hf_model import load_network
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quantization.compensation import Compensable, compensated
 from furlong.quantization.int4 import Int4Groups
 from furlong.quantization.scheme import QuantizationScheme
-from furlong.tools.own_samples import own_samples
-from furlong.tools.scale_tuning import tuned_scales
 
 MIN_WINDOWS, MAX_WINDOWS = 16, 32  # sequences of the text, spread evenly
 WINDOW = 512  # tokens of each
+NUM_FROM_ANY, NUM_FROM_BEGIN = 64, 32  # sequences that begin with a random token, and with the model's first one
+LENGTH = 256  # tokens of each
+BATCH_TOKENS = 512  # of an optimizer step
+LEARNING_RATE, WARMUP = 0.002, 5  # of the scales' ratios to those before; steps
 
 Parts = Mapping[str, Tensor]
 
@@ -169,3 +183,87 @@ def _hooks(modules: Sequence[nn.Module], hook: Any) -> Generator[None]:
 
 def _output(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
+
+
+# ---- scales of INT4
+
+
+class _Scaled(nn.Module):
+    """A weight whose groups are multiplied by ratios."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ratio_RG = nn.Parameter(torch.ones(shape))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight.unflatten(1, (self.ratio_RG.shape[1], -1)) * self.ratio_RG[:, :, None]).flatten(1)
+
+
+def tuned_scales(
+    model: PreTrainedModel, scales: Mapping[nn.Linear, Tensor], ids: Tensor, targets: Sequence[Tensor]
+) -> dict[nn.Linear, Tensor]:
+    """Return better scales [R, G] of linear layers, whose weights in `model` are the quantized ones, in one pass.
+
+    ids: sequences [sequences, T]. targets: for each, the last hidden states [T, E] of the unquantized model. The
+    divergence (KL) of the tokens' distributions falls; the integers of the weights stay. Changes the modules.
+    """
+    model.requires_grad_(False)
+    ratios: dict[nn.Linear, nn.Parameter] = {}
+    for module, scale in scales.items():
+        scaled = _Scaled(tuple(scale.shape))
+        parametrize.register_parametrization(module, "weight", scaled)
+        ratios[module] = scaled.ratio_RG
+    optimizer = torch.optim.Adam(ratios.values(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    batches = order.split(max(1, BATCH_TOKENS // ids.shape[1]))
+    with torch.enable_grad():
+        for step, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                cosine = (1 + math.cos(math.pi * step / len(batches))) / 2
+                group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * cosine
+            for sequence in batch.tolist():
+                (_divergence(model, ids[sequence], targets[sequence]) / len(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {module: (scale.float() * ratios[module].detach()).to(scale.dtype) for module, scale in scales.items()}
+
+
+def _divergence(model: PreTrainedModel, ids: Tensor, target_TE: Tensor) -> Tensor:
+    """Return the mean KL divergence of the tokens of a sequence; matmuls are computed in bfloat16."""
+    head = cast("Any", model).get_output_embeddings()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_TE = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        logits, target = head(hidden_TE).float(), head(target_TE).float()
+    return functional.kl_div(logits.log_softmax(-1), target.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+# ---- texts of the model itself
+
+
+def own_samples(folder: Path) -> Tensor:
+    """Return sequences [samples, LENGTH] that the model of the folder samples at temperature 1, the same in each call.
+
+    A random first token leads to all kinds of texts; `bos_token_id`, if there is one, to chats in instruct models.
+    """
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    vocab_size = min(len(tokenizer.get_vocab()), config.get_text_config().vocab_size)
+    first = torch.randint(vocab_size, (NUM_FROM_ANY + NUM_FROM_BEGIN,), generator=torch.Generator().manual_seed(0))
+    if isinstance(config.bos_token_id, int):
+        first[NUM_FROM_ANY:] = config.bos_token_id
+    return torch.tensor(asyncio.run(_completed(folder, first.tolist())))
+
+
+async def _completed(folder: Path, first: list[int]) -> list[list[int]]:
+    engine = EmbeddedEngine(folder, dtype=torch.bfloat16, num_slots=len(first), context_len=LENGTH, prefix_tokens=0)
+    try:
+        completions = await asyncio.gather(
+            *(
+                engine.generate(
+                    [token], SamplingParams(max_new_tokens=LENGTH - 1, ignore_eos=True, sampling_seed=number)
+                )
+                for number, token in enumerate(first)
+            )
+        )
+    finally:
+        await engine.close()
+    return [[token, *completion.tokens] for token, completion in zip(first, completions, strict=True)]

@@ -1,6 +1,6 @@
 """The memory plan of a run: what each phase needs on a GPU, flags with which it fits, and defaults for missing flags.
 
-`tools.memory_phases` has the formulas, this module the flags. Neither needs a GPU or torch.
+`tools.memory_formulas` has the formulas, this module the flags. Neither needs a GPU or torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from furlong.config.topology import Topology
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
-from furlong.tools.memory_model import NODE, ModelSize, TrainingSetup
-from furlong.tools.memory_phases import (
+from furlong.tools.memory_formulas import (
     GIB,
+    NODE,
+    ModelSize,
     Phase,
     ServingSetup,
+    TrainingSetup,
     engine_weights,
     least_fraction,
     most_tokens,

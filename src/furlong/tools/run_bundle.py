@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.command_line import argv_from_config, config_from_values
-from furlong.config.flag_spec import FlagSpec, flag_specs
+from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.model_config import read_json
 from furlong.core.sample import Group, Sample, scalar_reward
@@ -38,19 +37,7 @@ from furlong.tracking.run_files import METRICS, read_flags, read_rows
 from furlong.version import __version__
 
 FORMAT = "furlong-bundle-1"
-# What zipfile and json raise for damaged files; members have a CRC-32.
-DAMAGED_ZIP = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-)
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error)
 MANIFEST_NAME, SAMPLES_NAME, CHECKPOINT_PREFIX = "bundle.json", "rollout.safetensors", "checkpoint/"
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 SECTIONS = frozenset({"algo", "train", "optim"})
@@ -146,7 +133,7 @@ def read_bundle(path: Path) -> Bundle:
                 f"{path} is not in a format that this version supports ({FORMAT}); use the version that wrote it"
             )
         return Bundle(**values)
-    except DAMAGED_ZIP as error:
+    except DAMAGED as error:
         raise DataError(
             f"{path} is not a bundle, or is damaged ({type(error).__name__}: {error}); create one with `furlong bundle`"
         ) from error
@@ -154,28 +141,26 @@ def read_bundle(path: Path) -> Bundle:
 
 def unpack(path: Path, bundle: Bundle, folder: Path) -> list[str]:
     """Extract a bundle's files into `folder`; return the flags for them and for the step."""
+    step = bundle.step - 1
+    words = ["--load-debug-rollout-data", str(folder / "{rollout_id}.safetensors")]
+    words += ["--num-rollout", str(bundle.step), "--start-rollout-id", str(step)]
     try:
-        return _unpacked(path, bundle, folder)
-    except DAMAGED_ZIP as error:
+        with zipfile.ZipFile(path) as file:
+            (folder / f"{step}.safetensors").write_bytes(file.read(SAMPLES_NAME))
+            if bundle.has_checkpoint:
+                checkpoint = folder / "checkpoint" / folder_name(step)
+                (checkpoint / "trainer").mkdir(parents=True)
+                for name in file.namelist():
+                    if name.startswith(CHECKPOINT_PREFIX):  # without folders, which could lead outside
+                        (checkpoint / "trainer" / Path(name).name).write_bytes(file.read(name))
+                mark = {"id": "bundle", "events": 0, "bytes": 0}  # of no data and no ledger
+                state = {"format": STATE_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
+                (checkpoint / "state.json").write_text(json.dumps(state))
+                write_manifest(checkpoint, step)
+                (checkpoint.parent / TRACKER).write_text(f"{step}\n")
+                words += ["--load", str(checkpoint.parent)]
+    except DAMAGED as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); copy it again") from error
-
-
-def _unpacked(path: Path, bundle: Bundle, folder: Path) -> list[str]:
-    template = folder / f"{bundle.step - 1}.safetensors"
-    with zipfile.ZipFile(path) as file:
-        template.write_bytes(file.read(SAMPLES_NAME))
-        words = [
-            *("--load-debug-rollout-data", str(folder / "{rollout_id}.safetensors")),
-            *("--num-rollout", str(bundle.step), "--start-rollout-id", str(bundle.step - 1)),
-        ]
-        if bundle.has_checkpoint:
-            checkpoint = folder / "checkpoint" / folder_name(bundle.step - 1)
-            (checkpoint / "trainer").mkdir(parents=True)
-            for name in file.namelist():
-                if name.startswith(CHECKPOINT_PREFIX):  # without folders, which could lead outside
-                    (checkpoint / "trainer" / Path(name).name).write_bytes(file.read(name))
-            _complete(checkpoint, bundle.step - 1)
-            words += ["--load", str(checkpoint.parent)]
     return words
 
 
@@ -222,16 +207,12 @@ def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         value = flags.get(spec.field)
         if spec.section not in SECTIONS and spec.field not in MORE_FIELDS:
             continue
-        if _is_harmless(spec):
+        # Numbers, switches and choices, and patterns of parameters.
+        if spec.field in PATTERNS or (spec.type is not str and spec.kind != "json") or spec.choices:
             kept[spec.field] = value
         elif value not in (None, [], spec.default):
             left_out.append(spec.flag)
     return kept, left_out
-
-
-def _is_harmless(spec: FlagSpec) -> bool:
-    """Whether a flag's value is a number, a switch or a choice."""
-    return spec.field in PATTERNS or (spec.type is not str and spec.kind != "json") or bool(spec.choices)
 
 
 def _shape(folder: Path) -> dict[str, Any]:
@@ -258,12 +239,3 @@ def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
         empty = Sample()
         for name in TEXTS:
             setattr(sample, name, getattr(empty, name))
-
-
-def _complete(folder: Path, step: int) -> None:
-    """Complete a checkpoint of the trainer's files, without data position and ledger."""
-    mark = {"id": "bundle", "events": 0, "bytes": 0}
-    state = {"format": STATE_FORMAT, "step": step, "ahead": [], "source": {}, "ledger": mark}
-    (folder / "state.json").write_text(json.dumps(state))
-    write_manifest(folder, step)
-    (folder.parent / TRACKER).write_text(f"{step}\n")

@@ -20,15 +20,6 @@ from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, rea
 DIGESTS = "determinism.jsonl"
 MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group"})
-# Flags of functions that compute a value of a stage, by the value's name; "" for the others of the stage.
-FUNCTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("rollout", "raw_rewards"): ("custom_reward_post_process_path", "custom_rm_path", "rm_type"),
-    ("rollout", "rewards"): ("custom_reward_post_process_path", "custom_rm_path", "rm_type"),
-    ("rollout", ""): ("custom_generate_function_path", "rollout_function_path"),
-    ("advantages", ""): ("custom_advantage_function_path",),
-}
-OF_REWARDS = ("reward", "zero_std", "zero_all", "advantages", "returns", "pass")  # in names of metrics of rewards
-OF_ANSWERS = ("response_len", "truncated", "repetition", "log_probs")  # in names of metrics of the answers themselves
 DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")
 
@@ -76,14 +67,13 @@ class MetricDifference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The differences between two runs. `functions`: flags of functions that compute the first value that differs."""
+    """The differences between two runs."""
 
     flags: dict[str, tuple[Any, Any]]
     difference: Difference | None
     metrics: list[MetricDifference]
     steps: tuple[int, int]
     num_stages: int
-    functions: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_same(self) -> bool:
@@ -102,99 +92,46 @@ def compare_runs(a: Path, b: Path, *, rtol: float = 0.0) -> RunComparison:
     """
     rows_a, rows_b = (_metrics(folder) for folder in (a, b))
     difference, num_stages = _first_difference(a / DIGESTS, b / DIGESTS)
-    flags_a, metrics = read_flags(a), _metric_differences(rows_a, rows_b, rtol=rtol)
     return RunComparison(
-        flags=different_flags(flags_a, read_flags(b)),
+        flags=different_flags(read_flags(a), read_flags(b)),
         difference=difference,
-        metrics=metrics,
+        metrics=_metric_differences(rows_a, rows_b, rtol=rtol),
         steps=(max(rows_a, default=0), max(rows_b, default=0)),
         num_stages=num_stages,
-        functions=_functions(_place(difference, metrics), flags_a),
     )
-
-
-def _place(difference: Difference | None, metrics: Sequence[MetricDifference]) -> tuple[str, str] | None:
-    """Return the stage and the value where runs part, as `FUNCTIONS` names them; None if the first metrics do not say.
-
-    Without hashes it follows from the metrics that differ in the first step: equal answers and other rewards, or other
-    answers. Log-probs of equal answers differ where the weights or the kernels do, so they say nothing alone.
-    """
-    if difference is not None:
-        return difference.stage, difference.name
-    names = [each.name for each in metrics if each.step == metrics[0].step and each.name.startswith("rollout/")]
-    if any(word in name for name in names for word in OF_ANSWERS):
-        return ("rollout", "tokens") if any("response_len" in name for name in names) else None
-    return ("rollout", "rewards") if any(word in name for name in names for word in OF_REWARDS) else None
-
-
-def _functions(place: tuple[str, str] | None, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags, with their values, of the functions that compute the value that differs."""
-    if place is None:
-        return {}
-    names = FUNCTIONS.get(place) or FUNCTIONS.get((place[0], ""), ())
-    return {f"--{name.replace('_', '-')}": str(flags[name]) for name in names if flags.get(name)}
 
 
 def findings(comparison: RunComparison) -> list[Diagnosis]:
     """DET01: the runs differ."""
     if comparison.is_same:
         return []
-    evidence = comparison.record()
-    if comparison.difference is not None:
-        return [
-            diagnosis(
-                "DET01",
-                comparison.difference.text(),
-                cause=_cause(comparison),
-                remedy=_remedy(comparison),
-                evidence=evidence,
-            )
-        ]
-    if not comparison.metrics:
-        finding = (
-            f"the first run has {comparison.steps[0]} steps, the second {comparison.steps[1]}; common steps are equal"
-        )
-        return [
-            diagnosis(
-                "DET01", finding, cause="One of them did not finish.", severity="warning", remedy="", evidence=evidence
-            )
-        ]
-    first = min(comparison.metrics, key=lambda m: m.step)
-    finding = (
-        f"step {first.step}: {first.name} is {first.a} in the first run, {first.b} in the second, and "
-        f"{len(comparison.metrics) - 1} other metrics differ there or later"
-    )
-    remedy = _remedy(comparison)
-    if not comparison.num_stages:
-        remedy = f"run both with --debug-determinism, which records stage and tensor in {DIGESTS}; {remedy}"
-    return [diagnosis("DET01", finding, cause=_cause(comparison), remedy=remedy, evidence=evidence)]
-
-
-def _cause(comparison: RunComparison) -> str:
-    if not comparison.flags and comparison.functions:
-        shown = ", ".join(f"{flag} {value}" for flag, value in comparison.functions.items())
-        place = _place(comparison.difference, comparison.metrics)
-        if place in (("rollout", "raw_rewards"), ("rollout", "rewards")):
-            return f"The responses are equal and their rewards are not: {shown} does not always return the same."
-        return f"The flags are equal: {shown} does not always return the same, or the machine or its libraries differ."
-    if not comparison.flags:
-        return "The flags are equal: the machine, its libraries, kernels or the order of events differ."
+    evidence, steps = comparison.record(), comparison.steps
+    if comparison.difference is None and not comparison.metrics:
+        finding = f"the first run has {steps[0]} steps, the second {steps[1]}; common steps are equal"
+        cause = "One of them did not finish."
+        return [diagnosis("DET01", finding, cause=cause, severity="warning", remedy="", evidence=evidence)]
     shown = [f"{name} {a} / {b}" for name, (a, b) in comparison.flags.items()]
-    return f"Different flags: {abbreviate(shown, 6)}"
-
-
-def _remedy(comparison: RunComparison) -> str:
-    if comparison.flags:
-        return "use the same flags"
-    if comparison.functions:
-        return (
-            f"look for randomness, time and servers in the function of {' and '.join(comparison.functions)}; seed it "
-            "from sample.index"
+    cause = f"Different flags: {abbreviate(shown, 6)}"
+    remedies = ["use the same flags"]
+    if not comparison.flags:
+        cause = (
+            "The flags are equal: a custom function is random or depends on time or a server, or the machine, its "
+            "libraries, kernels or the order of events differ."
         )
-    stage = None if comparison.difference is None else comparison.difference.stage
-    if stage in ("data", "rollout"):
-        return "use --async-buffer-size 0 without --partial-rollout; --deterministic-mode fixes kernels and threads"
-    return "--deterministic-mode fixes kernels and the number of threads"
+        remedies = ["seed custom functions from sample.index", "--deterministic-mode fixes kernels and threads"]
+        if comparison.difference is None or comparison.difference.stage in ("data", "rollout"):
+            remedies.append("--async-buffer-size 0 without --partial-rollout leaves out what timing decides")
+    if comparison.difference is not None:
+        finding = comparison.difference.text()
+    else:
+        first = min(comparison.metrics, key=lambda m: m.step)
+        finding = (
+            f"step {first.step}: {first.name} is {first.a} in the first run, {first.b} in the second, and "
+            f"{len(comparison.metrics) - 1} other metrics differ there or later"
+        )
+        if not comparison.num_stages:
+            remedies.insert(0, f"run both with --debug-determinism, which records stage and tensor in {DIGESTS}")
+    return [diagnosis("DET01", finding, cause=cause, remedy="; ".join(remedies), evidence=evidence)]
 
 
 def _first_difference(a: Path, b: Path) -> tuple[Difference | None, int]:
@@ -221,22 +158,15 @@ def _difference(row: JsonRow, other: JsonRow, sample_ids: list[int]) -> Differen
     theirs: Mapping[str, Any] = other["values"]
     for name in dict.fromkeys([*mine, *theirs]):
         a, b = mine.get(name), theirs.get(name)
-        if _identity(a) == _identity(b):
-            continue
-        samples = _different_samples(a, b, sample_ids)
-        return Difference(row["step"], row["stage"], name, _value(a), _value(b), row.get("at"), samples)
+        identities = [value["hash"] if isinstance(value, dict) else value for value in (a, b)]
+        if identities[0] != identities[1]:
+            samples = _different_samples(a, b, sample_ids)
+            x, y = (  # without the hashes of their samples
+                {key: each for key, each in value.items() if key != "samples"} if isinstance(value, dict) else value
+                for value in (a, b)
+            )
+            return Difference(row["step"], row["stage"], name, x, y, row.get("at"), samples)
     return None
-
-
-def _identity(value: Any) -> Any:
-    return value["hash"] if isinstance(value, dict) else value
-
-
-def _value(value: Any) -> Any:
-    """Return a value without the hashes of its samples."""
-    if isinstance(value, dict):
-        return {key: each for key, each in value.items() if key != "samples"}
-    return value
 
 
 def _different_samples(a: Any, b: Any, ids: list[int]) -> list[int]:
@@ -253,7 +183,7 @@ def _metric_differences(a: Mapping[int, JsonRow], b: Mapping[int, JsonRow], *, r
             x, y = a[step].get(name), b[step].get(name)
             if name == "step" or name.startswith(MEASURED) or x == y:
                 continue
-            size = _relative(x, y)
+            size = None if x is None or y is None else abs(x - y) / max(abs(x), abs(y))
             if size is not None and size <= rtol:
                 continue
             first = differences.get(name)
@@ -262,10 +192,6 @@ def _metric_differences(a: Mapping[int, JsonRow], b: Mapping[int, JsonRow], *, r
             elif first.largest is not None and (size is None or size > first.largest):
                 differences[name] = replace(first, largest=size)
     return sorted(differences.values(), key=lambda m: (m.step, m.largest is not None, -(m.largest or 0.0)))
-
-
-def _relative(x: float | None, y: float | None) -> float | None:
-    return None if x is None or y is None else abs(x - y) / max(abs(x), abs(y))
 
 
 def different_flags(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -7,7 +7,7 @@ renders every prefix of a conversation to a prefix of the whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,78 @@ from furlong.core.model_config import read_json
 from furlong.data.chat import Messages, double_template_problem, render_chat, rendered_prompts
 from furlong.models.hf_folder import check_folder, end_ids
 from furlong.models.tokenizer import SHIPPED, load_tokenizer, read_template
-from furlong.tools.conversations import CONVERSATIONS, SYSTEM, TOOLS, Conversation
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and their tools; `name` describes the case. `thinks`: only for models with a thinking mode."""
+
+    name: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    thinks: bool = False
+
+
+def _tool(name: str, parameter: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    function = {"name": name, "description": f"Look up by {parameter}.", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str, thought: str | None = None, *calls: tuple[str, dict[str, Any]]) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if thought is not None:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(calls)
+        ]
+    return message
+
+
+def _result(text: str, call: int = 0) -> Message:
+    return {"role": "tool", "tool_call_id": f"call_{call}", "content": text}
+
+
+SYSTEM: Message = {"role": "system", "content": "You answer in one line."}
+TOOLS = [_tool("weather", "city"), _tool("train", "station")]
+RIGA, OSLO, TRAIN = ("weather", {"city": "Riga"}), ("weather", {"city": "Oslo"}), ("train", {"station": "Riga"})
+CONVERSATIONS = (
+    Conversation("one turn", [_user("Name a river."), _assistant("The Elbe.")]),
+    Conversation("several turns", [
+        SYSTEM, _user("Name a river."), _assistant("The Elbe."), _user("Another."), _assistant("The Oder."),
+        _user("Thanks."),
+    ]),
+    Conversation("thinking, several turns", [
+        SYSTEM, _user("What is 17 + 25?"), _assistant("42", "7 + 5 is 12, so 42."), _user("And 42 + 9?"),
+        _assistant("51", "2 + 9 is 11."), _user("Good."), _assistant("Anything else?"),
+    ], thinks=True),
+    Conversation("thinking inside the text", [
+        _user("What is 17 + 25?"), _assistant("<think>\n7 + 5 is 12.\n</think>\n\n42"), _user("And 42 + 9?"),
+        _assistant("<think>\n2 + 9 is 11.\n</think>\n\n51"),
+    ], thinks=True),
+    Conversation("a tool call", [
+        _user("Weather in Riga?"), _assistant("", None, RIGA), _result("rain"), _assistant("It rains."),
+        _user("Thanks."), _assistant("You are welcome."),
+    ], TOOLS),
+    Conversation("parallel tool calls", [
+        SYSTEM, _user("Weather in Riga, and the next train?"), _assistant("I look.", None, RIGA, TRAIN),
+        _result("rain"), _result("18:05", 1), _assistant("Rain; 18:05."), _user("And in Oslo?"),
+        _assistant("", None, OSLO), _result("snow"), _assistant("Snow."),
+    ], TOOLS),
+    Conversation("thinking between tool calls", [
+        _user("Is it warmer in Riga or in Oslo?"), _assistant("", "Riga first.", RIGA), _result("4 degrees"),
+        _assistant("", "Now Oslo.", OSLO), _result("-2 degrees"), _assistant("In Riga.", "4 is above -2."),
+        _user("By how much?"), _assistant("6 degrees.", "4 + 2."),
+    ], TOOLS, thinks=True),
+)  # fmt: skip
 
 SHOWN = 40  # characters on either side of a difference
 QUESTION, ANSWER = "furlong-question-2741", "furlong-answer-5830"

@@ -9,7 +9,7 @@ import pytest
 from data_zoo import chat_tokenizer
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import SHIPPED, build_tokenizer, load_tokenizer, read_template
-from furlong.tools.conversations import CONVERSATIONS
+from furlong.tools.template_test import CONVERSATIONS
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -12,7 +12,7 @@ from furlong.models.hf_model import load_model
 from furlong.models.quantized_folder import folder_scheme
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
-from furlong.tools import calibration, own_samples
+from furlong.tools import calibration
 from furlong.tools.model_folder import check_model
 
 SUMS = " ".join(f"{a} + {b} = {a + b}" for a in range(40) for b in range(1, 40, 3))
@@ -23,7 +23,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MIN_WINDOWS", 4)
     monkeypatch.setattr(calibration, "WINDOW", 128)
     for name, value in {"NUM_FROM_ANY": 8, "NUM_FROM_BEGIN": 4, "LENGTH": 128}.items():
-        monkeypatch.setattr(own_samples, name, value)
+        monkeypatch.setattr(calibration, name, value)
 
 
 def distance(folder: Path) -> float:
@@ -75,9 +75,9 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, capsys, content: 
 
 @pytest.mark.slow
 def test_samples_of_a_model_are_the_same_each_time() -> None:
-    first = own_samples.own_samples(model_folder())
+    first = calibration.own_samples(model_folder())
     assert first.shape == (12, 128)
-    assert first.equal(own_samples.own_samples(model_folder()))
+    assert first.equal(calibration.own_samples(model_folder()))
 
 
 def test_a_folder_in_the_place_of_the_text_is_explained(tmp_path: Path, capsys) -> None:

@@ -11,9 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from furlong.cli import main
-from furlong.tools.environment import NEEDED, TESTED, CompiledPackage, environment_findings, read_environment
+from furlong.tools.environment import NEEDED, TESTED, environment_findings, read_environment
 
-BROKEN = CompiledPackage("furlong-broken-kernel", "furlong_broken_kernel", "furlong-broken-kernel")
+NAME, MODULE = "furlong-broken-kernel", "furlong_broken_kernel"
+BROKEN = {NAME: MODULE}
 
 
 def fake_package(folder: Path, name: str, version: str, module: str | None = None, code: str = "") -> None:
@@ -33,7 +34,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_this_installation_is_tested(capsys):
-    assert environment_findings(read_environment(())) == []
+    assert environment_findings(read_environment({})) == []
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"torch", "transformers"} <= {p["name"] for p in found["environment"]["packages"]}
@@ -41,7 +42,7 @@ def test_this_installation_is_tested(capsys):
 
 def test_an_untested_version_is_found_with_the_pip_command(installed):
     fake_package(installed, "transformers", "4.40.0")
-    (finding,) = environment_findings(read_environment(()))
+    (finding,) = environment_findings(read_environment({}))
     assert finding.id == "ENV01"
     assert "transformers 4.40.0 (tested >=5.12,<6)" in finding.finding
     assert "`pip install 'transformers>=5.12,<6'`" in finding.remedy
@@ -55,14 +56,14 @@ def test_an_untested_version_is_found_with_the_pip_command(installed):
     ],
 )
 def test_kernel_that_does_not_load_is_detected_in_a_separate_process(code, words, installed):
-    fake_package(installed, BROKEN.package, "1.0", BROKEN.module, code)
+    fake_package(installed, NAME, "1.0", MODULE, code)
     (installed / "torch.py").write_text("")
-    (finding,) = environment_findings(read_environment([BROKEN]), [BROKEN])
+    (finding,) = environment_findings(read_environment(BROKEN))
     assert words in finding.finding
-    assert "`pip install --force-reinstall --no-deps furlong-broken-kernel`" in finding.remedy
-    assert BROKEN.module not in sys.modules
-    (installed / f"{BROKEN.module}.py").write_text("")
-    assert environment_findings(read_environment([BROKEN]), [BROKEN]) == []
+    assert "`pip install --force-reinstall --no-deps --no-build-isolation furlong-broken-kernel`" in finding.remedy
+    assert MODULE not in sys.modules
+    (installed / f"{MODULE}.py").write_text("")
+    assert environment_findings(read_environment(BROKEN)) == []
 
 
 def test_tested_ranges_are_those_of_the_project():

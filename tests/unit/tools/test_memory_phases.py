@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
 from furlong.tools.gpu_memory import device_bytes
-from furlong.tools.memory_model import ModelSize, PipelineStage, TrainingSetup, stages
-from furlong.tools.memory_phases import (
+from furlong.tools.memory_formulas import (
     GIB,
+    ModelSize,
+    PipelineStage,
     ServingSetup,
+    TrainingSetup,
     least_fraction,
     most_tokens,
     serving_phase,
     smallest_change,
+    stages,
     training_phases,
     usable,
 )

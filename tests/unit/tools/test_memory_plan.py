@@ -13,7 +13,7 @@ from furlong.cli import main
 from furlong.config.command_line import load
 from furlong.machine import MemoryUse
 from furlong.tools.gpu_memory import device_bytes, local_device
-from furlong.tools.memory_phases import GIB, usable
+from furlong.tools.memory_formulas import GIB, usable
 from furlong.tools.memory_plan import change_after, cpu_findings, findings, host_findings, plan_memory
 from runs import REPOSITORY, flags, write_prompts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.tools.reward_failures import failure_cause
+from furlong.tools.reward_test import failure_cause
 
 SANDBOX = "the process of the reward function x.py:reward ended ({}) before it replied"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from furlong.diagnosis.monitors.monitor import Alert, StepContext
+from furlong.diagnosis.monitors.monitor import Alert, StepContext, StepMonitor
 
 FORKED = 0.25  # of the turns after the first; agents that compact their history fork now and then
 PREFIX_HITS, PREFIX_ROWS = 0.5, 3  # fraction below which, in each of these steps, repeated prompts were computed again
@@ -113,3 +113,14 @@ def silent_agents(now: StepContext) -> Alert | None:
         evidence={"silent": silent, "share": share},
         level=share,
     )
+
+
+MONITORS = (
+    StepMonitor("AGT01", encoded_again, again=5),
+    StepMonitor("AGT02", forks, again=2),
+    StepMonitor("AGT03", rewritten_history, again=5),
+    StepMonitor("AGT04", prefix_hits, again=1.5),
+    StepMonitor("AGT06", lost_sandboxes, again=2),
+    StepMonitor("AGT07", silent_agents, again=5),
+    StepMonitor("AGT08", ended_environments, again=2),
+)

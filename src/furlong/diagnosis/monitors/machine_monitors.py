@@ -9,7 +9,7 @@ from statistics import median
 
 from furlong.core.text import abbreviate
 from furlong.core.transports import transport_spec
-from furlong.diagnosis.monitors.monitor import Alert, Event, RunFacts, StepContext, alert
+from furlong.diagnosis.monitors.monitor import Alert, Event, EventMonitor, RunFacts, StepContext, StepMonitor, alert
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 
 LOAD_RATIO, LOAD_ROWS = 2.0, 5  # running requests of the busiest engine over the mean, over this many steps
@@ -125,55 +125,39 @@ def _is_trained(name: str, facts: RunFacts) -> bool:
 def retained_memory(now: StepContext) -> Alert | None:
     """MEM03: memory that engine or trainer keeps while the other uses the device, if it grows or leaves too little.
 
-    Metrics, as shares of the device: `memory/engine_kept_frac` during training, after the engine released its memory;
-    `memory/trainer_peak_frac`, the trainer's tensors at their peak; `memory/trainer_kept_frac` during generation.
+    Metrics, as shares of the device: `memory/engine_kept_frac` during training, after the engine released its memory
+    (context, workspaces, buffers and graphs stay); `memory/trainer_peak_frac`, the trainer's tensors at their peak;
+    `memory/trainer_kept_frac` during generation, of which an offloaded trainer keeps a few MiB.
     """
-    return _engine_memory(now) or _trainer_memory(now)
-
-
-def _engine_memory(now: StepContext) -> Alert | None:
-    """An engine's CUDA context, workspaces, buffers and graphs outlive the release of weights and cache."""
-    name = "memory/engine_kept_frac"
-    kept, peak = now.row.get(name), now.row.get("memory/trainer_peak_frac", 0.0)
-    if kept is None:
-        return None
-    first = _first(now, name, kept)
-    grows = kept > KEPT_SHARE and kept > KEPT_GROWTH * first
-    if not grows and kept + peak <= FULL:
-        return None
-    return now.alert(
-        "MEM03",
-        f"the engine keeps {kept:.1%} of the device's memory during training"
-        + (f" ({first:.1%} at first)" if grows else "")
-        + (f"; the trainer needs up to {peak:.1%} of it" if peak else ""),
-        cause="An engine releases weights and cache, but not workspaces, buffers and CUDA graphs, which grow with "
-        "the number of concurrent requests, not with --sglang-mem-fraction-static.",
-        remedy="run fewer requests at once: --sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128, "
-        "or --sglang-server-concurrency 128; or let the trainer use less: a lower --max-tokens-per-gpu, "
-        "--recompute-activations, --offload-optimizer-states or shorter samples",
-        severity="error" if grows else "warning",
-        evidence={"part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
-        level=kept,
-        kind="engine",
-    )
-
-
-def _trainer_memory(now: StepContext) -> Alert | None:
-    """An offloaded trainer has its tensors on the host and keeps only a few MiB of a communicator."""
-    name = "memory/trainer_kept_frac"
-    kept = now.row.get(name)
+    kept, peak = now.row.get("memory/engine_kept_frac"), now.row.get("memory/trainer_peak_frac", 0.0)
+    first, grows = _first(now, "memory/engine_kept_frac")
+    if kept is not None and (grows or kept + peak > FULL):
+        return now.alert(
+            "MEM03",
+            f"the engine keeps {kept:.1%} of the device's memory during training"
+            + (f" ({first:.1%} at first)" if grows else "")
+            + (f"; the trainer needs up to {peak:.1%} of it" if peak else ""),
+            cause="An engine releases weights and cache, but not workspaces, buffers and CUDA graphs, which grow with "
+            "the number of concurrent requests, not with --sglang-mem-fraction-static.",
+            remedy="run fewer requests at once: --sglang-max-running-requests 128 and --sglang-cuda-graph-max-bs 128, "
+            "or --sglang-server-concurrency 128; or let the trainer use less: a lower --max-tokens-per-gpu, "
+            "--recompute-activations, --offload-optimizer-states or shorter samples",
+            severity="error" if grows else "warning",
+            evidence={"part": "engine", "kept_frac": kept, "first": first, "peak_frac": peak},
+            level=kept,
+            kind="engine",
+        )
+    kept = now.row.get("memory/trainer_kept_frac")
+    first, grows = _first(now, "memory/trainer_kept_frac")
     if kept is None or kept <= KEPT_SHARE:
         return None
-    first = _first(now, name, kept)
-    grows = kept > KEPT_GROWTH * first
-    fraction = math.floor(100 * max(STATIC_SHARE - kept, 0)) / 100
     return now.alert(
         "MEM03",
         f"the trainer keeps {kept:.1%} of the device's memory during generation"
         + (f" ({first:.1%} at first)" if grows else ""),
         cause="Tensors that do not belong to the trainer stay on the device: those of a custom function.",
-        remedy=f"release them at the end of a step; until then --sglang-mem-fraction-static {fraction:g} leaves "
-        "room for them",
+        remedy="release them at the end of a step; until then --sglang-mem-fraction-static "
+        f"{math.floor(100 * max(STATIC_SHARE - kept, 0)) / 100:g} leaves room for them",
         severity="error" if grows else "warning",
         evidence={"part": "trainer", "kept_frac": kept, "first": first},
         level=kept,
@@ -181,8 +165,11 @@ def _trainer_memory(now: StepContext) -> Alert | None:
     )
 
 
-def _first(now: StepContext, name: str, value: float) -> float:
-    return next((row[name] for row in now.history if name in row), value)
+def _first(now: StepContext, name: str) -> tuple[float, bool]:
+    """Return the first value of a share of memory, and whether it has grown by half to more than `KEPT_SHARE`."""
+    kept = now.row.get(name, 0.0)
+    first = next((row[name] for row in now.history if name in row), kept)
+    return first, kept > KEPT_SHARE and kept > KEPT_GROWTH * first
 
 
 def host_memory(now: StepContext) -> Alert | None:
@@ -247,11 +234,11 @@ def _against_peers(values: Sequence[float], stages: int) -> list[float]:
 
 
 def engine_lost(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """ENG03: the event `engine_lost` {engine, url, reason, why, code}; older runs lack `reason` and `code`."""
+    """ENG03: the event `engine_lost` {engine, url, reason, code}."""
     count, restarts = len(before) + 1, facts.config.fault.use_fault_tolerance
     times = f" (loss {count} of an engine so far)" if count > 1 else ""
     name = f"engine {event.get('engine')} at {event.get('url')}"
-    reason = event.get("reason") or str(event.get("why")).partition(";")[0].removeprefix(f"{name}: ")
+    reason = event.get("reason")
     cause, remedies = None, ["read the end of its log under logs/"]
     if event.get("code") == ENGINE_HANGS:
         cause = ENGINE_HANGS_CAUSE
@@ -374,3 +361,20 @@ def _no_answer_remedy(facts: RunFacts) -> str:
 
 def _fields(event: Event) -> dict[str, object]:
     return {name: value for name, value in event.items() if name not in ("time", "event")}
+
+
+MONITORS = (
+    StepMonitor("ENG04", uneven_load, again=2),
+    StepMonitor("SYNC01", slow_weight_update, again=2),
+    StepMonitor("MEM03", retained_memory, again=1.5),
+    StepMonitor("MEM04", host_memory, again=1.2),
+    EventMonitor("SYNC01", "weight_update_timeout", weight_update_timeout),
+    EventMonitor("SYNC02", "weights_compared", unchanged_parameters, again=2),
+    EventMonitor("RANK01", "ranks_timed", slow_rank, again=1.5),
+    EventMonitor("ENG03", "engine_lost", engine_lost, again=2),
+    EventMonitor("ENG06", "engine_silent", engine_silent, again=4),
+    EventMonitor("GPU02", "placement_waiting", placement_wait, again=4),
+    EventMonitor("HOOK02", "blocked", blocked_loop),
+    EventMonitor("HANG01", "hang", hang, again=1),
+    EventMonitor("ASYNC02", "worker_died", worker_died),
+)

@@ -26,7 +26,7 @@ from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
 from furlong.files.checkpoint_folder import find_foreign_weights
-from furlong.tools.memory_model import ModelSize
+from furlong.tools.memory_formulas import ModelSize
 from furlong.tracking.run_files import EventLog
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Literal
 
-from furlong.diagnosis.monitors.monitor import Alert, Row, RunFacts, StepContext
+from furlong.catalogue import Severity
+from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext, StepMonitor
 
 GAP = "train/train_rollout_logprob_abs_diff"
 # KL to a reference with the same weights: kernels explain less than 1e-4; above 1 a setting is wrong (debugging guides
@@ -42,54 +42,37 @@ ROUTING = 0.9
 
 def reference_kl(now: StepContext) -> Alert | None:
     """NUM01: KL to the reference before the first optimizer step."""
-    kl = _first_kl(now)
-    if kl is None or kl <= KL_JITTER:
+    kl = now.row.get("selftest/ref_kl", now.row.get("rollout/kl"))
+    if kl is None and now.num_optimizer_steps == 1:
+        kl = now.row.get("train/kl_loss")
+    if not now.is_first or kl is None or abs(kl) <= KL_JITTER:
         return None
-    facts = now.facts
+    kl, facts = abs(kl), now.facts
     is_warm_start = not facts.is_own_reference and facts.initial_weights != facts.model
     severity = "error" if kl > KL_WRONG else "warning" if facts.is_own_reference else "info"
+    cause, remedies = None, ["inspect this step's samples (--save-debug-train-data)"]
     if is_warm_start:  # two models on purpose: their distance is no fault
         severity = "info"
-    cause, remedy = None, _equal_kernels_remedy(facts)
-    if not facts.is_own_reference:
-        cause = f"--ref-load {facts.reference} is a different model from --hf-checkpoint {facts.model}."
-        remedy = "check --ref-load, or remove it to use --hf-checkpoint as the reference; ignore this if intended"
-    if is_warm_start:
         cause = f"Training starts from --load {facts.initial_weights}, which differs from the reference."
-        remedy = f"none if the reference is intended; --ref-load {facts.initial_weights} compares with the start"
+        remedies = [f"none if the reference is intended; --ref-load {facts.initial_weights} compares with the start"]
+    elif not facts.is_own_reference:
+        cause = f"--ref-load {facts.reference} is a different model from --hf-checkpoint {facts.model}."
+        remedies = ["check --ref-load, or remove it to use --hf-checkpoint as the reference; ignore this if intended"]
+    else:
+        if facts.config.train.train_backend == "megatron":
+            remedies.append("try --attention-backend flash")
+        if not facts.config.train.fp32:
+            remedies.append("try --fp32 if the run computes in bfloat16")
     return now.alert(
         "NUM01",
         f"KL from the policy to the reference is {kl:.3g} before any training "
         f"(policy {facts.initial_weights}, reference {facts.reference})",
         cause=cause,
-        remedy=remedy,
+        remedy="; ".join(remedies),
         severity=severity,
         evidence={"kl": kl, "model": facts.initial_weights, "reference": facts.reference},
         level=kl,
     )
-
-
-def _equal_kernels_remedy(facts: RunFacts) -> str:
-    """Flags, among those that this run accepts, with which two passes over the same weights agree better."""
-    train = facts.config.train
-    flags = [
-        "try --attention-backend flash" if train.train_backend == "megatron" else "",
-        "" if train.fp32 else "try --fp32 if the run computes in bfloat16",
-    ]
-    return "; ".join(["inspect this step's samples (--save-debug-train-data)", *filter(None, flags)])
-
-
-def _first_kl(now: StepContext) -> float | None:
-    """Return the KL to the reference with the initial weights; None if it was not measured."""
-    if not now.is_first:
-        return None
-    if (kl := now.row.get("selftest/ref_kl")) is not None:
-        return kl
-    if (kl := now.row.get("rollout/kl")) is not None:
-        return abs(kl)
-    if now.num_optimizer_steps == 1 and (kl := now.row.get("train/kl_loss")) is not None:
-        return abs(kl)
-    return None
 
 
 def engine_mismatch(now: StepContext) -> Alert | None:
@@ -107,6 +90,9 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     labels = {"numerics": f"{kv_cache} KV cache and numerics"} if (kv_cache := now.facts.quantized_kv_cache) else {}
     causes = ", ".join(f"{labels.get(name, name.replace('_', ' '))} {share:.0%}" for name, share in by_size)
     cause, remedy = _mismatch_cause(now, [name for name, _ in by_size])
+    severity: Severity = "error" if gap > GAP_ERROR else "warning"
+    if gap <= GAP_ERROR and by_size and by_size[0][0] in ("numerics", "quantization") and now.facts.config.algo.use_tis:
+        severity = "info"  # which importance sampling corrects
     return now.alert(
         "NUM02",
         f"log-probs of engine and trainer differ by {gap:.3g} per token for the same weights "
@@ -115,18 +101,11 @@ def engine_mismatch(now: StepContext) -> Alert | None:
         + (f"); by cause: {causes}" if causes else ")"),
         cause=cause,
         remedy=remedy,
-        severity=_mismatch_severity(now, gap, [name for name, _ in by_size]),
+        severity=severity,
         evidence={"mean_abs_diff": gap, "shares": shares}
         | {name: now.row[name] for name in NUM02_EVIDENCE if name in now.row},
         level=gap,
     )
-
-
-def _mismatch_severity(now: StepContext, gap: float, by_size: list[str]) -> Literal["error", "warning", "info"]:
-    """Return how serious a gap is. `by_size` are the self-test's causes, largest first."""
-    if by_size[:1] in (["numerics"], ["quantization"]) and gap <= GAP_ERROR and now.facts.config.algo.use_tis:
-        return "info"  # of another precision or of quantized weights, which importance sampling corrects
-    return "error" if gap > GAP_ERROR else "warning"
 
 
 def _usual_gap(now: StepContext) -> float:
@@ -195,7 +174,7 @@ MISMATCH_REMEDIES = {
     "`tokens`; or ask with sample.tokens. `grep 'another context' run.log` shows the first position",
     "flat": "every token has the same log-prob in the engine: if your function fills them in, keep the engine's; if "
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
-    "and SYNC04 in docs/troubleshooting.md)",
+    "and `furlong doctor --explain SYNC04`)",
     "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
     "kv_cache": "use --sglang-kv-cache-dtype auto (in --sglang-config: kv_cache_dtype of the group), or correct the "
     "difference with --use-tis",
@@ -213,9 +192,7 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
     rollout, samples = now.facts.config.rollout, now.row.get("rollout/other_context", 0.0)
     first = by_size[0] if by_size else "other_context" if samples else ""
     if first == "numerics" and now.row.get(GAP, 0.0) > NUMERIC:
-        first = (
-            "other_context" if samples else "unexplained"
-        )  # runs of older versions attributed gaps of any size to numerics
+        first = "other_context" if samples else "unexplained"
     if first == "other_context":
         return (
             f"In {samples:.0f} samples the engine was asked with another context than is trained on, for example with "
@@ -326,7 +303,32 @@ def gradient(now: StepContext) -> Alert | None:
 
 
 def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> Alert:
-    cause, remedy = _gradient_cause(now, name)
+    spread = now.row.get("rollout/reward_range", 0.0)
+    cause, remedy = (
+        None,
+        (
+            "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
+            "--label-key"
+        ),
+    )
+    if name == "train/ppo_kl":
+        cause, remedy = (
+            "Two passes over the same weights differ: kernels, or a split over ranks.",
+            f"{remedy}; try --fp32",
+        )
+    elif not now.facts.normalizes_spread and spread > WIDE_REWARDS:
+        cause = (
+            f"Rewards spread over {spread:.4g} and are not divided by their standard deviation, so the gradient grows "
+            "with them."
+        )
+        remedy = (
+            "scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; --clip-grad limits each step "
+            "until then"
+        )
+    elif now.is_first:
+        cause = "Data or template do not fit the model, or the reward reads a wrong key."
+    else:
+        remedy += "; lower --lr; --clip-grad limits each step"
     return now.alert(
         "NUM03",
         f"{name} is {value:.4g}, {excess}",
@@ -336,27 +338,6 @@ def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> A
         level=value,
         kind=name,
     )
-
-
-def _gradient_cause(now: StepContext, name: str) -> tuple[str | None, str]:
-    """Return the cause (None: the catalogue's) and the remedy."""
-    spread = now.row.get("rollout/reward_range", 0.0)
-    if name == "train/grad_norm" and not now.facts.normalizes_spread and spread > WIDE_REWARDS:
-        return (
-            f"Rewards spread over {spread:.4g} and are not divided by their standard deviation, so the gradient grows "
-            "with them.",
-            "scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; --clip-grad limits each step "
-            "until then",
-        )
-    inspect = (
-        "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
-        "--label-key"
-    )
-    if name == "train/ppo_kl":
-        return "Two passes over the same weights differ: kernels, or a split over ranks.", f"{inspect}; try --fp32"
-    if now.is_first:
-        return "Data or template do not fit the model, or the reward reads a wrong key.", inspect
-    return None, f"{inspect}; lower --lr; --clip-grad limits each step"
 
 
 def expert_routing(now: StepContext) -> Alert | None:
@@ -370,3 +351,13 @@ def expert_routing(now: StepContext) -> Alert | None:
         evidence={"agreement": agreement},
         level=1 - agreement,
     )
+
+
+MONITORS = (
+    StepMonitor("TPL03", unlikely_responses),
+    StepMonitor("NUM01", reference_kl, again=10),
+    StepMonitor("NUM02", engine_mismatch, again=3),
+    StepMonitor("NUM03", gradient, again=10),
+    StepMonitor("NUM05", expert_routing, again=2),
+    StepMonitor("ASYNC01", policy_drift, again=2),
+)

@@ -11,8 +11,7 @@ from furlong.core.model_config import read_json
 from furlong.machine import MemoryUse
 from furlong.models.model_facts import HEADROOM_FRAC
 from furlong.tools.gpu_memory import local_device
-from furlong.tools.memory_model import ModelSize
-from furlong.tools.memory_phases import usable
+from furlong.tools.memory_formulas import ModelSize, usable
 from furlong.tools.memory_plan import change_after, size_text
 
 LARGEST = 6  # tensors to list

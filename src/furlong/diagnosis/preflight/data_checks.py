@@ -19,8 +19,7 @@ from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
-from furlong.tools.reward_failures import failure_cause
-from furlong.tools.reward_test import answered, right_answer, uncategorized, unnamed_entry
+from furlong.tools.reward_test import answered, failure_cause, right_answer, uncategorized, unnamed_entry
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01", "template": "TPL01"}
 CAUSES = {

@@ -36,7 +36,7 @@ CONNECT_S = 1.0  # to connect to a server
 def versions(context: PreflightContext) -> Iterator[Diagnosis]:
     """ENV01: installed libraries against the tested ranges (`furlong env` also loads compiled kernels)."""
     del context
-    yield from environment_findings(read_environment(kernels=()))
+    yield from environment_findings(read_environment(kernels={}))
 
 
 def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
