@@ -93,6 +93,7 @@ def leave_together(ranks: Ranks, folder: Path, *, family: str) -> dict[str, list
     dist.new_group(backend="gloo")
     before = gloo_threads()
     ranks.leave()
+    torch.distributed.distributed_c10d.ProcessGroupGloo._device = None  # kept by `ranks_zoo._SharedGloo`
     return {"before": before, "after": gloo_threads()}
 
 

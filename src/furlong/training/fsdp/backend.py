@@ -381,9 +381,9 @@ class FsdpBackend(Backend):
                 with_moments=not self.settings.checkpoint.no_load_optim,
             )
         for role in meta["roles"]:
-            frozen = self._models.replaced(role).model
+            self.copy_weights("actor", role)  # also what checkpoints do not contain, such as rotary frequencies
             with self.ranks.agreed():
-                _load_weights(folder, meta, f"trainer_{role}", frozen, self.sharding)
+                _load_weights(folder, meta, f"trainer_{role}", self._models[role].model, self.sharding)
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 trainer_files.restore_random(folder, meta, self.ranks)
