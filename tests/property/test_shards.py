@@ -291,7 +291,7 @@ def test_where_experts_are_not_known_the_rest_is_compared(answer, num_experts, w
     assert [record.getMessage() for record in caplog.records] == [said]
     assert server.shown == []
     name = "model.layers.1.self_attn.o_proj.weight"
-    last = server.sharding.tp_size - 1
+    last = server.info.sharding.tp_size - 1
     server.wrong = {last: {name: server.ranks()[last][1][name] + 1}}
     with pytest.raises(SyncError, match=rf"1 differ \(first: {name}"):
         verify([server], WITH_EXPERTS.items(), num_experts=num_experts)

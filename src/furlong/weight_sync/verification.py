@@ -128,7 +128,7 @@ def record_for(servers: Sequence[SglangServer], *, is_quantized: bool = False) -
         frozenset(dtype for dtype in dtypes if dtype is not None),
         None in dtypes,
         frozenset().union(*(server.device_dtypes for server in on_device)),
-        frozenset(server.sharding for server in on_device if not server.rearranges_tensors),
+        frozenset(server.info.sharding for server in on_device if not server.info.layout_options),
         is_quantized=is_quantized,
     )
 
@@ -190,7 +190,9 @@ class WeightVerifier:
             )
         if unused := server.unused_weights(family):
             self._warn(server, version, unused)
-        sums = sent.is_quantized and server.has_quantized_loader  # compared by it, before kernels rearrange the weights
+        sums = (
+            sent.is_quantized and server.info.has_quantized_loader
+        )  # compared by it, before kernels rearrange the weights
         also = ", sums of all quantized tensors verified" if sums else ""
         if sent.is_quantized and not sums:
             self._only_rows(server, version, "has quantized weights, whose layout in SGLang is not known")
@@ -221,7 +223,7 @@ class WeightVerifier:
         Experts whose layout is unknown are skipped, and so are quantized weights; returns None if no layout is known.
         Only the first of several pipeline stages is compared.
         """
-        family, sharding = self._families[server.url], server.sharding
+        family, sharding = self._families[server.url], server.info.sharding
         if why := _unknown_layout(server, family):
             return self._only_rows(server, version, why)
         with tracer.flight("engine's checksums", url=server.url):
@@ -241,7 +243,7 @@ class WeightVerifier:
         if sent.is_quantized and first.keys() <= by_rank[0].keys():
             by_rank = {rank: {name: loaded[name] for name in first} for rank, loaded in by_rank.items()}
             self._check_change(server, sent, digest, version)
-        is_part = server.num_stages > 1 and by_rank[0].keys() < first.keys()
+        is_part = server.info.pp_size > 1 and by_rank[0].keys() < first.keys()
         if first.keys() != by_rank[0].keys() and not is_part:
             names = sorted(first.keys() ^ by_rank[0].keys())
             why = f"has other tensors than {family} models have ({len(names)}, such as {names[0]})"
@@ -255,7 +257,7 @@ class WeightVerifier:
             except SyncError as error:
                 which = f", process {rank} of {sharding.tp_size}" if sharding.tp_size > 1 else ""
                 raise SyncError(f"{server.url}{which}: {error}") from error
-        where = f" of the first of {server.num_stages} stages" if is_part else ""
+        where = f" of the first of {server.info.pp_size} stages" if is_part else ""
         if unknown:
             self._check_change(server, sent, digest, version)
             return f"every checksum{where} but those of experts verified, a checksum of the engine's own", digest
@@ -268,8 +270,8 @@ class WeightVerifier:
     ) -> None:
         """Have the loader compare the tensors that are not quantized, whose names an earlier update has compared."""
         await finished
-        has_head, ranks = self._compared[server.url], range(server.sharding.tp_size)
-        right = [accepted(sent.fused, server.sharding, rank, has_head=has_head) for rank in ranks]
+        has_head, ranks = self._compared[server.url], range(server.info.sharding.tp_size)
+        right = [accepted(sent.fused, server.info.sharding, rank, has_head=has_head) for rank in ranks]
         with tracer.flight("engine's checksums", url=server.url):
             await server.load_handles([check_message(each) for each in right], version, is_last=True)
 
@@ -285,7 +287,7 @@ class WeightVerifier:
     async def _compare_rows(self, server: SglangServer, sent: WeightRecord, version: int) -> int:
         """Compare the first rows of the sampled tensors; return for how many that was possible."""
         names = list(sent.rows)
-        if server.sharding.tp_size > 1:  # only one-dimensional tensors are whole in each process
+        if server.info.sharding.tp_size > 1:  # only one-dimensional tensors are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
         num_compared = 0
         for name in names:
@@ -324,7 +326,7 @@ class WeightVerifier:
         self._last[server.url] = (sent.digest, digest)
         if before is not None and (before[0] == sent.digest) != (before[1] == digest):
             change = "did not change" if before[1] == digest else "changed"
-            if before[1] == digest and server.num_stages > 1:
+            if before[1] == digest and server.info.pp_size > 1:
                 return
             raise SyncError(
                 f"weight_sync version {version}: the weights of {server.url} {change}, unlike the trainer's, since the "
@@ -334,11 +336,11 @@ class WeightVerifier:
 
 def _unknown_layout(server: SglangServer, family: str) -> str:
     """Return why it is unknown which tensors a server of this model family has; "" if it is known."""
-    sharding = server.sharding
+    sharding = server.info.sharding
     if family not in DENSE | WITH_EXPERTS:
         return f"has a model of the family {family!r}, whose layout in SGLang is not known"
-    if server.rearranges_tensors:
-        return f"may have tensors in another form ({server.rearranges_tensors})"
+    if server.info.layout_options:
+        return f"may have tensors in another form ({server.info.layout_options})"
     if sharding.attention_tp_size != sharding.tp_size and family not in APART:
         return f"has data-parallel attention in a model of the family {family!r}, whose layout is not known"
     return ""
@@ -348,9 +350,9 @@ def _unknown_experts(server: SglangServer, family: str, sent: WeightRecord) -> s
     """Return why the layout of this server's experts is unknown; "" if it is known."""
     if family not in WITH_EXPERTS or not any(kind_of(name) == "experts" for name in sent.fused.get(WHOLE, {})):
         return ""
-    if server.rearranges_experts:
-        return f"rearranges experts ({server.rearranges_experts})"
-    tp_size, ep_size = server.sharding.tp_size, server.sharding.ep_size
+    if server.info.expert_options:
+        return f"rearranges experts ({server.info.expert_options})"
+    tp_size, ep_size = server.info.sharding.tp_size, server.info.sharding.ep_size
     if ep_size != tp_size:
         return f"splits each expert over {tp_size // ep_size} processes"
     return f"has experts that {sent.unknown_ep_sizes[tp_size]}" if tp_size in sent.unknown_ep_sizes else ""
@@ -370,9 +372,9 @@ def _by_rank(
                 f"weight_sync version {version}: {server.url} has copies of process {rank} that differ in {len(names)} "
                 f"tensors (first: {min(names)}); they do not serve the same weights"
             )
-    if sorted(by_rank) != list(range(server.sharding.tp_size)):
+    if sorted(by_rank) != list(range(server.info.sharding.tp_size)):
         raise SyncError(
             f"weight_sync version {version}: {server.url} reports checksums of processes {sorted(by_rank)}, but has "
-            f"{server.sharding.tp_size}; the others cannot be verified"
+            f"{server.info.sharding.tp_size}; the others cannot be verified"
         )
     return by_rank

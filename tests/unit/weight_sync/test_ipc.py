@@ -104,7 +104,7 @@ def test_a_message_to_the_loader_of_quantized_weights_is_what_it_loads():
 
 
 def test_stored_shapes_are_sent_to_servers_without_the_loader_only():
-    loading, other = SimpleNamespace(has_quantized_loader=True), SimpleNamespace(has_quantized_loader=False)
+    loading, other = (SimpleNamespace(info=SimpleNamespace(has_quantized_loader=loads)) for loads in (True, False))
     transport = IpcTransport(transport_context(800))
     assert not transport.needs_shapes([loading, loading])
     assert transport.needs_shapes([loading, other])
@@ -161,8 +161,8 @@ class Crowd:
 class Shared:
     """A server of two processes that loads what rank `first_rank` describes."""
 
-    supports_shared_memory, checksum_dtype, num_ranks, device_dtypes = True, torch.float32, 1, frozenset()
-    has_quantized_loader = False
+    checksum_dtype, num_ranks, device_dtypes = torch.float32, 1, frozenset()
+    info = SimpleNamespace(is_furlong=True, has_quantized_loader=False)
 
     def __init__(self, first_rank, fail_at=None):
         self.url, self.first_rank, self.fail_at = f"http://engine{first_rank}", first_rank, fail_at

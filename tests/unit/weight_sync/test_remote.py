@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fakes_engine import run, tiny_model
-from furlong.core.weights import EngineAddress, EngineSharding, WeightSource, checksum
+from furlong.core.weights import EngineAddress, WeightSource, checksum
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, EngineTimeoutError, SyncError, UnreachableError
 from furlong.inference.sglang.server import ServerInfo, SglangServer, connected
 from furlong.interfaces import DeviceSharing, SamplingParams
@@ -366,11 +366,8 @@ def test_server_silent_during_verification_is_dropped_even_if_its_health_check_p
 def test_a_server_that_does_not_answer_is_not_taken_for_one_without_checksums(error):
     server = Shown("http://sglang", {})
     server.checksum_dtype = None  # as of SGLang, of which a checksum may be all that it says
-    server.has_own_head, server.unused_weights, server.sharding = (
-        (lambda family: False),
-        (lambda family: ""),
-        EngineSharding(),
-    )
+    server.has_own_head, server.unused_weights = (lambda family: False), (lambda family: "")
+    server.info = ServerInfo.read({})
 
     async def family():
         return "qwen2"

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from furlong.core.weights import UNSHARDED, WeightSource
+from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
+from furlong.inference.sglang.server import ServerInfo
+from furlong.sglang_layout.quantized_loading import LOADER
 from furlong.transfer.device_checksum import Checksums
 from furlong.weight_sync.verification import WeightVerifier, compare_checksums, record_for
 from sglang_messages import unpickled
@@ -45,8 +47,8 @@ def test_other_tensors_keep_the_general_cause() -> None:
 class Quantized:
     """An SGLang server with furlong's loader of quantized weights; `weights` are those that are not quantized."""
 
-    url, checksum_dtype, device_dtypes, sharding, num_stages = "http://engine", None, {torch.bfloat16}, UNSHARDED, 1
-    has_quantized_loader, rearranges_tensors, rearranges_experts = True, "", ""
+    url, checksum_dtype, device_dtypes = "http://engine", None, {torch.bfloat16}
+    info = ServerInfo.read({"version": "furlong 1", "custom_weight_loader": [LOADER]})
     address = SimpleNamespace(info=None)
 
     def __init__(self, weights):

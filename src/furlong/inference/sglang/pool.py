@@ -24,28 +24,6 @@ MAX_AFFINITIES = 65_536  # sessions and prompts with a known server; the oldest 
 MAX_IMBALANCE = 64  # requests above the least loaded server, up to which a known server is preferred
 
 
-class PrefixAffinity:
-    """Keeps the samples of one prompt, and the turns of one session, on one server, unless that overloads it."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[object, SglangServer] = OrderedDict()
-
-    def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
-        """The server that has the prefix in its cache, else the least loaded one. `usable` must not be empty."""
-        keys: list[object] = [] if session is None else [session]
-        keys.append(hash(tuple(prompt)))
-        least = min(usable, key=lambda server: server.placed)
-        known = [self._known[key] for key in keys if key in self._known]
-        near = [server for server in known if server in usable and server.placed <= least.placed + MAX_IMBALANCE]
-        chosen = near[0] if near else least
-        for key in keys:
-            self._known[key] = chosen
-            self._known.move_to_end(key)
-        while len(self._known) > MAX_AFFINITIES:
-            self._known.popitem(last=False)
-        return chosen
-
-
 class ServerPool:
     """Servers, optionally with an sglang-router in front of them.
 
@@ -70,7 +48,7 @@ class ServerPool:
         self.idle.set()
         self._needs_router, self.is_supervised = needs_router, is_supervised
         self._gives_up_unanswered = gives_up_unanswered
-        self._affinity = PrefixAffinity()
+        self._known: OrderedDict[object, SglangServer] = OrderedDict()  # server of a session or prompt
         self._changed = asyncio.Event()
         self._num_awaiting = 0
         self._generation_check: asyncio.Future[bool] | None = None
@@ -242,8 +220,25 @@ class ServerPool:
     # -- load balancing ----------------------------------------------------------------------------------------
 
     def choose(self, usable: Sequence[SglangServer], prompt: Sequence[int], session: str | None) -> SglangServer:
-        """The router, if there is one, or one of the `usable` servers."""
-        return self.router or self._affinity.choose(usable, prompt, session)
+        """The router, if there is one, or one of the `usable` servers.
+
+        The samples of a prompt, and the turns of a session, stay on the server that has the prefix in its cache unless
+        that overloads it.
+        """
+        if self.router is not None:
+            return self.router
+        keys: list[object] = [] if session is None else [session]
+        keys.append(hash(tuple(prompt)))
+        least = min(usable, key=lambda server: server.placed)
+        known = [self._known[key] for key in keys if key in self._known]
+        near = [server for server in known if server in usable and server.placed <= least.placed + MAX_IMBALANCE]
+        chosen = near[0] if near else least
+        for key in keys:
+            self._known[key] = chosen
+            self._known.move_to_end(key)
+        while len(self._known) > MAX_AFFINITIES:
+            self._known.popitem(last=False)
+        return chosen
 
     def behind(self, server: SglangServer) -> list[SglangServer]:
         """The servers that may answer a request to `server`: itself, or all of them if it is the router."""

@@ -460,36 +460,6 @@ class SglangServer:
         return frozenset(PRECISIONS.values() if named is None else [named])
 
     @property
-    def sharding(self) -> EngineSharding:
-        """How the processes shard one copy of the weights."""
-        return self.info.sharding
-
-    @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages. Only processes of the first one report checksums."""
-        return self.info.pp_size
-
-    @property
-    def rearranges_tensors(self) -> str:
-        """Options that change tensor layouts from `sglang_layout.layout_checksums`; "" if none."""
-        return self.info.layout_options
-
-    @property
-    def rearranges_experts(self) -> str:
-        """Options that change the layout of experts from that of `sglang_layout`; "" if none."""
-        return self.info.expert_options
-
-    @property
-    def supports_shared_memory(self) -> bool:
-        """Whether it loads POSIX shared memory (`core.shared_memory`); SGLang loads CUDA memory."""
-        return self.info.is_furlong
-
-    @property
-    def has_quantized_loader(self) -> bool:
-        """Whether it was started with furlong's loader of quantized weights."""
-        return self.info.has_quantized_loader
-
-    @property
     def num_ranks(self) -> int:
         """Number of processes that receive weights. Raises EngineError for an unsupported layout."""
         info = self.info
@@ -562,7 +532,7 @@ class SglangServer:
             "/update_weights_from_tensor",
             version,
             is_last=is_last,
-            load_format=LOADER if self.has_quantized_loader else "flattened_bucket",
+            load_format=LOADER if self.info.has_quantized_loader else "flattened_bucket",
             serialized_named_tensors=[base64.b64encode(handle).decode() for handle in handles],
             **({"disable_draft_model": True} if self.info.speculation else {}),
         )

@@ -109,11 +109,11 @@ class IpcTransport(Transport):
 
     def needs_shapes(self, servers: Sequence[SglangServer]) -> bool:
         """Return False if all have furlong's loader, which knows them."""
-        return not all(server.has_quantized_loader for server in servers)
+        return not all(server.info.has_quantized_loader for server in servers)
 
     def _led_servers(self, servers: Sequence[SglangServer], version: int) -> tuple[list[SglangServer], bool]:
         """Return the servers that this rank sends requests to, and whether buffers are POSIX shared memory."""
-        kinds = {server.supports_shared_memory for server in servers}
+        kinds = {server.info.is_furlong for server in servers}
         if len(kinds) > 1:
             raise SyncError(f"weight_sync version {version}: SGLang and furlong servers cannot be mixed over ipc")
         led: list[SglangServer] = []
@@ -217,8 +217,8 @@ class _CudaPacker:
 
     def __init__(self, servers: Sequence[SglangServer]) -> None:
         self._buffers: list[Tensor | None] = [None, None]
-        self._is_quantized = any(server.has_quantized_loader for server in servers)
-        if self._is_quantized and not all(server.has_quantized_loader for server in servers):
+        self._is_quantized = any(server.info.has_quantized_loader for server in servers)
+        if self._is_quantized and not all(server.info.has_quantized_loader for server in servers):
             raise SyncError(
                 f"of the engines, only some have furlong's loader of quantized weights; start all of them with "
                 f"--custom-weight-loader {LOADER}"
