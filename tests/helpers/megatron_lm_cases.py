@@ -22,7 +22,7 @@ from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
 from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import open_tensors
-from furlong.training.checkpoint.dist_files import DistReader
+from furlong.training.megatron_lm.dist_files import DistReader
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM, steps_of, take_step
 from ranks_cases import SETTINGS, weights
@@ -210,10 +210,10 @@ def _damage(folder: Path, word: str) -> None:
         return
     files = DistReader(folder)
     for name in files.names:
-        for chunk in files._tensors[name].chunks if word in name else ():
-            with (folder / chunk.file).open("r+b") as file:
-                file.seek(chunk.start)
-                file.write(b"x" * chunk.length)
+        for info in (info for key, info in files._storage.items() if key.fqn == name and word in name):
+            with (folder / info.relative_path).open("r+b") as file:
+                file.seek(info.offset)
+                file.write(b"x" * info.length)
 
 
 def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:

@@ -101,11 +101,11 @@ def _loading(folder: Path) -> list[Diagnosis]:
 
 
 def _conversion() -> Any:
-    """Return the module `training.megatron.convert_weights`. Raises ConfigError without Megatron-core."""
+    """Return the module `training.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
-    from furlong.training.megatron import convert_weights
+    from furlong.training.megatron_lm import convert_weights
 
     return convert_weights
 
@@ -224,7 +224,7 @@ def _need_config(folder: Path) -> None:
 
 def _source(folder: Path, step: int | None) -> Path:
     """Return the directory with weights: `folder` itself, or a checkpoint in it."""
-    from furlong.training.checkpoint.dist_files import is_dist_folder  # imports torch
+    from furlong.training.megatron_lm.dist_files import is_dist_folder  # imports torch
 
     if (folder / "config.json").is_file() or is_dist_folder(folder) or (folder / "trainer.json").is_file():
         return folder

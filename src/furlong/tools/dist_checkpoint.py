@@ -17,8 +17,8 @@ from furlong.errors import CheckpointError
 from furlong.files.checkpoint_folder import DIST_INDEX, TRACKER, tracker_text
 from furlong.tools.model_folder import missing_layers, uneven_layers
 from furlong.tools.weight_values import value_findings
-from furlong.training.checkpoint.dist_files import ITERATION, OPTIMIZER, DistReader, common_of
-from furlong.training.checkpoint.dist_optimizer import BUFFER
+from furlong.training.megatron_lm.dist_files import ITERATION, OPTIMIZER, DistReader, common_of
+from furlong.training.megatron_lm.dist_optimizer import BUFFER
 
 SHOWN = 5
 # Vectors, which are matrices when stacked by layer, and moments before the first step.

@@ -41,13 +41,13 @@ from furlong.models.quantized_folder import (
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.tracking.run_files import StepFile
-from furlong.training.checkpoint.dist_files import is_dist_folder
-from furlong.training.checkpoint.dist_optimizer import optimizer_to_continue
 from furlong.training.digests import Digests
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.hook_adapters import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.megatron.parallel_layout import layout_flag_problems
+from furlong.training.megatron_lm.dist_files import is_dist_folder
+from furlong.training.megatron_lm.dist_optimizer import optimizer_to_continue
 from furlong.training.packing import Packing
 from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks

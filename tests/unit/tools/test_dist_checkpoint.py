@@ -11,7 +11,7 @@ import torch
 from furlong.commands.weight_folders import check, convert
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.dist_checkpoint import check_dist, dist_folder
-from furlong.training.checkpoint.dist_files import COMMON, INDEX, VERSION, DistReader, DistWriter
+from furlong.training.megatron_lm.dist_files import COMMON, INDEX, VERSION, DistReader, DistWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYER = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from furlong.errors import CheckpointError
-from furlong.training.checkpoint.dist_files import DistReader, DistWriter
-from furlong.training.checkpoint.dist_optimizer import DistOptimizer, optimizer_to_continue
+from furlong.training.megatron_lm.dist_files import DistReader, DistWriter
+from furlong.training.megatron_lm.dist_optimizer import DistOptimizer, optimizer_to_continue
 
 WEIGHTS = ("decoder.layers.mlp.linear_fc1.weight", "embedding.word_embeddings.weight")
 STATES = {"param": 1.0, "exp_avg": 2.0, "exp_avg_sq": 3.0}

@@ -43,10 +43,10 @@ from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops,
 from furlong.models.packed_model import PackedModel, RoutingState
 from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, OptimReport
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.dist_files import is_dist_folder
 from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
+from furlong.training.megatron_lm.dist_files import is_dist_folder
 from furlong.training.not_finite import NotFiniteLossError
 from furlong.training.offload import HostOffload
 from furlong.training.optimizer import MOMENTS, MasterOptimizer, Schedule

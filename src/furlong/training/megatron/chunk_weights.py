@@ -16,10 +16,10 @@ from furlong.config.sections import TrainFlags
 from furlong.errors import ConfigError
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.quantization.scheme import QuantizationScheme
-from furlong.training.checkpoint.dist_files import DistReader
-from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.weight_names import Parameter
+from furlong.training.megatron_lm import places
+from furlong.training.megatron_lm.dist_files import DistReader
 from furlong.training.settings import FREEZE_FLAG, NOTHING_TRAINED, ONLY_TRAIN_FLAG, matching_names
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
     """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
-    with torch_dist.open_source(folder) as source:
+    with places.open_source(folder) as source:
         if isinstance(source, DistReader):
-            torch_dist.load(chunks, source)
+            places.load(chunks, source)
         else:
             names.load(chunks, hf, source)
     logger.info("loaded weights from %s", folder)

@@ -41,7 +41,6 @@ from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
-from furlong.training.megatron import torch_dist
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.chunk_weights import fill, round_chunks, set_trainable
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState, build_optimizer, data_parallel
@@ -51,6 +50,7 @@ from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
+from furlong.training.megatron_lm import places
 from furlong.training.not_finite import NotFiniteLossError, first_not_finite
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule, check_moments
@@ -104,7 +104,7 @@ class MegatronBackend(PipelinedBackend):
         self.num_steps = 0
         if settings.initial_optimizer is not None:
             with self._optimizer_offload.loaded():
-                self.num_steps = torch_dist.load_optimizer(
+                self.num_steps = places.load_optimizer(
                     self._models["actor"], settings.initial_optimizer, self.state, ranks
                 )
         self._is_fresh = True  # no gradient is accumulated

@@ -22,12 +22,12 @@ from furlong.models import hf_model as hf
 from furlong.models.hf_config import load_config
 from furlong.models.stored_tensors import TensorSource
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.dist_files import DistReader, DistWriter
 from furlong.training.megatron import weight_names as names
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.packed_layer import sequence_params
 from furlong.training.megatron.parallel_layout import Layout
-from furlong.training.megatron.torch_dist import DistPlaces, common_state, empty_model, open_source
+from furlong.training.megatron_lm.dist_files import DistReader, DistWriter
+from furlong.training.megatron_lm.places import DistPlaces, common_state, empty_model, open_source
 from furlong.training.ranks import Ranks
 
 FORWARD_TOKENS = 24  # tokens of the forward comparison

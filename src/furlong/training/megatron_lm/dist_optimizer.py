@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from furlong.errors import CheckpointError
-from furlong.training.checkpoint.dist_files import ITERATION, DistReader, common_of
+from furlong.training.megatron_lm.dist_files import ITERATION, DistReader, common_of
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")

@@ -26,12 +26,12 @@ from torch import Tensor
 from furlong.errors import CheckpointError
 from furlong.models.stored_tensors import TensorSource, open_tensors
 from furlong.training.checkpoint import trainer_files
-from furlong.training.checkpoint.dist_files import DistReader, DistWriter, is_dist_folder
-from furlong.training.checkpoint.dist_optimizer import FRESH, MOMENTS, DistOptimizer
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.megatron.model_build import build_chunks, transformer_config
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.weight_names import local_tensors
+from furlong.training.megatron_lm.dist_files import DistReader, DistWriter, is_dist_folder
+from furlong.training.megatron_lm.dist_optimizer import FRESH, MOMENTS, DistOptimizer
 from furlong.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
