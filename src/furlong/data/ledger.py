@@ -219,10 +219,7 @@ def _count(path: Path) -> tuple[int, int, xxhash.xxh3_128, bool]:
 
 
 def check_mark(path: Path, mark: dict[str, Any]) -> None:
-    """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues.
-
-    Marks of older versions have no checksum.
-    """
+    """Raise CheckpointError if the file is not the ledger that a checkpoint with this mark continues."""
     if not path.is_file():
         raise CheckpointError(
             f"the checkpoint continues the ledger {path}, which is missing; copy the run's ledger.jsonl there, "
@@ -249,7 +246,7 @@ def check_mark(path: Path, mark: dict[str, Any]) -> None:
             f"{path} is not the ledger that the checkpoint continues: the mark is {mark}, the file has {lines} events "
             f"in {mark['bytes'] - rest} bytes of ledger {ledger_id}; use the ledger.jsonl of the checkpoint"
         )
-    if mark.get("xxh3_128", digest.hexdigest()) != digest.hexdigest():
+    if mark["xxh3_128"] != digest.hexdigest():
         raise CheckpointError(
             f"{path}: the first {mark['bytes']} bytes were changed after the checkpoint was saved (checksum "
             f"{digest.hexdigest()}, expected {mark['xxh3_128']}); use the ledger.jsonl of the checkpoint, or resume "

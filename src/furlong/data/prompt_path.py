@@ -2,24 +2,93 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Generator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import pyarrow as pa
 import xxhash
 
 from furlong.config.checks.value_checks import split_slice
 from furlong.config.task_specs import PACKAGE, is_task, num_episodes
 from furlong.core.text import shortened
-from furlong.data.source_file import SourceFile
 from furlong.errors import ConfigError, DataError
 
 HASHED_BYTES = 1 << 20
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # in folders of save_to_disk
+AGAIN = "copy the folder again, or save the dataset again with save_to_disk"
+STATE, SPLITS = "state.json", "dataset_dict.json"  # in folders of save_to_disk
 
 DataKind = Literal["jsonl", "parquet", "arrow", "tasks"]
+# Errors of libraries that read damaged content.
+DAMAGE = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    MemoryError,
+)
+
+
+class SourceFile:
+    """A file with rows that a run may read for days, as it was when the run opened it first.
+
+    Damage in it, and any change meanwhile, are a DataError that names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = self._read_stamp()
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size when the run opened it first."""
+        return self._stamp[0]
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if the file was deleted, or its size or modification time differs from the first time."""
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return
+        (before, _), (now, _) = self._stamp, stamp
+        change = (
+            "modified" if now == before else f"{'cut' if now < before else 'extended'} from {before} to {now} bytes"
+        )
+        raise DataError(
+            f"{self.path} was {change} while the run read it, so its rows are no longer those that the run counted; "
+            "restore the file and resume with --load, or start a new run"
+        )
+
+    @contextlib.contextmanager
+    def reading(self, what: str = "") -> Generator[None]:
+        """Turn an error of reading the file into a DataError; `what` is the place in it, such as "row group 3"."""
+        try:
+            yield
+        except DataError:
+            raise
+        except DAMAGE as error:
+            self.check_unchanged()
+            reason = " ".join(str(error).split()) or "no further details"
+            raise DataError(
+                f"{self.path}{what and f', {what},'} cannot be read: {type(error).__name__}: {reason[:300]}; the file "
+                "is damaged or incomplete: copy or write it again"
+            ) from error
+
+    def _read_stamp(self) -> tuple[int, int]:
+        try:
+            facts = os.stat(self.path)
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be opened: {error.strerror or error}; restore the file, or check --prompt-data"
+            ) from error
+        return facts.st_size, facts.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -108,43 +177,34 @@ def _checksum(file: SourceFile, start: int) -> str:
 def arrow_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a save_to_disk folder, in row order. Raises DataError if one is missing."""
     state = _read_object(folder / STATE)
-    if (folder / INFO).exists():
-        _read_object(folder / INFO)  # unused, but a damaged one means that the folder is not as it was written
-    entries = state.get("_data_files")
-    if not entries:
-        raise DataError(f"{folder / STATE} lists no data files; save the dataset again with save_to_disk")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(f"{folder} has an indices mapping; call flatten_indices() on the dataset and save it again")
-    names = [_file_name(entry) for entry in entries] if isinstance(entries, list) else [None]
-    if None in names or len(set(names)) < len(names):
+    entries = state.get("_data_files")
+    try:
+        names: list[str] = [Path(entry["filename"]).name for entry in cast("list[Any]", entries)]
+    except (TypeError, KeyError) as error:
         raise DataError(
-            f"{folder / STATE} is damaged: _data_files is {shortened(entries)}, expected a list of objects with "
-            "distinct file names; copy the folder again, or save the dataset again with save_to_disk"
-        )
-    files = [folder / str(name) for name in names]
+            f"{folder / STATE} is damaged: _data_files is {shortened(entries)}, expected a list of objects with file "
+            f"names; {AGAIN}"
+        ) from error
+    if not names:
+        raise DataError(f"{folder / STATE} lists no data files; save the dataset again with save_to_disk")
+    files = [folder / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{folder / STATE} lists missing files: {missing}; copy the whole folder")
     return files
 
 
-def _file_name(entry: Any) -> str | None:
-    """Return the file that an entry names; None if it names none, or one outside of the folder."""
-    name = cast("dict[str, Any]", entry).get("filename") if isinstance(entry, dict) else None
-    is_plain = isinstance(name, str) and Path(name).name == name and "\0" not in name and len(name) < 256
-    return name if is_plain else None
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a dataset folder. Raises DataError that names the file."""
-    again = "copy the folder again, or save the dataset again with save_to_disk"
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; {again}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; {AGAIN}") from error
     except ValueError as error:
-        raise DataError(f"{path} is damaged: it is not JSON ({error}); {again}") from error
+        raise DataError(f"{path} is damaged: it is not JSON ({error}); {AGAIN}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is damaged: it contains {shortened(content)}, not an object; {again}")
+        raise DataError(f"{path} is damaged: it contains {shortened(content)}, not an object; {AGAIN}")
     return cast("dict[str, Any]", content)
 
 

@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RejectedRow, RowFilter
-from furlong.data.prompt_path import PromptDataPath
+from furlong.data.prompt_path import PromptDataPath, SourceFile
 from furlong.data.row_readers import RawRow, RowReader, read_slice
-from furlong.data.source_file import SourceFile
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
 

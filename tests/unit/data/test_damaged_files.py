@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
 from furlong.data.dataset import open_prompts, open_reader
@@ -46,7 +44,6 @@ def write_arrow(folder: Path) -> Path:
         out.write_table(TABLE, max_chunksize=16)
     files = {"_data_files": [{"filename": file.name}], "_fingerprint": "0", "_split": None}
     (folder / "state.json").write_text(json.dumps(files))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": {}, "description": ""}))
     return file
 
 
@@ -56,7 +53,6 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "parquet with page checksums": lambda folder: write_parquet(folder, write_page_checksum=True, compression="none"),
     "arrow": write_arrow,
     "state.json": lambda folder: write_arrow(folder).with_name("state.json"),
-    "dataset_info.json": lambda folder: write_arrow(folder).with_name("dataset_info.json"),
 }
 
 
@@ -75,49 +71,16 @@ def outcome(file: Path, streaming: bool = False) -> tuple[list[Any] | None, str]
         return None, str(error)
 
 
-@st.composite
-def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """Cut a file, or replace, insert or delete some of its bytes."""
-    start = draw(st.integers(0, len(content) - 1))
-    end = min(len(content), start + draw(st.integers(0, 64)))
-    new = draw(st.sampled_from([b"", b"\0" * (end - start), b"\xff" * (end - start)]) | st.binary(max_size=64))
-    match draw(st.sampled_from(["flip", "cut", "replace"])):
-        case "flip":
-            return content[:start] + bytes([content[start] ^ draw(st.integers(1, 255))]) + content[start + 1 :]
-        case "cut":
-            return content[:start]
-        case _:
-            return content[:start] + new + content[end:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("streaming", [False, True])
-def test_any_damage_gives_rows_or_an_error_that_names_the_file(kind: str, streaming: bool, tmp_path: Path) -> None:
-    file = WRITERS[kind](tmp_path)
-    content = file.read_bytes()
-
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(damaged(content))
-    def check(changed: bytes) -> None:
-        file.write_bytes(changed)
-        rows, problem = outcome(file, streaming)
-        assert rows is not None or str(file.parent) in problem
-
-    check()
-
-
-@pytest.mark.slow
-def test_a_changed_page_with_a_checksum_is_never_read_as_other_values(tmp_path: Path) -> None:
-    file = WRITERS["parquet with page checksums"](tmp_path)
-    content, expected = file.read_bytes(), prompts_of(file)
-    chunks = [pq.read_metadata(file).row_group(1).column(i) for i in range(3)]
-    for chunk in chunks:
-        start = chunk.dictionary_page_offset or chunk.data_page_offset
-        for place in range(start, start + chunk.total_compressed_size, 7):
-            file.write_bytes(content[:place] + bytes([content[place] ^ 8]) + content[place + 1 :])
-            rows, problem = outcome(file)
-            assert rows == expected or str(file) in problem
+def test_a_file_that_is_cut_empty_or_something_else_is_named(tmp_path: Path) -> None:
+    for kind, write in WRITERS.items():
+        for streaming in (False, True):
+            file = write(tmp_path)
+            content = file.read_bytes()
+            for damage in (b"", content[: len(content) // 2], b"{[" * 100):
+                file.write_bytes(damage)
+                rows, problem = outcome(file, streaming)
+                is_rows = kind == "jsonl" and streaming is False and rows
+                assert str(file.parent) in problem or is_rows, (kind, damage[:9])
 
 
 def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_path: Path) -> None:
@@ -133,10 +96,8 @@ def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("furlong_tokens", None), ("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]),
-                          ("furlong_tokens", [-1]), ("furlong_tokens", []), ("label", "{"), ("label", None),
-                          ("metadata", "[1]"), ("tools", "{}"), ("input", None)]
-)  # fmt: skip
+    ("column", "value"), [("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]), ("metadata", "[1]")]
+)
 def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path, column: str, value: Any) -> None:
     tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
     location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
@@ -168,35 +129,19 @@ def test_damaged_offsets_of_an_arrow_file_are_an_error(tmp_path: Path) -> None:
         prompts_of(file)
 
 
-@pytest.mark.parametrize(
-    "entries", ['"x"', "[]", "[1]", '[{"filename": 1}]', '[{"filename": "../a.arrow"}]', '[{"filename": "no.arrow"}]']
-)
-def test_a_state_json_of_other_content_is_named(entries: str, tmp_path: Path) -> None:
+def test_a_damaged_state_json_of_an_arrow_folder_is_named(tmp_path: Path) -> None:
     file = write_arrow(tmp_path)
-    file.with_name("state.json").write_text(f'{{"_data_files": {entries}}}')
-    with pytest.raises(DataError, match=r"state\.json"):
-        prompts_of(file)
-
-
-@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-@pytest.mark.parametrize("content", ["", "[]", "\xff", '{"_data_files":'])
-def test_damaged_json_of_an_arrow_folder_is_named(name: str, content: str, tmp_path: Path) -> None:
-    file = write_arrow(tmp_path)
-    file.with_name(name).write_text(content, encoding="latin-1")
-    with pytest.raises(DataError, match=f"{name} is damaged"):
-        prompts_of(file)
+    entries = ("[]", "[1]", '[{"filename": 1}]', '[{"filename": "no.arrow"}]')
+    for content in ("", "[]", *(f'{{"_data_files": {each}}}' for each in entries)):
+        file.with_name("state.json").write_text(content)
+        with pytest.raises(DataError, match=r"state\.json"):
+            prompts_of(file)
 
 
 def test_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.schema([("input", pa.string())] * 2).empty_table(), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet"):
         prompts_of(tmp_path / "a.parquet")
-
-
-def test_metadata_of_an_ordinary_depth_is_accepted(tmp_path: Path) -> None:
-    text = '{"a":' * 90 + "1" + "}" * 90
-    file = write_jsonl(tmp_path / "a.jsonl", [f'{{"input": "x", "label": "1", "metadata": {text}}}'])
-    assert len(prompts_of(file)) == 1
 
 
 def test_half_a_surrogate_pair_in_a_quoted_column_is_a_bad_row(tmp_path: Path) -> None:

@@ -200,8 +200,6 @@ def test_a_ledger_whose_events_before_the_mark_were_changed_is_rejected(path: Pa
     path.write_bytes(content.replace(b'"row":1', b'"row":7'))
     with pytest.raises(CheckpointError, match=rf"ledger\.jsonl: the first {len(content)} bytes were changed"):
         FileLedger.resume(path, mark)
-    del mark["xxh3_128"]  # as an older version saved it
-    FileLedger.resume(path, mark).close()
     path.write_bytes(content + b'{"e":')
     FileLedger.resume(path, mark).close()
 

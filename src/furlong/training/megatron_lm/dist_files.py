@@ -59,17 +59,40 @@ SAFE: dict[str, Any] = {
     )
 } | {
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": dcp.Metadata,
-    "builtins.getattr": lambda _, name: _FORMATS[name],  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
+    "builtins.getattr": lambda _, name: _FORMATS.__members__.get(
+        name
+    ),  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
     "pathlib.Path": PosixPath,
 }
+PLANNED = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")  # their plans are in the index, too
+
+
+class Placeholder:
+    """Stands for an object in a checkpoint that is not used."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Placeholder:
+        """Ignore the arguments of a constructor or function."""
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(cast("dict[str, Any]", state))
+
+    def get(self, key: str) -> Any:
+        """Return an attribute of the pickled object, None without it."""
+        return self.__dict__.get(key)
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles an index. It may name `SAFE` and dtypes only."""
+    """Unpickles an index: `SAFE` and dtypes as they are, other classes of the two libraries as placeholders."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         dtype = getattr(torch, global_name, None) if module_name == "torch" else None
         found = dtype if isinstance(dtype, torch.dtype) else SAFE.get(f"{module_name}.{global_name}")
+        if found is None and f"{module_name}.".startswith(PLANNED):
+            return Placeholder
         if found is None:
             raise CheckpointError(f"it names {module_name}.{global_name}, which an index does not contain")
         return found
@@ -85,24 +108,6 @@ def _index(path: Path, _mtime_ns: int, _size: int) -> dcp.Metadata:
         if Path(info.relative_path).name != info.relative_path:
             raise CheckpointError(f"it names a file outside its folder: {info.relative_path}")
     return index
-
-
-class Placeholder:
-    """Stands for an object in common.pt."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Placeholder:
-        """Ignore the arguments of a constructor or function."""
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(cast("dict[str, Any]", state))
-
-    def get(self, key: str) -> Any:
-        """Return an attribute of the pickled object, None without it."""
-        return self.__dict__.get(key)
 
 
 def is_dist_folder(folder: Path) -> bool:
