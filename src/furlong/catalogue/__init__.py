@@ -1,19 +1,19 @@
 """The catalogue of diagnoses: one row per kind.
 
-To add a diagnosis:
+To add a diagnosis, touch three files:
 
-1. add a row to the table of its subject;
-2. write a function that detects it, and add it to the table of its moment: `preflight.CHECKS` before the start,
-   `monitors.MONITORS` during the run, `postmortem.signatures.SIGNATURES` after a failure;
-3. write a test marked `@fault(ID)` that injects the fault as a user would cause it; scripts/make_troubleshooting.py
-   records its output for docs/troubleshooting.md.
+1. add a row to the table of its subject here;
+2. write a function that detects it, next to its like, and add it to the table at the end of that module: `CHECKS` of
+   `diagnosis.preflight.*_checks` before the start, `MONITORS` of `diagnosis.monitors.*_monitors` during the run,
+   `diagnosis.postmortem.signatures` after a failure;
+3. write a test marked `@fault(ID)` that injects the fault as a user would cause it, and applies the fix.
 
 The function refers to the row by id and adds the values it saw:
 
     diagnosis("CKPT02", "--ckpt-step 7: runs/a has no iter_0000007", remedy="use --ckpt-step 8")
 
-Severity, cause and remedy default to those of the row. docs/troubleshooting.md and `furlong doctor --list` are
-generated from the rows.
+Severity, cause and remedy default to those of the row. A cause is named only from evidence of it, and otherwise listed
+as a candidate. The page of diagnoses and `furlong doctor --list` are generated from the rows.
 """
 
 from __future__ import annotations

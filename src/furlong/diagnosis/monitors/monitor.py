@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.catalogue import Diagnosis, Severity, diagnosis
 from furlong.config.checks.value_checks import BOXED
@@ -218,32 +218,20 @@ class Alert:
     kind: str = ""
 
 
-class RowDetails(TypedDict, total=False):
-    """Parts of a diagnosis that default to those of the catalogue's row."""
-
-    remedy: str | None
-    cause: str | None
-    severity: Severity | None
-
-
-class AlertDetails(RowDetails, total=False):
-    """Optional parts of an alert."""
-
-    level: float
-    kind: str
-
-
 def alert(
     id: str,
     finding: str,
     *,
     evidence: Mapping[str, Any],
+    cause: str | None = None,
+    remedy: str | None = None,
+    severity: Severity | None = None,
     level: float = 1.0,
     kind: str = "",
-    **details: Unpack[RowDetails],
 ) -> Alert:
-    """Make an alert."""
-    return Alert(diagnosis(id, finding, evidence=evidence, **details), level, kind)
+    """Make an alert; cause, remedy and severity default to those of the catalogue's row."""
+    found = diagnosis(id, finding, evidence=evidence, cause=cause, remedy=remedy, severity=severity)
+    return Alert(found, level, kind)
 
 
 @dataclass(frozen=True)
@@ -271,7 +259,7 @@ class StepContext:
         """Whether the loss includes tokens that the policy did not sample, whose log-probs carry no information."""
         return self.row.get("rollout/env_tokens_in_loss", 0.0) > 0
 
-    def alert(self, id: str, finding: str, *, evidence: Mapping[str, Any], **details: Unpack[AlertDetails]) -> Alert:
+    def alert(self, id: str, finding: str, *, evidence: Mapping[str, Any], **details: Any) -> Alert:
         """Make an alert with this step in its finding and evidence."""
         return alert(id, f"step {self.step}: {finding}", evidence={"step": self.step, **evidence}, **details)
 
