@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports
 )
 
 from furlong.core.sample import Sample
-from furlong.environments.sample_keys import INFO, PARTS
+from furlong.environments.protocol import INFO, PARTS
 from furlong.errors import ConfigError, InfraError, RolloutError
 
 MAX_TASKS = 1_000_000  # that are kept of a taskset

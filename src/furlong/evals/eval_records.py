@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.sample import Sample, Status, scalar_reward
-from furlong.environments.sample_keys import INFO, PARTS
+from furlong.environments.protocol import INFO, PARTS
 from furlong.errors import ConfigError
 from furlong.rollout.episodes import LIMIT
 from furlong.sessions.samples import LEAF, MESSAGES, TURNS

@@ -25,15 +25,15 @@ from furlong.core.supervised_process import ProcessLimits, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.core.user_modules import import_module_of
-from furlong.environments.sample_keys import AGENT_ERROR
+from furlong.environments.protocol import AGENT_ERROR
 from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout.agent import policy
 from furlong.rollout.environments import call_agent_function, close_environment_workers, record_result
 from furlong.rollout.episodes import LIMIT, SILENT
-from furlong.sessions.session_offers import SessionOffer
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
+    from furlong.sessions.session_offers import SessionOffer
 
 
 SHOWN_ERRORS = 2000  # characters of stderr in a message
@@ -162,6 +162,8 @@ async def generate_online(
     evaluation: bool = False,
 ) -> Sample:
     """Offer one episode. Raises InfraError if the application leaves, RolloutError if it reports an error."""
+    from furlong.sessions.session_offers import SessionOffer
+
     current = policy()
     opened = current.open_session()
     offers = None if current.server is None else current.server.offers

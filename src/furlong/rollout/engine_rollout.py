@@ -24,7 +24,7 @@ from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.episodes import SILENT
-from furlong.rollout.filters import DynamicFilterOutput, filter_output
+from furlong.rollout.filters import filter_output
 from furlong.rollout.generate import EvalSet, evaluate, has_failed, is_finished, reset_response, run_group, session_of
 from furlong.rollout.generation import Generation
 from furlong.rollout.group_pool import (
@@ -113,7 +113,10 @@ class EngineRollout:
             return await self._produce_shared(self._pool, rollout_id)
         started = time.monotonic()
         state = _Round(rollout_id, Flight())
-        self._give_back_restored()
+        saved, self._restored = self._restored, []
+        for _, group in saved:  # of a checkpoint: issued again from the start
+            self._ledger.returned(group, RESUMED)
+        self._source.return_groups([without_responses(group) for _, group in saved])
         try:
             while len(state.kept) < self._batch_size:
                 self._submit(state)
@@ -165,13 +168,6 @@ class EngineRollout:
             self._pool.flight.is_collecting = False
             await self._pool.flight.cancel()
 
-    def _give_back_restored(self) -> None:
-        """Return the groups of a checkpoint to the source, to be issued again from the start."""
-        saved, self._restored = self._restored, []
-        for _, group in saved:
-            self._ledger.returned(group, RESUMED)
-        self._source.return_groups([without_responses(group) for _, group in saved])
-
     def _continue_restored(self, pool: GroupPool) -> None:
         saved, self._restored = self._restored, []
         for state, group in saved:
@@ -180,7 +176,7 @@ class EngineRollout:
                 self._ledger.restored([group.index], pool.deadline)
                 pool.ready.append(group)
             elif state == "finished":
-                pool.flight.submit(group, _completed(group), name=f"group-{group.index}")
+                pool.flight.submit(group, asyncio.sleep(0, group), name=f"group-{group.index}")
             else:
                 del pool.versions[group.index]
                 self._ledger.issued([group], pool.deadline)
@@ -294,7 +290,8 @@ class EngineRollout:
                 raise RolloutError(all_failed(state.rollout_id, state.failed).text())
             return
         state.failed.clear()
-        decision = self._filter(group)
+        chosen = self._hooks.dynamic_sampling_filter
+        decision = filter_output(True if chosen is None else chosen(self._generation.args, group.samples))
         if decision.keep and self._stale == "drop" and self._is_stale(group, state.rollout_id):
             self._drop(state, group, "stale")
         elif decision.keep:
@@ -322,12 +319,6 @@ class EngineRollout:
     def _is_stale(self, group: Group, rollout_id: int) -> bool:
         bound = self._max_staleness
         return bound is not None and any(is_stale(sample, rollout_id, bound) for sample in group.samples)
-
-    def _filter(self, group: Group) -> DynamicFilterOutput:
-        dynamic_filter = self._hooks.dynamic_sampling_filter
-        if dynamic_filter is None:
-            return DynamicFilterOutput(True)
-        return filter_output(dynamic_filter(self._generation.args, group.samples))
 
     def _drop(self, state: _Round, group: Group, reason: str) -> None:
         state.drops[reason] += 1
@@ -369,10 +360,16 @@ class EngineRollout:
 
     def _return_surplus(self, state: _Round) -> None:
         for group in state.surplus:
-            self._ledger.returned(group, "surplus" if is_finished(group) else "aborted")
-            if not self._partial or (self._mask_offpolicy and is_finished(group)):
-                _reset(group)
-            _tag(group, state.rollout_id)
+            is_whole = is_finished(group)
+            self._ledger.returned(group, "surplus" if is_whole else "aborted")
+            for sample in group.samples:
+                if not self._partial or (self._mask_offpolicy and is_whole):
+                    reset_response(sample, sample.tokens[: sample.prompt_length])  # generated again with newer weights
+                # the rollout in which the response was started, under slime's name, for --buffer-filter-path
+                if sample.response_length:
+                    sample.metadata.setdefault(STARTED, state.rollout_id)
+                else:
+                    sample.metadata.pop(STARTED, None)
         self._source.return_groups(state.surplus)
         state.num_returned += len(state.surplus)
         state.surplus = []
@@ -395,7 +392,12 @@ class EngineRollout:
             self._hooks.rollout_all_samples_process(args, all_samples, source_for_samples_hook(self._source))
         if self._on_groups is not None:
             self._on_groups(state.rollout_id, groups)
-        self._print(state.rollout_id, samples)
+        if self._print_every and state.rollout_id % self._print_every == 0 and samples:
+            logger.info(
+                "rollout %d, sample %s: prompt %r, response %r, label %r, reward %s, status %s",
+                state.rollout_id, samples[0].index, samples[0].prompt, samples[0].response, samples[0].label,
+                samples[0].reward, samples[0].status.value,
+            )  # fmt: skip
         num_masked = 0
         if self._stale == "mask" and self._max_staleness is not None:
             num_masked = mask_stale(groups, state.rollout_id, self._max_staleness)
@@ -431,34 +433,6 @@ class EngineRollout:
         if state.num_returned:
             metrics["rollout/returned_groups"] = total(state.num_returned)
         return metrics
-
-    def _print(self, rollout_id: int, samples: Sequence[Sample]) -> None:
-        if self._print_every and rollout_id % self._print_every == 0 and samples:
-            sample = samples[0]
-            logger.info(
-                "rollout %d, sample %s: prompt %r, response %r, label %r, reward %s, status %s",
-                rollout_id, sample.index, sample.prompt, sample.response, sample.label, sample.reward,
-                sample.status.value,
-            )  # fmt: skip
-
-
-async def _completed(group: Group) -> Group:
-    return group
-
-
-def _tag(group: Group, rollout_id: int) -> None:
-    """Record the rollout in which a response was started, under slime's name, for --buffer-filter-path."""
-    for sample in group.samples:
-        if sample.response_length:
-            sample.metadata.setdefault(STARTED, rollout_id)
-        else:
-            sample.metadata.pop(STARTED, None)
-
-
-def _reset(group: Group) -> None:
-    """Discard a group's responses, so that it is generated again with newer weights."""
-    for sample in group.samples:
-        reset_response(sample, sample.tokens[: sample.prompt_length])
 
 
 def exceeds_context(sample: Sample) -> bool:

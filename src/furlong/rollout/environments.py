@@ -26,8 +26,7 @@ from furlong.core.sample import Sample, apply_changes
 from furlong.core.user_code import is_async
 from furlong.core.user_functions import load_function
 from furlong.core.worker_process import Worker, WorkerEndedError
-from furlong.environments.protocol import Message, Observation, Step, Task
-from furlong.environments.sample_keys import ENVIRONMENT, INFO, STEP_REWARDS
+from furlong.environments.protocol import ENVIRONMENT, INFO, STEP_REWARDS, Message, Observation, Step, Task
 from furlong.environments.step_batches import (
     StepBatches,
     StepMany,

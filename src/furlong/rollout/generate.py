@@ -19,7 +19,7 @@ from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
 from furlong.core.user_functions import Function, accepted_keywords
-from furlong.environments.sample_keys import AGENT_ERROR
+from furlong.environments.protocol import AGENT_ERROR
 from furlong.errors import InfraError, RolloutError
 from furlong.interfaces import Completion, SamplingParams
 from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeLimitError, EpisodeWatch, RewardWait

@@ -16,7 +16,7 @@ from furlong.config.hooks import HOOKS, Hooks, check_signature
 from furlong.config.sections import RolloutFlags
 from furlong.core.sample import Group, Sample
 from furlong.core.user_functions import Function, load_function
-from furlong.environments.sample_keys import ENVIRONMENT
+from furlong.environments.protocol import ENVIRONMENT
 from furlong.errors import ConfigError
 from furlong.interfaces import Engine, Reward, SamplingParams
 from furlong.rollout.episodes import EpisodeLoad

@@ -30,7 +30,7 @@ from furlong.core.sample import (
     metadata_keys,
     scalar_reward,
 )
-from furlong.environments.sample_keys import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS
+from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS
 from furlong.errors import DataError
 from furlong.rollout.episodes import LIMIT, PROCESS_ENDED, REISSUED, SILENT
 from furlong.rollout.roles import by_role, has_roles, role_metrics, role_of

@@ -37,7 +37,7 @@ from furlong.data.ledger import FileLedger
 from furlong.data.mixture import MixturePart, PromptMixture
 from furlong.data.prompt import Prompt, PromptFormat
 from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
-from furlong.environments.sample_keys import ENVIRONMENT
+from furlong.environments.protocol import ENVIRONMENT
 from furlong.errors import ConfigError
 from furlong.inference.chat_endpoint import NO_LIMIT, ChatEndpoint
 from furlong.inference.embedded import EmbeddedEngine
