@@ -4,7 +4,7 @@
     python benchmarks/cpu/agent_turns.py cache
 
 `sessions`: --count episodes of --turns turns, --at-a-time of them; a stand-in engine takes --engine-ms. The agents over
-HTTP are in another process (`lean_clients.py`), and so is the HTTP server. The first two rows have no time between
+HTTP are in another process (`lean_clients.py`); the HTTP server is a thread. The first two rows have no time between
 turns, so that they show how many turns a second the process manages. In the other pairs a tool takes --tool-ms on
 average after each turn, and episodes do not begin at once, so that they show the time of a turn at the same load.
 Columns: turns per second, CPU time of this process per turn, median and 99th percentile of a turn in ms, longest time

@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator
 YOUNG_OBJECTS = 50_000  # minimum number of new objects between garbage collections
 OBJECTS_PER_SAMPLE = 100  # the same per sample of a rollout
 MAX_OBJECTS = 2**31 - 1  # the largest threshold of the collector
-LARGE_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 COLLECTION_FRAC = 0.01  # of the time, at most, for complete collections
 FIRST_S = 10.0  # after the start of a run: a collection takes about 0.1 s, and little has accumulated before
 
@@ -54,16 +52,6 @@ def return_free_memory() -> None:
     """
     if (trim := _trim()) is not None:
         trim(0)
-
-
-def map_large_blocks() -> None:
-    """Let the allocator return every block of `LARGE_BYTES` when it is freed (glibc only).
-
-    Otherwise it keeps blocks of the size of the largest that was freed, up to 32 MB in the arena of each thread, which
-    `return_free_memory` cannot return.
-    """
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @functools.cache

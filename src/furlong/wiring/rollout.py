@@ -39,9 +39,8 @@ from furlong.data.prompt import Prompt, PromptFormat
 from furlong.data.source import Prompts, PromptTable, RolloutDataSource, group_from_prompt
 from furlong.environments.protocol import ENVIRONMENT
 from furlong.errors import ConfigError
-from furlong.inference.chat_endpoint import NO_LIMIT, ChatEndpoint
+from furlong.inference.chat_endpoint import NO_LIMIT, ChatEndpoint, WireTokenizer
 from furlong.inference.embedded import EmbeddedEngine
-from furlong.inference.wire_chat import WireTokenizer
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
 from furlong.models.hf_config import vocabulary_size
 from furlong.rewards.group_reward import GroupReward

@@ -10,8 +10,7 @@ import pytest
 
 from furlong.chat.template_boundary import ChatFormat
 from furlong.errors import ConfigError, InfraError
-from furlong.inference.chat_endpoint import ChatEndpoint
-from furlong.inference.wire_chat import END, WireTokenizer, conversation_of
+from furlong.inference.chat_endpoint import END, ChatEndpoint, WireTokenizer, conversation_of
 from furlong.interfaces import Completion, SamplingParams
 from furlong.sessions.session import Reply, Session
 

@@ -8,7 +8,7 @@ import contextlib
 import httpx
 import pytest
 
-from furlong.inference.wire_chat import WireTokenizer
+from furlong.inference.chat_endpoint import WireTokenizer
 from furlong.interfaces import Completion
 from furlong.sessions.served_model import Gateway
 
