@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,13 +17,57 @@ from furlong.core.sample import Group, Sample
 from furlong.errors import CheckpointError, DataError
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import SampleDump, load_samples
-from furlong.view.sample_files import SampleFile, batch_file
-from furlong.view.sample_index import label_text, mask_of, prompt_text, reward_number
-from furlong.view.token_text import Decoder, load_decoder, token_pieces
+from furlong.view.sample_index import SampleFile, batch_file, label_text, mask_of, prompt_text, reward_number
 
+TOKENIZER_FILE = "tokenizer.json"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+CONTEXT = 4  # earlier tokens that decide about spaces
 KEPT_FILES = 4
 MAX_TOKENS = 20_000  # of one sample; the page shows no more
 MESSAGES = "messages"  # metadata of samples of agents: the conversation
+
+
+class Decoder(Protocol):
+    """Decodes token ids, special tokens included."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids."""
+        ...
+
+
+def load_decoder(flags: dict[str, Any]) -> Decoder | None:
+    """Return the tokenizer of a run's model; None if there is no `tokenizer.json`, for example on another machine.
+
+    `transformers` is not imported, which takes seconds.
+    """
+    folder = flags.get("hf_checkpoint")
+    path = Path(str(folder)) / TOKENIZER_FILE
+    if not folder or not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(path))
+    return tokenizer
+
+
+def token_pieces(decoder: Decoder, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds. The pieces of a character of several tokens are with the last of them.
+
+    >>> token_pieces(decoder, [5, 6])  # doctest: +SKIP
+    ['Hel', 'lo']
+    """
+    pieces: list[str] = []
+    start = done = 0  # tokens before `done` have their text; `start` is where decoding begins
+    for end in range(1, len(ids) + 1):
+        before = decoder.decode(ids[start:done], skip_special_tokens=False)
+        now = decoder.decode(ids[start:end], skip_special_tokens=False)
+        if now.endswith(INCOMPLETE) and end < len(ids) and end - done < CONTEXT:
+            pieces.append("")
+            continue
+        pieces.append(now[len(before) :])
+        done = end
+        start = max(0, end - CONTEXT)
+    return pieces
 
 
 class SamplePages:

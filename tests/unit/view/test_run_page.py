@@ -10,7 +10,7 @@ from furlong.view.page_app import FILES, STATIC, PageApp
 from furlong.view.page_file import MODULES, page_text, write_page
 from furlong.view.run_pages import RunPages
 from furlong.view.run_reader import RunReader, open_runs
-from furlong.view.token_text import load_decoder, token_pieces
+from furlong.view.sample_page import load_decoder, token_pieces
 from recorded_runs import HOSTILE, write_run
 
 
