@@ -61,7 +61,7 @@ pass furlong's checks. The others are refused before anything starts: {reasons}.
 `python scripts/check_launch_scripts.py SLIME_DIR` prints the messages for any checkout of slime. It lets bash evaluate
 each script in a sandbox in which no command runs, replaces models and data by stand-ins with the script's architecture
 and columns, assumes GPUs, and runs the checks of `furlong doctor`. A pass means that flags, functions, model and data
-fit together, not that the script was trained at its size. Small versions of 18 scripts train in the test suite.
+fit together, not that the script was trained at its size. Small versions of 18 scripts train in nightly tests.
 
 A flag in the last column is accepted, and the log has a line that says what happens instead (`--strict-flags` makes it
 an error)."""
