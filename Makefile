@@ -6,11 +6,11 @@ DEV := $(VENV)/.dev-installed
 SGLANG := .sglang-cpu
 
 # A file's tests share what is made for them, so they go to one worker, and short files come last.
-# `make test-all WORKERS=8` where there are more cores than two.
+# `make test WORKERS=8` where there are more cores than two.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: quickstart test test-slow test-all unit sglang-cpu lint types docs site blocks check soak clean
+.PHONY: quickstart test nightly unit sglang-cpu lint types docs site blocks check soak clean
 
 $(RUN): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,20 +36,17 @@ sglang-cpu: $(SGLANG)/.installed
 quickstart: $(RUN)
 	$(VENV)/bin/furlong quickstart
 
-# Three tiers: unit tests of less than 0.15 s, together under a minute; all that are not slow; slow tests, most of them
-# of whole clusters, ranks and crashes.
+# Two tiers: `test` on each commit, and `nightly`, which adds the suites that take minutes (SGLang on a CPU, Ray,
+# Megatron's layouts, chaos, examples) and a soak.
 unit: $(DEV)
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests/unit -m "not nightly and not slow"
 
 test: $(DEV)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "commit or not nightly and not slow"
 
-test-slow: $(DEV)
-	$(PYTEST) -m slow
-
-# Both tiers in one session, which collects once.
-test-all: $(DEV)
+nightly: lint types $(SGLANG)/.installed docs
 	$(PYTEST)
+	$(MAKE) soak
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
@@ -68,12 +65,12 @@ blocks: $(DEV)
 
 docs: site blocks
 
-# A run under random faults, with the growth of memory and descriptors: `make soak MINUTES=120`. Not part of `check`.
+# A run under random faults, with the growth of memory and descriptors: `make soak MINUTES=120`.
 MINUTES ?= 30
 soak: $(DEV)
 	$(VENV)/bin/python scripts/soak.py --minutes $(MINUTES)
 
-check: lint types test-all docs
+check: lint types test docs
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist site src/furlong.egg-info
