@@ -193,7 +193,7 @@ def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> 
 def _search(own: LogText, logs: Sequence[LogText]) -> list[Diagnosis]:
     """Search the text of the error and, if another process may explain it, the logs."""
     of_process = own.failure.get("error") in OF_PROCESSES or own.code != ""
-    found = find_cause(SIGNATURES, [own, *logs] if of_process else [own])
+    found = find_cause(SIGNATURES, [*logs, own] if of_process else [own])  # logs have the details
     return [found] if found is not None else []
 
 
