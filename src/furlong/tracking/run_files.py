@@ -26,7 +26,7 @@ RUN_STARTS = "run folder"  # begins the first line that each start of a run logs
 
 JsonRow = dict[str, Any]
 
-TYPES: dict[str, type] = {"step": int, "event": str}  # types of the keys that rows are selected by
+TYPES = {"step": (int,), "event": (str,), "time": (int, float)}  # of keys that readers of a run's folder rely on
 
 
 class StepFile:
@@ -221,11 +221,9 @@ def _row(line: bytes, keys: tuple[str, ...]) -> JsonRow | None:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return row if isinstance(row, dict) and all(_has_key(row, key) for key in keys) else None
-
-
-def _has_key(row: JsonRow, key: str) -> bool:
-    return key in row and (key not in TYPES or type(row[key]) is TYPES[key])
+    if not isinstance(row, dict) or not row.keys() >= {*keys} or (row.get("event") == "step" and "step" not in row):
+        return None
+    return row if all(type(row[key]) in types for key, types in TYPES.items() if key in row) else None
 
 
 def _listing(folder: Path) -> str:
