@@ -21,7 +21,7 @@ from trl_rival import trl_config
 from furlong.config.task_specs import TaskMixture, parse_tasks
 from furlong.core.task_entries import task_entry
 from furlong.rewards.algebra import math_score
-from furlong.rewards.tasks import task_score
+from furlong.rewards.verifiers import task_score
 
 
 class StepLog(TrainerCallback):

@@ -46,8 +46,8 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.tokenizer import load_tokenizer
 from furlong.quickstart.quickstart import model_folder
-from furlong.rollout.generation import Generation
-from furlong.rollout.policy import Policy, policy_of_sample
+from furlong.rollout.generate import Generation, policy_of_sample
+from furlong.rollout.policy import Policy
 from furlong.sessions.session_server import SessionServer
 
 OBSERVED, SAMPLED, EPISODES = 8, 2, 8
@@ -185,7 +185,8 @@ class _SessionBench:
         async def episode(number: int) -> None:
             async with permits:
                 sample, params = Sample(index=number), self.generation.params
-                policy = policy_of_sample(sample, self.generation, params, lambda: True, session=str(number))
+                sample.session_id = str(number)
+                policy = policy_of_sample(sample, self.generation, params, lambda: True)
                 url = policy.open_session().url
                 seconds.extend(await (self.chat(policy) if self.clients is None else self.clients.play(url)))
                 await policy.end_session()

@@ -50,7 +50,7 @@ from furlong.loop.train import train
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episodes import EpisodeLoad
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation
 from furlong.rollout.group_pool import GroupPool
 from furlong.rollout.train_batch import Conversion
 

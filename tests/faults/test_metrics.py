@@ -168,8 +168,6 @@ NUMBERS = (
           KL | {"hf_checkpoint": "policy", "ref_load": "other"}, remedy="--ref-load"),
     steps("log-probs of another temperature", "NUM02", [_gap(0.3, sampling_transform=0.9, numerics=0.1)],
           remedy="--rollout-temperature"),
-    steps("text that was encoded again", "NUM02", [_gap(0.3, retokenisation=0.8, numerics=0.2)],
-          remedy="append_response_tokens"),
     steps("weights of an older version", "NUM02", [_gap(0.3, stale_version=1.0)],
           remedy="--update-weights-interval 1"),
     steps("log-probs that are all the same", "NUM02", [_gap(2.0, flat=1.0)], remedy="--check-weight-update-equal"),

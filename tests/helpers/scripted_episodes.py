@@ -12,11 +12,11 @@ from chat_zoo import bpe_tokenizer
 from fakes_rollout import LabelReward, ScriptedEngine
 from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Hooks
+from furlong.core.event_loop import gather_or_cancel
 from furlong.core.sample import Group, Sample
 from furlong.interfaces import Reward, SamplingParams
 from furlong.rollout.episodes import RewardWait
-from furlong.rollout.generate import run_group
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation, run_group
 
 
 @functools.cache
@@ -68,11 +68,9 @@ def play(
         group = Group(0, samples)
         if generation.session_server is not None:
             await generation.session_server.start()
-        beside = asyncio.create_task(client()) if client is not None else None
+        run = run_group(group, generation, rollout_id=0, continues=lambda: True, wait=RewardWait())
         try:
-            await run_group(group, generation, rollout_id=0, continues=lambda: True, wait=RewardWait())
-            if beside is not None:
-                await beside
+            await gather_or_cancel([run, *([client()] if client is not None else [])])
         finally:
             if generation.session_server is not None:
                 await generation.session_server.close()

@@ -25,7 +25,7 @@ from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import train
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation
 from furlong.rollout.train_batch import Conversion
 
 MAX_NEW = 6

@@ -205,8 +205,8 @@ ROWS = (
         "R",
         "error",
         symptom="The log-probs of training and rollout drift apart.",
-        cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, retokenized text, "
-        "another context than the engine was asked with, or different expert routing.",
+        cause="Stale weights, another dtype or kernel, a transform of the sampling distribution, or different expert "
+        "routing.",
         checked="The difference per token at step 0 and after each weight update (forward_logp_max_diff, mean, 99th "
         "percentile), and the share of each cause.",
         remedy="The message names the cause; --use-tis corrects a difference that cannot be removed.",

@@ -26,8 +26,6 @@ from furlong.interfaces import SamplingParams, TokenStats
 
 Cause = Literal[
     "stale_version",
-    "retokenisation",
-    "other_context",
     "sampling_transform",
     "flat",
     "quantization",
@@ -69,8 +67,6 @@ def attribute(
     trainer_R: Floats,
     *,
     is_stale_R: Flags | None = None,
-    is_retokenised_R: Flags | None = None,
-    is_other_context_R: Flags | None = None,
     is_rerouted_R: Flags | None = None,
     quantized_R: Floats | None = None,
     transformed_R: Mapping[str, Floats] | None = None,
@@ -78,13 +74,12 @@ def attribute(
 ) -> Attribution:
     """Attribute each token's gap to the first cause that applies, in the order of `CAUSES`.
 
-    A token is stale if older weights sampled it, retokenised if the engine may have had other ids for its text or
-    context, of another context if the engine was asked with other ids than are trained on before it, and rerouted if
-    trainer and engine chose different experts. `transformed_R` has the trainer's log-probs under other sampling
-    parameters: the closest one applies if it explains most of the remaining gap. Log-probs are flat if all tokens have
-    the same. `quantized_R` has the trainer's log-probs with the engine's quantized weights: quantization applies where
-    they explain most of the gap. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above;
-    all of it is numerics if both compute in bfloat16 and its mean is at most `rounding_limit`.
+    A token is stale if older weights sampled it, and rerouted if trainer and engine chose different experts.
+    `transformed_R` has the trainer's log-probs under other sampling parameters: the closest one applies if it
+    explains most of the remaining gap. Log-probs are flat if all tokens have the same. `quantized_R` has the
+    trainer's log-probs with the engine's quantized weights: quantization applies where they explain most of the
+    gap. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above; all of it is numerics
+    if both compute in bfloat16 and its mean is at most `rounding_limit`.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -100,8 +95,6 @@ def attribute(
         left_R = left_R & ~which_R
 
     take("stale_version", none_R if is_stale_R is None else is_stale_R)
-    take("retokenisation", none_R if is_retokenised_R is None else is_retokenised_R)
-    take("other_context", none_R if is_other_context_R is None else is_other_context_R)
     name, is_transformed_R = _best_transform(engine_R, gap_R, left_R, transformed_R or {})
     take("sampling_transform", is_transformed_R)
     take("flat", ~none_R if len(engine_R) >= FLAT_TOKENS and np.ptp(engine_R) < FLOOR else none_R)
@@ -270,9 +263,6 @@ class LogProbSelfTest:
         if versions is not None:
             is_stale = ((versions != batch.rollout_id) & (versions != UNKNOWN_VERSION))[keep]
 
-        def flags(name: str) -> np.ndarray | None:
-            return part.columns[name][keep] > 0 if name in part.columns else None
-
         sampling, others, is_rerouted, limit = self.sampling, {}, None, 0.0
         if look is not None:
             stats = look(rows)
@@ -298,8 +288,6 @@ class LogProbSelfTest:
             part.columns["rollout_log_probs"][keep].astype(np.float64),
             trainer_R[keep].astype(np.float64),
             is_stale_R=is_stale,
-            is_retokenised_R=flags("retokenised"),
-            is_other_context_R=flags("other_context"),
             is_rerouted_R=is_rerouted,
             quantized_R=None if quantized_R is None else quantized_R.double().cpu().numpy()[keep],
             transformed_R=others,

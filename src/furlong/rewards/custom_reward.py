@@ -1,10 +1,12 @@
-"""Load and call custom reward functions.
+"""Load and call custom reward functions, sync or async.
 
-The parameters of a function determine its style (`core.user_functions.reward_style`). Functions may be sync or async.
+The parameters of a function determine its style (`core.user_functions.reward_style`). Both workers and the driver call
+functions here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,11 +32,46 @@ class CustomReward:
     is_async: bool
     accepts: frozenset[str] | None = None
 
-    def evaluate(self, args: Any, samples: Sequence[Sample]) -> Any:
-        """Call the function and return its value or awaitable. Exceptions propagate.
+    @property
+    def is_of_group(self) -> bool:
+        """Whether one call scores all samples of a group; otherwise it scores one."""
+        return self.style in ("batch", "trl")
 
-        `samples` contains one sample for the styles `single` and `verifier`.
-        """
+    def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
+        """Call a function that is not async. Returns one outcome per sample; an exception fails all of them."""
+        try:
+            value = self._call(args, samples)
+            if isinstance(value, Awaitable):  # of a function that is not declared async
+                value = asyncio.run(_awaited(value))  # pyright: ignore[reportUnknownArgumentType]
+        except BaseException as error:
+            if not is_raised_by_user(error):
+                raise
+            return [Outcome.failed(describe_exception(error))] * len(samples)
+        return self._outcomes(value, len(samples))
+
+    async def score_async(self, args: Any, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+        """Call an async function, and cancel it after `timeout_s`."""
+
+        async def score() -> list[Outcome]:
+            try:
+                value = await self._call(args, samples)
+            except BaseException as error:
+                if not is_raised_by_user(error):
+                    raise
+                return [Outcome.failed(describe_exception(error))] * len(samples)
+            return self._outcomes(value, len(samples))
+
+        scoring = asyncio.create_task(score())
+        try:
+            done, _ = await asyncio.wait({scoring}, timeout=timeout_s)
+        finally:
+            scoring.cancel()
+        if done:
+            return scoring.result()
+        details = f"it did not return from {location_of(self.call)}"
+        return [Outcome.timed_out(timeout_s, details=details)] * len(samples)
+
+    def _call(self, args: Any, samples: Sequence[Sample]) -> Any:
         match self.style:
             case "single":
                 return self.call(args, samples[0])
@@ -45,45 +82,29 @@ class CustomReward:
             case "trl":
                 return self.call(**self._columns(args, samples))
 
-    def outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
-        """Convert the return value of the function to one outcome per sample."""
-        is_list = self.style in ("batch", "trl")
-        outcomes = outcomes_from_list(value, num_samples) if is_list else [outcome_from_value(value)]
-        return [each if each.kind == "scored" else self._located(each) for each in outcomes]
-
-    def _located(self, outcome: Outcome) -> Outcome:
-        """Add the function to the reason of a value that is no reward."""
-        return dataclasses.replace(outcome, reason=f"{outcome.reason} ({location_of(self.call)})")
-
-    async def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
-        """Call the function and return one outcome per sample; an exception fails all of them."""
-        try:
-            value = self.evaluate(args, samples)
-            if isinstance(value, Awaitable):
-                value = await value
-        except BaseException as error:
-            if not is_raised_by_user(error):
-                raise
-            return [Outcome.failed(describe_exception(error))] * len(samples)
-        return self.outcomes(value, len(samples))
+    def _outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
+        outcomes = outcomes_from_list(value, num_samples) if self.is_of_group else [outcome_from_value(value)]
+        where = location_of(self.call)
+        return [o if o.kind == "scored" else dataclasses.replace(o, reason=f"{o.reason} ({where})") for o in outcomes]
 
     def _columns(self, args: Any, samples: Sequence[Sample]) -> dict[str, Any]:
         """Return TRL's keyword arguments: prompts, completions, and every dataset column as a list."""
         columns: dict[str, list[Any]] = {}
         for name in dict.fromkeys(key for s in samples for key in s.metadata):
             columns[name] = [s.metadata.get(name) for s in samples]
-        labels = [s.label for s in samples]
-        columns["label"] = labels
+        columns["label"] = [s.label for s in samples]
         if label_key := getattr(args, "label_key", None):
-            columns[str(label_key)] = labels
+            columns[str(label_key)] = columns["label"]
         columns["prompts"] = [s.prompt for s in samples]
         columns["completions"] = [
             s.response if isinstance(s.prompt, str) else [{"role": "assistant", "content": s.response}] for s in samples
         ]
         columns["completion_ids"] = [s.tokens[s.prompt_length :] for s in samples]
-        if self.accepts is None:
-            return columns
-        return {name: column for name, column in columns.items() if name in self.accepts}
+        return {name: column for name, column in columns.items() if self.accepts is None or name in self.accepts}
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def custom_reward(call: Callable[..., Any], *, name: str, group: bool) -> CustomReward:

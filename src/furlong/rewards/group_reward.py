@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,12 @@ from furlong.core.sample import Sample, Status
 from furlong.core.text import redact_credentials
 from furlong.core.user_code import describe_exception
 from furlong.errors import ConfigError
-from furlong.rewards.bounded_reply import ReplyError, read_json
 from furlong.rewards.custom_reward import CustomReward, custom_reward, load_reward
 from furlong.rewards.sandbox import Limits, Sandbox
 from furlong.rewards.verifiers import Verifier, find_verifier, random_score
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx  # slow to import, and only callers with a client need it
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ MAX_REQUESTS = 64  # concurrent requests to a reward server
 CONNECT_RETRIES = 2  # for connecting only: a request is never sent twice
 MAX_REPLY_BYTES = 16 << 20  # of a reward server
 YIELD_INTERVAL = 256  # samples after which quick verifiers, which run in the event loop's thread, yield to other tasks
+SHOWN_CHARS = 200  # of a server's reply in messages
 
 ABORTED = Outcome.failed("not scored: the sample was aborted")
 
@@ -71,13 +72,12 @@ class GroupReward:
         if self._verifier is not None and self._verifier.kind == "server" and not rm_url:
             raise ConfigError(f"--rm-type {rm_type} needs a reward server; pass --rm-url http://host:port/path")
         self._limits = Limits(timeout_s=timeout_s, num_workers=num_workers, memory_limit_bytes=memory_limit_bytes)
-        self._group_rm, self._in_process, self._args = group_rm, in_process, args
-        self._custom = custom_rm
+        self._custom, self._group_rm, self._in_process, self._args = custom_rm, group_rm, in_process, args
         self._remote = RemoteReward(rm_url, timeout_s=timeout_s) if rm_url else None
         self._sandboxes: dict[str, Sandbox] = {}
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
         self._functions: dict[str, CustomReward] = {}
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         if callable(custom_rm):
             name = getattr(custom_rm, "__qualname__", type(custom_rm).__name__)
             self._functions[""] = custom_reward(custom_rm, name=name, group=group_rm)
@@ -132,50 +132,28 @@ class GroupReward:
         if path not in self._functions:
             self._functions[path] = load_reward(path, group=self._group_rm)
         function = self._functions[path]
-        if function.style in ("batch", "trl"):
-            return await self._call_in_process(function, samples)
-        answers = await asyncio.gather(*(self._call_in_process(function, [sample]) for sample in samples))
+        calls = [samples] if function.is_of_group else [[sample] for sample in samples]
+        answers = await asyncio.gather(*(self._call_here(function, call) for call in calls))
         return [outcome for answer in answers for outcome in answer]
 
-    async def _call_in_process(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
-        """Call a function in this process: async as a task, sync in a new thread.
-
-        Threads cannot be stopped: a sync function that hangs occupies its thread until the run ends.
-        """
-        async with self._loop_slots():
+    async def _call_here(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
+        """Call a function in this process: async as a task, sync in a new thread, which cannot be stopped."""
+        timeout_s = self._limits.timeout_s
+        async with self._slots:
             if function.is_async:
-                return await self._call_as_task(function, samples)
-            return await self._call_in_thread(function, samples)
-
-    async def _call_as_task(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
-        scoring = asyncio.ensure_future(function.score(self._args, samples))
-        try:
-            done, _ = await asyncio.wait({scoring}, timeout=self._limits.timeout_s)
-        finally:
-            scoring.cancel()
-        return scoring.result() if done else [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
-
-    async def _call_in_thread(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:
-        answer = call_in_thread(lambda: function.evaluate(self._args, samples), name=f"reward {function.name}")
-        done, _ = await asyncio.wait({answer}, timeout=self._limits.timeout_s)
-        if not done:
-            logger.warning(
-                "reward function %s still runs after %g s and occupies a thread; to have it stopped, pass "
-                "its path, so that it runs in the sandbox",
-                function.name,
-                self._limits.timeout_s,
-            )
-            return [Outcome.timed_out(self._limits.timeout_s)] * len(samples)
-        value, error = answer.result()
-        if error is not None:
-            return [Outcome.failed(describe_exception(error))] * len(samples)
-        return function.outcomes(value, len(samples))
-
-    def _loop_slots(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(MAX_CONCURRENT_CALLS))
-        return self._slots[1]
+                return await function.score_async(self._args, samples, timeout_s)
+            answer = call_in_thread(lambda: function.score(self._args, samples), name=f"reward {function.name}")
+            done, _ = await asyncio.wait({answer}, timeout=timeout_s)
+            if not done:
+                logger.warning(
+                    "reward function %s still runs after %g s and occupies a thread; to have it stopped, pass "
+                    "its path, so that it runs in the sandbox", function.name, timeout_s,
+                )  # fmt: skip
+                return [Outcome.timed_out(timeout_s)] * len(samples)
+            outcomes, error = answer.result()
+            if error is not None:
+                raise error
+            return outcomes
 
     async def _by_verifier(self, samples: Sequence[Sample]) -> list[Outcome]:
         outcomes: list[Outcome | None] = []
@@ -185,13 +163,18 @@ class GroupReward:
                 await asyncio.sleep(0)
             try:
                 verifier = self._verifier_of(sample)
-                outcome = self._score_quick(verifier, sample)
+                response = verifier.cut(sample.response)
+                value = None
+                if verifier.kind == "sample":
+                    value = random_score(sample)
+                elif verifier.quick is not None:
+                    value = verifier.quick(response, sample.label, sample.metadata)
             except Exception as error:  # noqa: BLE001  reward boundary: an unusable label becomes an outcome
                 outcomes.append(Outcome.failed(describe_exception(error).split("\n", 1)[0]))
                 continue
-            outcomes.append(outcome)
-            if outcome is None:
-                pending.append((i, self._score_slow(verifier, sample)))
+            outcomes.append(None if value is None else Outcome.scored(value))
+            if value is None:
+                pending.append((i, self._score_slow(verifier, sample, response)))
         for (i, _), outcome in zip(pending, await asyncio.gather(*(job for _, job in pending)), strict=True):
             outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
@@ -206,16 +189,7 @@ class GroupReward:
             )
         return self._verifier
 
-    def _score_quick(self, verifier: Verifier, sample: Sample) -> Outcome | None:
-        if verifier.kind == "sample":
-            return Outcome.scored(random_score(sample))
-        if verifier.quick is None:
-            return None
-        value = verifier.quick(verifier.cut(sample.response), sample.label, sample.metadata)
-        return None if value is None else Outcome.scored(value)
-
-    async def _score_slow(self, verifier: Verifier, sample: Sample) -> Outcome:
-        response = verifier.cut(sample.response)
+    async def _score_slow(self, verifier: Verifier, sample: Sample, response: str) -> Outcome:
         if verifier.slow is not None:
             metadata = sample.metadata if verifier.wants_metadata else {}
             stripped = Sample(response=response, label=sample.label, metadata=metadata)  # no tokens or log-probs
@@ -230,52 +204,78 @@ class GroupReward:
 class RemoteReward:
     """Client of a reward server, with at most 64 concurrent requests of up to `timeout_s` seconds each.
 
-    It posts {prompt, response, label}; the reply is a number or a dict.
+    It posts {prompt, response, label}; the reply is a number or a dict. For one event loop.
     """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._url, self._shown_url = url, redact_credentials(url)
-        self._timeout_s = timeout_s
+        self._url, self._timeout_s = url, timeout_s
         self._client: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def score(self, sample: Sample, response: str) -> Outcome:
         """Score `response` with the prompt and label of the sample. Any failure is an outcome with the reason."""
-        import httpx  # here: slow to import, and only this class needs it
+        import httpx
 
-        client = self._loop_client()
+        if self._client is None:
+            limits = httpx.Limits(max_connections=MAX_REQUESTS)
+            transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=limits)
+            self._client = httpx.AsyncClient(transport=transport, timeout=self._timeout_s)
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
+        where = f"POST {redact_credentials(self._url)}"
         async with self._slots:
             try:
                 async with (
                     asyncio.timeout(self._timeout_s),
-                    client.stream("POST", self._url, json=payload) as reply,
+                    self._client.stream("POST", self._url, json=payload) as reply,
                 ):
                     return outcome_from_value(await read_json(reply, MAX_REPLY_BYTES))
             except (TimeoutError, httpx.TimeoutException):
                 return Outcome.timed_out(self._timeout_s)
             except ReplyError as error:
-                return Outcome.failed(f"POST {self._shown_url}: {error}")
+                return Outcome.failed(f"{where}: {error}")
             except (httpx.HTTPError, httpx.InvalidURL, TypeError, ValueError) as error:
-                reason = redact_credentials(f"{type(error).__name__}: {error}")
-                return Outcome.failed(f"POST {self._shown_url}: {reason}")
+                return Outcome.failed(f"{where}: {redact_credentials(f'{type(error).__name__}: {error}')}")
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None and self._loop is asyncio.get_running_loop():
+        if self._client is not None:
             await self._client.aclose()
         self._client = None
 
-    def _loop_client(self) -> httpx.AsyncClient:
-        """Return a client for the running event loop; connections belong to the loop that opened them."""
-        import httpx
 
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            transport = httpx.AsyncHTTPTransport(
-                retries=CONNECT_RETRIES, limits=httpx.Limits(max_connections=MAX_REQUESTS)
-            )
-            self._client = httpx.AsyncClient(transport=transport, timeout=self._timeout_s)
-            self._loop, self._slots = loop, asyncio.Semaphore(MAX_REQUESTS)
-        return self._client
+class ReplyError(ValueError):
+    """A reply is too large, does not decompress, is a redirect or an error, or not JSON. `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_json(reply: httpx.Response, limit_bytes: int) -> Any:
+    """Read the JSON body of a streamed reply with a status of success.
+
+    Raises ReplyError for another status, for more than `limit_bytes` after decompression, and for a body that is not
+    JSON in UTF-8. httpx's errors of the transport pass through.
+    """
+    import httpx
+
+    content, status = bytearray(), reply.status_code
+    try:
+        async for part in reply.aiter_bytes():
+            content += part
+            if len(content) > limit_bytes:
+                raise ReplyError(f"the reply has more than {limit_bytes:,} bytes", status)
+    except httpx.DecodingError as error:
+        encoding = reply.headers.get("content-encoding", "")[:SHOWN_CHARS]
+        raise ReplyError(f"the reply is not in its Content-Encoding {encoding!r}: {error}", status) from error
+    text = content[: 4 * SHOWN_CHARS].decode(errors="replace")[:SHOWN_CHARS]
+    shown = redact_credentials("".join(each if each.isprintable() else " " for each in text))
+    if reply.is_redirect:
+        target = redact_credentials(reply.headers.get("location", ""))[:SHOWN_CHARS]
+        raise ReplyError(f"HTTP {status}, a redirect to {target!r}, which is not followed", status)
+    if not reply.is_success:
+        raise ReplyError(f"HTTP {status}: {shown}", status)
+    try:
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ReplyError(f"the reply is not JSON: {shown} ({str(error)[:SHOWN_CHARS]})", status) from error

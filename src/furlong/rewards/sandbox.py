@@ -1,10 +1,9 @@
 """Run reward functions in worker processes under a time limit and an optional memory limit.
 
 User code can hang, exhaust memory or exit, and only a process can be stopped from outside. Workers are started on
-demand, load the function by its path, run until the end, and are replaced after a kill. A worker runs one call of a
-sync function at a time, and many of an async function, which may wait for servers. Another worker is started when a
-call has waited for as long as the first worker took to start: most functions are fast, and importing sympy takes longer
-than scoring a rollout.
+demand and replaced after a kill. A worker runs one call of a sync function at a time, and many of an async function.
+Another worker is started when a call has waited for as long as the first worker took to start: most functions are fast,
+and importing sympy takes longer than scoring a rollout.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Sandbox:
         self._slots = [_Slot() for _ in range(self._limits.workers)]
         self._num_active = 1  # slots in use
         self._start_s = 0.0  # start time of the first worker
-        self._function: dict[str, Any] = {}  # style, is_async and place, as the first worker reports them
+        self._function: dict[str, Any] = {}  # is_of_group, is_async and place, as the first worker reports them
         self._capacity = 1  # calls of a worker at a time
         self._permits: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,7 +102,7 @@ class Sandbox:
         return outcomes
 
     async def start(self) -> None:
-        """Start one worker and load the function. Raises RewardError if that fails."""
+        """Load the function in one worker. Raises RewardError if that fails."""
         await self._in_thread(self._load())
 
     def close(self) -> None:
@@ -129,7 +128,6 @@ class Sandbox:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._cancellable(work), loop))
 
     async def _cancellable(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the current task, which `close` cancels."""
         task = asyncio.current_task()
         assert task is not None
         self._requests.add(task)
@@ -166,8 +164,7 @@ class Sandbox:
 
     async def _score(self, samples: Sequence[Sample]) -> Scored:
         permits = await self._load()
-        by_group = self._function["style"] in ("batch", "trl")
-        calls = [samples] if by_group else [[sample] for sample in samples]
+        calls = [samples] if self._function["is_of_group"] else [[sample] for sample in samples]
         answers = await asyncio.gather(*(self._cancellable(self._call(call, permits)) for call in calls))
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
@@ -196,7 +193,13 @@ class Sandbox:
                     self._alone.discard(worker)
                     await worker.end()
         except WorkerEndedError as error:
-            outcome = self._failure(error)
+            where = self._function["where"]
+            if error.overdue_at is not None:
+                details = f"it did not return from {error.overdue_at or where}"
+                outcome = Outcome.timed_out(self._limits.timeout_s, details=details)
+            else:
+                reason = f"the process of the reward function {self.path} ({where}) ended ({error}) before it replied"
+                outcome = Outcome.failed(reason)
         except TypeError as error:
             fix = "put plain numbers, text, lists and dicts into samples"
             outcome = Outcome.failed(f"the sample cannot be sent to the reward sandbox: {error}; {fix}")
@@ -236,15 +239,6 @@ class Sandbox:
         grace_s = _ASYNC_GRACE_S if self._function["is_async"] else 0.0
         done = await worker.call("score", fields, timeout_s=self._limits.timeout_s + grace_s)
         return [Outcome(**row) for row in done["outcomes"]], done["changes"]
-
-    def _failure(self, error: WorkerEndedError) -> Outcome:
-        where = self._function["where"]
-        if error.overdue_at is not None:
-            details = f"it did not return from {error.overdue_at or where}"
-            return Outcome.timed_out(self._limits.timeout_s, details=details)
-        return Outcome.failed(
-            f"the process of the reward function {self.path} ({where}) ended ({error}) before it replied"
-        )
 
     async def _stop(self) -> None:
         """Cancel the calls, then stop the workers: a call that lost its worker would start another one."""

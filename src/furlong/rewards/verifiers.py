@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 from furlong.config.checks.value_checks import BOXED, verifier_problem
 from furlong.core.sample import Sample
-from furlong.errors import ConfigError, DataError
+from furlong.core.task_entries import task_dataset, task_entry
+from furlong.errors import ConfigError, DataError, RewardError
 from furlong.rewards.math_text import has_box, last_boxed, number_from, quick_equal, tidy
 
 # Labels and responses
@@ -212,13 +214,7 @@ def f1_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """
     del metadata
     labels: Sequence[Any] = label if isinstance(label, list | tuple) and label else [label]
-    return max(_f1_of_texts(response, text_label(each)) for each in labels)
-
-
-def _f1_of_texts(response: str, truth: str) -> float:
-    if words := f1_words(truth):
-        return _f1(f1_words(response), words)
-    return float(response.strip().casefold() == truth.casefold())
+    return max(_f1(response, text_label(each)) for each in labels)
 
 
 def f1_words(text: str) -> list[str]:
@@ -226,7 +222,10 @@ def f1_words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
-def _f1(answer: list[str], truth: list[str]) -> float:
+def _f1(response: str, label: str) -> float:
+    answer, truth = f1_words(response), f1_words(label)
+    if not truth:
+        return float(response.strip().casefold() == label.casefold())
     if answer == truth:
         return 1.0
     if " ".join(answer) in _CLOSED_ANSWERS or " ".join(truth) in _CLOSED_ANSWERS:
@@ -265,23 +264,16 @@ def gpqa_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     the text of exactly one choice.
     Raises DataError if the label is not an option.
     """
-    choices = _choices(metadata)
-    letters = _letters(metadata, choices)
+    named = metadata.get("choices") or []
+    choices = [str(choice) for choice in (named.values() if isinstance(named, Mapping) else named)]
+    if valid := metadata.get("valid_letters"):
+        letters = [str(letter).upper() for letter in valid]
+    elif isinstance(named, Mapping) and all(re.fullmatch("[A-Za-z]", str(key)) for key in named):
+        letters = [str(key).upper() for key in named]
+    else:
+        letters = list(string.ascii_uppercase[: len(choices) or 10])
     right = _right_letter(label, metadata, choices, letters)
     return float(_chosen(after_thinking(response), choices, letters) == right)
-
-
-def _choices(metadata: Mapping[str, Any]) -> list[str]:
-    choices = metadata.get("choices") or []
-    return [str(c) for c in (choices.values() if isinstance(choices, Mapping) else choices)]
-
-
-def _letters(metadata: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
-    if valid := metadata.get("valid_letters"):
-        return [str(letter).upper() for letter in valid]
-    if isinstance(named := metadata.get("choices"), Mapping) and all(re.fullmatch("[A-Za-z]", str(k)) for k in named):
-        return [str(k).upper() for k in named]
-    return list(string.ascii_uppercase[: len(choices) or 10])
 
 
 def _right_letter(label: Any, metadata: Mapping[str, Any], choices: Sequence[str], letters: Sequence[str]) -> str:
@@ -308,14 +300,10 @@ def _chosen(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | 
         stated = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if stated:
             return stated[-1]
-    alone = {letter for letter in _ALONE.findall(text) if letter in letters} - _not_chosen(text)
+    ruled_out = {letter for pair in _NOT_CHOSEN.findall(text) for letter in pair}  # "not B, nor C", "B is wrong"
+    alone = {letter for letter in _ALONE.findall(text) if letter in letters} - ruled_out
     unambiguous = alone - {"A", "I"} or alone
     return unambiguous.pop() if len(unambiguous) == 1 else _by_text(text, choices, letters)
-
-
-def _not_chosen(text: str) -> set[str]:
-    """Return the letters that the text only rules out: "not B, nor C", "B is wrong"."""
-    return {letter for pair in _NOT_CHOSEN.findall(text) for letter in pair if letter}
 
 
 def _by_text(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | None:
@@ -338,6 +326,104 @@ def random_score(sample: Sample) -> float:
     """
     text = f"{sample.seed}/{sample.group_index}/{sample.index}/{sample.response}"
     return float(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] & 1)
+
+
+# ifbench: the constraints of IFBench, checked by the package if-verifiable in the sandbox
+
+IFBENCH_KEYS = '"instruction_id_list" and "kwargs", as in the dataset allenai/IFBench_test; check --metadata-key'
+
+
+def ifbench_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Return 1.0 if the response follows all instructions of its row (the strict score of IFBench), else 0.0.
+
+    Reads `instruction_id_list`, `kwargs` (an object per instruction, or one for all) and `prompt_text` of the row's
+    metadata. Raises DataError for a row without instructions or with an unknown one, and RewardError if the checks
+    need data of NLTK that is not installed.
+    """
+    del label
+    names, given = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    if not isinstance(names, list | tuple) or not names:
+        raise DataError(f"the metadata has no list of instructions; --rm-type ifbench reads {IFBENCH_KEYS}")
+    rows = given if isinstance(given, list | tuple) else [given or {}] * len(names)
+    if len(rows) != len(names) or not all(isinstance(row, Mapping | None) for row in rows):
+        raise DataError(
+            f"the metadata has {len(names)} instructions and kwargs {given!r:.200}; --rm-type ifbench reads "
+            f"{IFBENCH_KEYS}"
+        )
+    if not response.strip():
+        return 0.0
+    prompt, checks = str(metadata.get("prompt_text") or ""), instruction_checks()
+    try:
+        for name, row in zip(map(str, names), rows, strict=True):
+            if name not in checks:
+                raise DataError(f"the instruction {name!r} is not one of IFBench's {len(checks)}; check the metadata")
+            check = checks[name](name)
+            check.build_description(**{key: value for key, value in (row or {}).items() if value is not None})
+            if "prompt" in (check.get_instruction_args() or {}):
+                check.build_description(prompt=prompt)
+            if not check.check_following(response):
+                return 0.0
+    except LookupError as error:
+        if "nltk" not in str(error).lower():
+            raise
+        raise RewardError(
+            "--rm-type ifbench needs data of NLTK that is not installed; run "
+            "`python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng` once"
+        ) from error
+    return 1.0
+
+
+@functools.cache
+def instruction_checks() -> Mapping[str, Any]:
+    """Return the classes of if-verifiable's checks by IFBench's names of instructions."""
+    import nltk
+
+    with patch.object(nltk, "download", lambda *_, **__: False):  # the package downloads when it is imported
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+# reasoning_gym: procedural tasks, scored by the task's own function of that package in the sandbox
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_AROUND_WORDS = "\"'`*.,;:!?()[]{}$ \n"
+
+
+def task_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    r"""Return the task's score of the response, mostly 1.0 if right, and 0.0 or a little more if not.
+
+    The answer is the text in the last `<answer>` tags, else in the last `\boxed{}`, else the best of: the text after
+    `</think>`, its last line, and its last word. Raises DataError for a row that is not of a procedural task.
+    """
+    del label
+    key, seed, index = (metadata.get(name) for name in ("reasoning_gym", "seed", "index"))
+    if not (isinstance(key, str) and isinstance(seed, int) and isinstance(index, int)):
+        raise DataError(
+            "the row is not of a task of reasoning-gym; --rm-type reasoning_gym scores the rows of --prompt-data "
+            "reasoning-gym:NAME, with --metadata-key"
+        )
+    entry, dataset = task_entry(key, seed, index), task_dataset(key, seed)
+    return max((float(dataset.score_answer(answer, entry)) for answer in answers_from(response)), default=0.0)
+
+
+def answers_from(response: str) -> list[str]:
+    """Return the texts that may be the answer, each once.
+
+    >>> answers_from("So it is <answer> 12 </answer>.")
+    ['12']
+    >>> answers_from("7 + 5 = 12.")
+    ['7 + 5 = 12.', '12']
+    """
+    final = after_thinking(response).strip()
+    if tagged := _TAGGED.findall(final):
+        return [tagged[-1].strip()]
+    if (boxed := last_boxed(final)) is not None:
+        return [boxed.strip()]
+    if not final:
+        return []
+    last_line = final.splitlines()[-1].strip()
+    last_word = last_line.split()[-1].strip(_AROUND_WORDS) if last_line.split() else ""
+    return [text for text in dict.fromkeys((final, last_line, last_word)) if text]
 
 
 # The table
@@ -379,8 +465,8 @@ _ROWS = (
     Verifier("deepscaler", quick_deepscaler, "furlong.rewards.algebra.deepscaler_score"),
     Verifier("f1", f1_score),
     Verifier("gpqa", gpqa_score),
-    Verifier("ifbench", slow="furlong.rewards.instructions.ifbench_score", wants_metadata=True),
-    Verifier("reasoning_gym", slow="furlong.rewards.tasks.task_score", wants_metadata=True),
+    Verifier("ifbench", slow="furlong.rewards.verifiers.ifbench_score", wants_metadata=True),
+    Verifier("reasoning_gym", slow="furlong.rewards.verifiers.task_score", wants_metadata=True),
     Verifier("remote_rm", kind="server"),
     Verifier("random", kind="sample"),
 )

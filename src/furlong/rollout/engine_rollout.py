@@ -25,8 +25,16 @@ from furlong.errors import RolloutError
 from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.episodes import SILENT
 from furlong.rollout.filters import filter_output
-from furlong.rollout.generate import EvalSet, evaluate, has_failed, is_finished, reset_response, run_group, session_of
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import (
+    EvalSet,
+    Generation,
+    evaluate,
+    has_failed,
+    is_finished,
+    reset_response,
+    run_group,
+    session_of,
+)
 from furlong.rollout.group_pool import (
     RESUMED,
     Flight,
@@ -37,7 +45,7 @@ from furlong.rollout.group_pool import (
     without_responses,
 )
 from furlong.rollout.metrics import SampleReport
-from furlong.rollout.replay import source_for_samples_hook
+from furlong.rollout.replay import HookSource, instance_of
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
@@ -389,7 +397,9 @@ class EngineRollout:
             self._hooks.rollout_sample_filter(args, [group.samples for group in groups])
         if self._hooks.rollout_all_samples_process is not None:
             all_samples = [group.samples for group in sorted(state.seen, key=lambda g: g.index)]
-            self._hooks.rollout_all_samples_process(args, all_samples, source_for_samples_hook(self._source))
+            instance = instance_of(self._source)
+            source = HookSource(self._source) if instance is None else instance
+            self._hooks.rollout_all_samples_process(args, all_samples, source)
         if self._on_groups is not None:
             self._on_groups(state.rollout_id, groups)
         if self._print_every and state.rollout_id % self._print_every == 0 and samples:

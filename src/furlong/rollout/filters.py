@@ -12,7 +12,7 @@ import numpy as np
 from furlong.core.sample import Sample, Status
 from furlong.errors import RolloutError
 from furlong.rollout.metrics import reward_label
-from furlong.rollout.roles import by_baseline
+from furlong.rollout.train_batch import by_baseline
 
 
 @dataclass

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import functools
 import inspect
+import logging
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from furlong.chat.template_boundary import ChatFormat
+from furlong.config.environment_specs import EnvironmentSpec
+from furlong.config.hooks import HOOKS, Hooks, check_signature
+from furlong.config.sections import RolloutFlags
 from furlong.core.event_loop import gather_or_cancel
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.routing import extend_routes
-from furlong.core.sample import STATUS_BY_FINISH_REASON, Group, Sample, Status
+from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception
-from furlong.core.user_functions import Function, accepted_keywords
-from furlong.environments.protocol import AGENT_ERROR
-from furlong.errors import InfraError, RolloutError
-from furlong.interfaces import Completion, SamplingParams
-from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeLimitError, EpisodeWatch, RewardWait
-from furlong.rollout.generation import Generation
+from furlong.core.user_functions import Function, accepted_keywords, load_function
+from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT
+from furlong.errors import ConfigError, InfraError, RolloutError
+from furlong.interfaces import Completion, Engine, Reward, SamplingParams
+from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeLimitError, EpisodeLoad, EpisodeWatch, RewardWait
 from furlong.rollout.metrics import SampleReport, eval_metrics, evaluation_data
-from furlong.rollout.policy import policy_of_sample, seed_of_part
-from furlong.rollout.roles import pick_rewards_of_roles
+from furlong.rollout.policy import Policy, seed_of_part
+from furlong.rollout.train_batch import role_of
 from furlong.rollout.user_samples import (
     GenerateFunctionError,
     call_generate_function,
@@ -34,9 +42,84 @@ from furlong.rollout.user_samples import (
     copy_identity,
     session_samples,
 )
-from furlong.sessions.samples import LEAF
+from furlong.sessions.samples import LEAF, ROLES, Leaves
+from furlong.sessions.session import Session, SessionSettings
 
+if TYPE_CHECKING:  # imports a web server, which most runs do not need
+    from furlong.sessions.session_server import SessionServer
+
+MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
 UNFINISHED = (Status.PENDING, Status.ABORTED)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How samples of one kind (of training, or of one evaluation set) are generated and scored.
+
+    flags: of the rollout, with the limit of prompt + response and the limits of episodes, which an environment may
+    replace. timeout_s: limit of one sample's generation. Tokens from custom functions must be below `vocab_size` and at
+    most `max_tokens` per sample, the model's context. logged_failures: kinds of failures of user code already logged.
+    chat_format: renders messages for `policy().chat`.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    reward: Reward
+    params: SamplingParams
+    flags: RolloutFlags = field(default_factory=RolloutFlags)
+    environments: Sequence[EnvironmentSpec] = ()
+    hooks: Hooks = field(default_factory=Hooks)
+    timeout_s: float | None = None
+    evaluation: bool = False
+    args: Any = None
+    vocab_size: int | None = None
+    max_tokens: int | None = None
+    load: EpisodeLoad = field(default_factory=EpisodeLoad)
+    logged_failures: set[str] = field(default_factory=set[str])
+    chat_format: ChatFormat | None = None
+    session_settings: SessionSettings = field(default_factory=SessionSettings)
+    session_leaves: Leaves = "all"
+    session_server: SessionServer | None = None
+
+    def function_of(self, sample: Sample) -> Function | None:
+        """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
+        if (path := sample.generate_function_path) is None:
+            return self.hooks.custom_generate_function
+        return load_generate_function(path)
+
+    def is_custom(self, group: Group) -> bool:
+        """Return whether user functions generate samples of the group, and may change them."""
+        return self.hooks.custom_generate_function is not None or any(
+            sample.generate_function_path is not None for sample in group.samples
+        )
+
+    def limits_of(self, sample: Sample) -> RolloutFlags:
+        """Return the flags with the limits of the sample's environment."""
+        specs = self.environments
+        if len(specs) > 1:
+            specs = [spec for spec in specs if spec.name == sample.metadata.get(ENVIRONMENT)]
+        limits: Any = specs[0].limits if specs else {}
+        return dataclasses.replace(self.flags, **limits)
+
+    def log_failure(self, what: str, sample: Sample, reason: str) -> None:
+        """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
+        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ between samples
+        is_new = kind not in self.logged_failures and len(self.logged_failures) < MAX_LOGGED_FAILURES
+        if is_new:
+            self.logged_failures.add(kind)
+        level = logging.WARNING if is_new else logging.DEBUG
+        logger.log(level, "%s failed on sample %s: %s", what, sample.index, reason)
+
+
+@functools.cache
+def load_generate_function(path: str) -> Function:
+    """Load the generate function named by a sample. Raises ConfigError if it is missing or has a wrong signature."""
+    function = load_function(path)
+    if problem := check_signature(HOOKS["custom_generate_function"], function):
+        raise ConfigError(f"Sample.generate_function_path {path!r} cannot be called. {problem}")
+    return function
 
 
 def continuation(sample: Sample, generation: Generation) -> SamplingParams:
@@ -121,8 +204,6 @@ async def generate_sample(
         if began is not None:
             began()
         produced = await _produce(sample, generation, continues)
-        if not generation.hooks.rollout_sample_hook:
-            return produced
         return [await _run_hooks(each, generation, rollout_id) for each in produced]
     finally:
         generation.load.end_episode()
@@ -170,7 +251,7 @@ async def _generate_custom(
     function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
 ) -> list[Sample]:
     params = continuation(sample, generation)
-    policy = policy_of_sample(sample, generation, params, continues, session=session_of(sample))
+    policy = policy_of_sample(sample, generation, params, continues)
     work = call_generate_function(
         function, sample, params, policy, args=generation.args, evaluation=generation.evaluation
     )
@@ -190,6 +271,38 @@ async def _generate_custom(
     return produced
 
 
+def policy_of_sample(
+    sample: Sample, generation: Generation, params: SamplingParams, continues: Callable[[], bool]
+) -> Policy:
+    """Return the policy that the generate function of a sample calls."""
+    session = session_of(sample)
+    context_len = generation.flags.rollout_max_context_len or generation.max_tokens
+    conversation = None
+    if generation.chat_format is not None:
+        conversation = Session(
+            generation.chat_format,
+            lambda ids, params, part, stream=None: policy.complete(ids, params, part, stream),
+            name=session,
+            params=params,
+            settings=generation.session_settings,
+            context_len=context_len,
+        )
+    policy = Policy(
+        generation.engine,
+        generation.tokenizer,
+        session,
+        generation.params.return_routed_experts,
+        context_len,
+        continues,
+        generation.reward,
+        generation.load,
+        EpisodeWatch(generation.limits_of(sample)),
+        conversation,
+        generation.session_server,
+    )
+    return policy
+
+
 def _end_at_limit(produced: Sequence[Sample], watch: EpisodeWatch) -> None:
     """Make the samples of an episode that a limit ended TRUNCATED. Raises GenerateFunctionError if nothing is there."""
     if not any(sample.response_length for sample in produced):
@@ -205,7 +318,6 @@ def _end_at_limit(produced: Sequence[Sample], watch: EpisodeWatch) -> None:
 
 
 async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) -> Sample:
-    """Run the hooks on a sample; returns the sample, or the replacement returned by a hook."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         return sample
     for hook in generation.hooks.rollout_sample_hook:
@@ -295,7 +407,29 @@ async def score(samples: Sequence[Sample], generation: Generation) -> None:
             last = by_index[leaf.index]
             leaf.outcome, leaf.reward = last.outcome, last.reward
             leaf.status = Status.FAILED if last.status is Status.FAILED else leaf.status
-    pick_rewards_of_roles(samples)
+    _pick_rewards_of_roles(samples)
+
+
+def _pick_rewards_of_roles(samples: Sequence[Sample]) -> None:
+    """Replace rewards that are a dict by role with the value of the sample's role.
+
+    A dict is one by role if a key is a role of the sample's episode; a role that it lacks fails its samples.
+    """
+    if not any(isinstance(sample.reward, dict) for sample in samples):
+        return
+    roles: dict[int | None, set[str]] = defaultdict(set)
+    for sample in samples:
+        if ROLE in sample.metadata:
+            roles[sample.index] |= {role_of(sample), *(sample.metadata.get(ROLES) or ())}
+    for sample in samples:
+        reward, own = sample.reward, role_of(sample)
+        if not isinstance(reward, dict) or not roles[sample.index] & reward.keys():
+            continue
+        sample.reward = reward.get(own)
+        if sample.reward is None:
+            has = ", ".join(sorted(reward))
+            sample.outcome = Outcome.failed(f"the reward has no value for the role {own}, only for {has}; return one")
+            sample.status = Status.FAILED
 
 
 def is_finished(group: Group) -> bool:

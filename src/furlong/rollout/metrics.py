@@ -33,7 +33,7 @@ from furlong.core.sample import (
 from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS
 from furlong.errors import DataError
 from furlong.rollout.episodes import LIMIT, PROCESS_ENDED, REISSUED, SILENT
-from furlong.rollout.roles import by_role, has_roles, role_metrics, role_of
+from furlong.rollout.train_batch import has_roles, role_of
 from furlong.sessions.samples import EPISODE, LEAF, TURNS
 
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
@@ -355,6 +355,31 @@ def _of_environment(samples: Sequence[Sample], reward_key: str | None) -> Metric
     return metrics | _means(
         {f"info/{key}": value for key, value in (s.metadata.get(INFO) or {}).items()} for s in ended
     )
+
+
+def by_role(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Return the samples of each role, sorted by its name."""
+    parts: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        parts[role_of(sample)].append(sample)
+    return dict(sorted(parts.items()))
+
+
+def role_metrics(groups: Sequence[Group], reward_key: str | None) -> Metrics:
+    """Measure each role, if there are several: `role/NAME/{samples, reward, response_len}`; {} otherwise."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not has_roles(samples) or len(parts := by_role(samples)) < 2:
+        return {}
+    metrics: Metrics = {}
+    for role, own in parts.items():
+        metrics[f"role/{role}/samples"] = total(len(own))
+        rewards = [scalar_reward(sample, reward_key) for sample in own if sample.reward is not None]
+        if rewards:
+            metrics[f"role/{role}/reward"] = mean(sum(rewards) / len(rewards), len(rewards))
+        lengths = [s.effective_response_length for s in own if s.status is not Status.FAILED]
+        if lengths:
+            metrics[f"role/{role}/response_len"] = mean(sum(lengths) / len(lengths), len(lengths))
+    return metrics
 
 
 def part_metrics(samples: Sequence[Sample]) -> Metrics:

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.routing import extend_routes
-from furlong.core.sample import Sample
 from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episodes import EpisodeLoad, EpisodeWatch
-from furlong.rollout.generation import Generation
 from furlong.sessions.session import FullContextError, Reply, Session, check_role
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
@@ -288,34 +286,3 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         latency_s=first.latency_s + rest.latency_s,
         routed_experts=extend_routes(first.routed_experts, rest.routed_experts),
     )
-
-
-def policy_of_sample(
-    sample: Sample, generation: Generation, params: SamplingParams, continues: Callable[[], bool], *, session: str
-) -> Policy:
-    """Return the policy that the generate function of a sample calls; `session` names it in the engine."""
-    context_len = generation.flags.rollout_max_context_len or generation.max_tokens
-    conversation = None
-    if generation.chat_format is not None:
-        conversation = Session(
-            generation.chat_format,
-            lambda ids, params, part, stream=None: policy.complete(ids, params, part, stream),
-            name=session,
-            params=params,
-            settings=generation.session_settings,
-            context_len=context_len,
-        )
-    policy = Policy(
-        generation.engine,
-        generation.tokenizer,
-        session,
-        generation.params.return_routed_experts,
-        context_len,
-        continues,
-        generation.reward,
-        generation.load,
-        EpisodeWatch(generation.limits_of(sample)),
-        conversation,
-        generation.session_server,
-    )
-    return policy

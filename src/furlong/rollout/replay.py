@@ -99,7 +99,7 @@ class FunctionRollout:
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Call the function and account for every group it took."""
         started = time.monotonic()
-        source = self._source_for(rollout_id)
+        source = HookSource(self._source, self._ledger, asyncio.get_running_loop(), rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=False)
         if not isinstance(result, list) and not hasattr(result, "samples"):
             raise RolloutError(
@@ -133,16 +133,12 @@ class FunctionRollout:
                 raise RolloutError(f"--rollout-function-path: sample {sample.index}: {outcome.reason}")
         return samples
 
-    def _source_for(self, rollout_id: int) -> RolloutFunctionSource:
-        loop = asyncio.get_running_loop()
-        return RolloutFunctionSource(self._source, self._ledger, loop=loop, rollout_id=rollout_id)
-
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Call the function for an evaluation; `eval/<name>` is the mean of a set's rewards, None excluded.
 
         Sets with `samples` also get the metrics of their samples.
         """
-        source = self._source_for(rollout_id)
+        source = HookSource(self._source, self._ledger, asyncio.get_running_loop(), rollout_id)
         result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
         for group in source.unclaimed():
             self._ledger.dropped(group, "evaluation")
@@ -180,51 +176,69 @@ def _is_set(columns: Any) -> bool:
     return True
 
 
-class RolloutFunctionSource:
-    """The `data_source` argument of slime's rollout functions: `get_samples`, `add_samples` and `len`.
+class HookSource:
+    """The `data_source` argument of hooks: `len`, the attributes of the --data-source-path object, and the groups.
 
-    The function runs in a thread, while source and ledger belong to the event loop; calls are executed there. Other
-    attributes are those of the --data-source-path object, if there is one.
+    A rollout function takes groups with `get_samples` and returns unfinished ones with `add_samples`. It runs in a
+    thread, while source and ledger belong to the event loop; calls are executed there. Without a loop there is only the
+    length.
     """
 
-    def __init__(self, source: DataSource, ledger: Ledger, *, loop: asyncio.AbstractEventLoop, rollout_id: int) -> None:
-        self._source, self._ledger = source, ledger
+    def __init__(
+        self, source: DataSource, ledger: Ledger | None = None, loop: asyncio.AbstractEventLoop | None = None,
+        rollout_id: int = 0,
+    ) -> None:  # fmt: skip
+        self._source, self._ledger, self._loop, self.rollout_id = source, ledger, loop, rollout_id
         self._issued: dict[int, Group] = {}
-        self._loop, self.rollout_id = loop, rollout_id
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the next prompt groups."""
-        return self._on_loop(lambda: self._get(num_samples))
+
+        def get(ledger: Ledger) -> list[list[Sample]]:
+            groups = self._source.next_groups(num_samples)
+            ledger.issued(groups, self.rollout_id)
+            self._issued.update({group.index: group for group in groups})
+            return [group.samples for group in groups]
+
+        return self._on_loop("get_samples", get)
 
     def add_samples(self, samples: Sequence[list[Sample]]) -> None:
         """Return unfinished groups to the source."""
-        self._on_loop(lambda: self._add(samples))
+
+        def add(ledger: Ledger) -> None:
+            groups = [self.group_of(each) for each in samples]
+            for group in groups:
+                ledger.returned(group, "add_samples")
+            self._source.return_groups(groups)
+
+        self._on_loop("add_samples", add)
 
     def __len__(self) -> int:
         """Return the groups of one epoch. Raises RolloutError until a stream has been read once."""
-        return _num_groups(self._source)
+        if self._source.groups_per_epoch is None:
+            raise RolloutError(
+                "len(data_source) is unknown: the run has no --prompt-data, or a stream that has not been read once "
+                "yet; drop --streaming-data to know it from the start"
+            )
+        return self._source.groups_per_epoch
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's data source."""
-        return getattr(_instance(self._source), name)
+        return getattr(instance_of(self._source), name)
 
-    def _on_loop(self, work: Callable[[], T]) -> T:
+    def _on_loop(self, name: str, work: Callable[[Ledger], T]) -> T:
+        ledger, loop = self._ledger, self._loop
+        if ledger is None or loop is None:
+            raise AttributeError(
+                f"--rollout-all-samples-process-path: data_source has only len(), not {name}: every group of the "
+                "rollout is already trained on, dropped or returned; to choose prompts write a class for "
+                "--data-source-path, which the function then gets as data_source"
+            )
+
         async def run() -> T:
-            return work()
+            return work(ledger)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-    def _get(self, num_samples: int) -> list[list[Sample]]:
-        groups = self._source.next_groups(num_samples)
-        self._ledger.issued(groups, self.rollout_id)
-        self._issued.update({group.index: group for group in groups})
-        return [group.samples for group in groups]
-
-    def _add(self, samples: Sequence[list[Sample]]) -> None:
-        groups = [self.group_of(each) for each in samples]
-        for group in groups:
-            self._ledger.returned(group, "add_samples")
-        self._source.return_groups(groups)
+        return asyncio.run_coroutine_threadsafe(run(), loop).result()
 
     def group_of(self, samples: list[Sample]) -> Group:
         """Return the issued group that these samples belong to. Raises RolloutError if there is none."""
@@ -244,46 +258,9 @@ class RolloutFunctionSource:
         return left
 
 
-class SamplesHookSource:
-    """The `data_source` argument of --rollout-all-samples-process-path: only its length.
-
-    With --data-source-path the function gets that object instead.
-    """
-
-    def __init__(self, source: DataSource) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        """Return the groups of one epoch. Raises RolloutError until a stream has been read once."""
-        return _num_groups(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError: every group of the rollout is already accounted for."""
-        raise AttributeError(
-            f"--rollout-all-samples-process-path: data_source has only len(), not {name}: every group of the rollout "
-            "is already trained on, dropped or returned; to choose prompts write a class for --data-source-path, which "
-            "the function then gets as data_source"
-        )
-
-
-def source_for_samples_hook(source: DataSource) -> Any:
-    """Return the `data_source` argument of --rollout-all-samples-process-path."""
-    instance = _instance(source)
-    return SamplesHookSource(source) if instance is None else instance
-
-
-def _instance(source: DataSource) -> Any:
+def instance_of(source: DataSource) -> Any:
     """Return the user's data source object, None if there is none."""
     return getattr(source, "instance", None)
-
-
-def _num_groups(source: DataSource) -> int:
-    if source.groups_per_epoch is None:
-        raise RolloutError(
-            "len(data_source) is unknown: the run has no --prompt-data, or a stream that has not been read once yet; "
-            "drop --streaming-data to know it from the start"
-        )
-    return source.groups_per_epoch
 
 
 class SplitRollout:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,10 +15,9 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags, MoeFlags, RewardFlags, RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
-from furlong.core.sample import Group, Sample, Status, scalar_reward
+from furlong.core.sample import ROLE, ROLE_GROUP, UNNAMED_ROLE, Group, Sample, Status, metadata_keys, scalar_reward
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
-from furlong.rollout.roles import baseline_groups, completions_of_roles
 
 MAX_ID = (1 << 31) - 1  # tokens are int32
 CONVERSION = "--custom-convert-samples-to-train-data-path"
@@ -129,17 +129,51 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion:
     if conversion.algo is None or not scored:
         rewards[scored] = raw[scored]
         return rewards
+    kept = [samples[i] for i in scored]
     rewards[scored] = training_rewards(
         conversion.algo,
         raw[scored],
-        group_ids_N=baseline_groups(
-            [samples[i] for i in scored], [_required_id(samples[i].group_index) for i in scored]
-        ),
-        rollout_ids_N=completions_of_roles([samples[i] for i in scored], [_rollout_key(samples[i]) for i in scored]),
-        response_lengths_N=np.array([samples[i].response_length for i in scored], np.int64),
+        group_ids_N=_numbered([(_required_id(s.group_index), _compared(s)) for s in kept]),
+        rollout_ids_N=_numbered([(_rollout_key(s), role_of(s)) for s in kept]),
+        response_lengths_N=np.array([s.response_length for s in kept], np.int64),
         max_response_len=conversion.rollout.rollout_max_response_len or 0,
     )
     return rewards
+
+
+# Roles: several agents in one episode. A sample's role is in its metadata (`ROLE`), from the session or a generate
+# function. Rewards are normalized within (prompt group, role), so a solver is compared with solvers of the same prompt
+# only. Roles with a `ROLE_GROUP` are compared within their episode, such as solvers of the problem that the proposer of
+# the episode wrote.
+
+
+def role_of(sample: Sample) -> str:
+    """Return the role of a sample."""
+    return str(sample.metadata.get(ROLE) or UNNAMED_ROLE)
+
+
+def has_roles(samples: Iterable[Sample]) -> bool:
+    """Return whether any sample has a role."""
+    return not metadata_keys(samples).isdisjoint((ROLE, ROLE_GROUP))
+
+
+def _numbered(keys: Sequence[Hashable]) -> NDArray[np.int64]:
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _compared(sample: Sample) -> Hashable:
+    """Return what samples of one prompt group share whose rewards are compared: the role, or episode and group."""
+    group = sample.metadata.get(ROLE_GROUP)
+    return role_of(sample) if group is None else (sample.index, str(group))
+
+
+def by_baseline(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Return the samples of one prompt group whose rewards are compared with each other."""
+    parts: dict[Hashable, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        parts[_compared(sample)].append(sample)
+    return [*parts.values()]
 
 
 def _post_processed(
@@ -286,30 +320,58 @@ def _batch_from_train_data(
     data, n = cast("dict[str, Any]", data), len(samples)
     if missing := [key for key in ("tokens", "response_lengths", "rewards") if key not in data]:
         raise DataError(f"{CONVERSION} returned no {missing}; it has {abbreviate(sorted(map(str, data)))}")
-    if isinstance(data["tokens"], list) and len(data["tokens"]) != n:
-        raise DataError(f"{CONVERSION} returned {len(data['tokens'])} rows for {n} samples")
-    rows = _rows(data["tokens"], n, f"{CONVERSION}: tokens")
-    tokens = [_integers(row, None, f"{CONVERSION}: row {i} of tokens", most=MAX_ID) for i, row in enumerate(rows)]
+
+    def column(name: str, default: Any, least: int = -(1 << 53)) -> NDArray[np.int64]:
+        return _numbers(data.get(name, default), n, f"{CONVERSION}: {name}", least).astype(np.int64)
+
+    def rows(name: str) -> list[Any]:
+        value = data[name]
+        if not hasattr(value, "__len__") or isinstance(value, str | bytes | dict) or len(value) != n:
+            what = f"{CONVERSION}: {name} is {shortened(value)}"
+            raise DataError(f"{what}; expected a list with one entry for each of {n} samples")
+        return list(value)
+
+    tokens = [
+        _numbers(row, None, f"{CONVERSION}: row {i} of tokens", 0, MAX_ID) for i, row in enumerate(rows("tokens"))
+    ]
     lengths = np.array([len(row) for row in tokens], np.int64)
-    response_lengths = _integers(data["response_lengths"], n, f"{CONVERSION}: response_lengths")
+    response_lengths = column("response_lengths", None, 0)
     if (wrong := np.flatnonzero(response_lengths > lengths)).size:
         i = wrong[0]
         raise DataError(f"{CONVERSION}: row {i} has {lengths[i]} tokens and a response of {response_lengths[i]}")
     sizes: list[int] = response_lengths.tolist()
     given = data.get("loss_masks")
-    whole_masks = given is None or (isinstance(given, list) and not given)
-    rows = [[1] * size for size in sizes] if whole_masks else _rows(given, n, f"{CONVERSION}: loss_masks")
+    is_whole = given is None or (isinstance(given, list) and not given)
     masks = [
         _zeros_and_ones(mask, size, f"{CONVERSION}: row {i} of loss_masks")
-        for i, (mask, size) in enumerate(zip(rows, sizes, strict=True))
+        for i, (mask, size) in enumerate(
+            zip([[1] * size for size in sizes] if is_whole else rows("loss_masks"), sizes, strict=True)
+        )
     ]
     rewards = _numbers(data["rewards"], n, f"{CONVERSION}: rewards")
     if (wrong := np.flatnonzero(~np.isfinite(rewards))).size:
         raise DataError(f"{CONVERSION}: reward {wrong[0]} is {rewards[wrong[0]]}; return finite rewards to train on")
-
-    def whole(name: str, default: list[int]) -> NDArray[np.int64]:
-        return _integers(data.get(name, default), n, f"{CONVERSION}: {name}", least=-(1 << 53))
-
+    columns: dict[str, NDArray[Any]] = {}
+    for name in sorted(set(data) - CONVERTED):
+        try:
+            parts = [
+                _numbers(row, size, f"row {i}") for i, (row, size) in enumerate(zip(rows(name), sizes, strict=True))
+            ]
+        except DataError as error:
+            raise DataError(
+                f"{CONVERSION} returned {name!r}, which is not one number per response token: {error}; known keys are "
+                f"{sorted(CONVERTED)}; put other data into `metadata`, one object per sample"
+            ) from error
+        columns[name] = _flat(parts, np.float32)
+    routes: list[Routes] = []
+    if (shape := conversion.routing) is not None and data.get("rollout_routed_experts") is not None:
+        for i, (row, length) in enumerate(zip(rows("rollout_routed_experts"), lengths.tolist(), strict=True)):
+            if len(known := shape.checked(row, f"row {i} of the custom conversion")) != length - 1:
+                raise DataError(
+                    f"row {i} of the custom conversion has {length} tokens and routed experts for {len(known)}; give "
+                    "experts for all tokens but the last"
+                )
+            routes.append(np.concatenate([known, np.full((1, *known.shape[1:]), UNKNOWN_EXPERT, np.int16)]))
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=_flat(tokens, np.int32),
@@ -319,17 +381,19 @@ def _batch_from_train_data(
         rewards=rewards.astype(np.float32),
         raw_rewards=_numbers(data.get("raw_reward", rewards), n, f"{CONVERSION}: raw_reward").astype(np.float32),
         group_ids=np.array([_required_id(s.group_index) for s in samples], np.int64),
-        rollout_ids=whole("rollout_ids", [_rollout_key(s) for s in samples]),
-        sample_ids=whole("sample_indices", [_required_id(s.index) for s in samples]),
-        truncated=whole("truncated", [int(s.status is Status.TRUNCATED) for s in samples]).astype(np.uint8),
-        columns={name: _extra_column(name, data[name], response_lengths) for name in sorted(set(data) - CONVERTED)},
+        rollout_ids=column("rollout_ids", [_rollout_key(s) for s in samples]),
+        sample_ids=column("sample_indices", [_required_id(s.index) for s in samples]),
+        truncated=column("truncated", [int(s.status is Status.TRUNCATED) for s in samples]).astype(np.uint8),
+        columns=columns,
         metadata=data.get("metadata"),
-        routed_experts=_routes_of_data(data, lengths, conversion.routing),
+        routed_experts=np.concatenate(routes) if routes else None,
     )
 
 
-def _numbers(value: Any, count: int | None, what: str) -> NDArray[np.float64]:
-    """Return `count` numbers that a function returned, or any number of them for None. Raises DataError."""
+def _numbers(
+    value: Any, count: int | None, what: str, least: int | None = None, most: int = 1 << 53
+) -> NDArray[np.float64]:
+    """Return `count` numbers that a function returned, or any number of them for None; whole ones from `least` on."""
     try:
         array = np.asarray(value)
         array = np.asarray(value, np.float64) if array.dtype.kind == "O" else array  # None, or 10**400
@@ -339,53 +403,8 @@ def _numbers(value: Any, count: int | None, what: str) -> NDArray[np.float64]:
     if not is_valid or count not in (None, len(array)):
         expected = "numbers" if count is None else f"{count} numbers"
         raise DataError(f"{what} is {shortened(value)}; expected {expected}")
+    if least is not None:
+        wrong = array[~((array >= least) & (array <= most) & (array == np.floor(array)))]
+        if wrong.size:
+            raise DataError(f"{what} contains {wrong[0]:g}; expected integers from {least} to {most}")
     return array.astype(np.float64)
-
-
-def _integers(value: Any, count: int | None, what: str, *, least: int = 0, most: int = 1 << 53) -> NDArray[np.int64]:
-    array = _numbers(value, count, what)
-    wrong = array[~((array >= least) & (array <= most) & (array == np.floor(array)))]
-    if wrong.size:
-        raise DataError(f"{what} contains {wrong[0]:g}; expected integers from {least} to {most}")
-    return array.astype(np.int64)
-
-
-def _rows(value: Any, count: int, what: str) -> list[Any]:
-    if not hasattr(value, "__len__") or isinstance(value, str | bytes | dict) or len(value) != count:
-        raise DataError(f"{what} is {shortened(value)}; expected a list with one entry for each of {count} samples")
-    return list(value)
-
-
-def _extra_column(name: str, rows: Any, response_lengths: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return an extra column of a custom conversion. Raises DataError unless it has one number per response token."""
-    try:
-        parts = [
-            _numbers(row, size, f"row {i}")
-            for i, (row, size) in enumerate(
-                zip(_rows(rows, len(response_lengths), "it"), response_lengths.tolist(), strict=True)
-            )
-        ]
-    except DataError as error:
-        raise DataError(
-            f"{CONVERSION} returned {name!r}, which is not one number per response token: {error}; known keys are "
-            f"{sorted(CONVERTED)}; put other data into `metadata`, one object per sample"
-        ) from error
-    return _flat(parts, np.float32)
-
-
-def _routes_of_data(data: dict[str, Any], lengths: NDArray[np.int64], shape: RoutingShape | None) -> Routes | None:
-    """Return the routed experts of a custom conversion: [tokens - 1, layers, experts per token] per sample."""
-    routed = data.get("rollout_routed_experts")
-    if shape is None or routed is None:
-        return None
-    parts: list[Routes] = []
-    routed = _rows(routed, len(lengths), f"{CONVERSION}: rollout_routed_experts")
-    for number, (routes, length) in enumerate(zip(routed, lengths.tolist(), strict=True)):
-        known = shape.checked(routes, f"row {number} of the custom conversion")
-        if len(known) != length - 1:
-            raise DataError(
-                f"row {number} of the custom conversion has {length} tokens and routed experts for {len(known)}; give "
-                "experts for all tokens but the last"
-            )
-        parts.append(np.concatenate([known, np.full((1, *known.shape[1:]), UNKNOWN_EXPERT, np.int16)]))
-    return np.concatenate(parts)

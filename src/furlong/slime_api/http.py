@@ -13,7 +13,7 @@ import httpx
 
 from furlong.core.text import redact_credentials
 from furlong.errors import RolloutError
-from furlong.rewards.bounded_reply import ReplyError, read_json
+from furlong.rewards.group_reward import ReplyError, read_json
 
 ATTEMPTS = 60  # of a request that cannot connect, or that the server answers with 429 or an error of its own
 MAX_CONNECTIONS = 4096

@@ -12,13 +12,13 @@ from furlong.core.sample import Sample
 from furlong.errors import RewardError, RolloutError
 from furlong.interfaces import Reward
 from furlong.rewards.group_reward import GroupReward
-from furlong.rewards.instructions import ifbench_score
 from furlong.rewards.math_text import last_boxed
 from furlong.rewards.verifiers import (
     dapo_score,
     f1_score,
     f1_words,
     gpqa_score,
+    ifbench_score,
     quick_deepscaler,
     quick_math,
 )

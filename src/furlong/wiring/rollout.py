@@ -48,8 +48,7 @@ from furlong.rollout.agent import policy
 from furlong.rollout.agents import AgentHooks
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episodes import EpisodeLoad
-from furlong.rollout.generate import EvalSet
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import EvalSet, Generation
 from furlong.rollout.group_pool import GroupPool
 from furlong.rollout.metrics import SampleReport
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout

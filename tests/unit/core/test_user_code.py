@@ -18,7 +18,7 @@ from furlong.core.user_code import describe_exception, location_of, with_hook_er
 from furlong.data.custom_source import CustomDataSource
 from furlong.errors import DataError, HookError, RolloutError
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
-from furlong.rollout.replay import RolloutFunctionSource, source_for_samples_hook
+from furlong.rollout.replay import HookSource, instance_of
 
 
 class OutOfMemoryError(RuntimeError):
@@ -84,14 +84,13 @@ def test_errors_in_data_source_methods_name_the_method():
         source.return_groups(groups)
     with pytest.raises(HookError, match="--data-source-path: save raised OSError: full"):
         source.state()
-    assert source_for_samples_hook(source) is source.instance
+    assert instance_of(source) is source.instance
 
 
 def test_data_source_of_functions_has_a_length_and_rejects_the_rest():
     source = SimpleNamespace(groups_per_epoch=7)
-    seen = RolloutFunctionSource(source, ledger=None, loop=None, rollout_id=0)
-    judged = source_for_samples_hook(source)
-    assert (len(seen), len(judged)) == (7, 7)
+    seen = judged = HookSource(source)
+    assert len(seen) == 7
     with pytest.raises(AttributeError, match=r"len\(\).* add_samples"):
         judged.add_samples([])
     source.groups_per_epoch = None

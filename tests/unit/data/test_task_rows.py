@@ -15,7 +15,7 @@ from furlong.config.task_specs import TaskMixture, TaskSpec, parse_tasks, tasks_
 from furlong.core.task_entries import ROWS_PER_SEED
 from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
-from furlong.rewards.tasks import answers_from, task_score
+from furlong.rewards.verifiers import answers_from, task_score
 
 FORMAT = PromptFormat(input_key="question", label_key="answer")
 NAMES = ("chain_sum", "letter_counting", "gcd", "spell_backward", "leg_counting", "countdown")

@@ -25,15 +25,7 @@ def test_log_probs_that_agree_have_no_cause() -> None:
     assert attribute(TRAINER_R + 1e-6, TRAINER_R, is_stale_R=some(40)).shares == {}
 
 
-@pytest.mark.parametrize(
-    ("cause", "argument"),
-    [
-        ("stale_version", "is_stale_R"),
-        ("retokenisation", "is_retokenised_R"),
-        ("other_context", "is_other_context_R"),
-        ("routing", "is_rerouted_R"),
-    ],
-)
+@pytest.mark.parametrize(("cause", "argument"), [("stale_version", "is_stale_R"), ("routing", "is_rerouted_R")])
 def test_a_gap_on_flagged_tokens_is_attributed_to_their_cause(cause: str, argument: str) -> None:
     engine_R = TRAINER_R + np.where(some(10), 0.5, 0.0)
     assert attribute(engine_R, TRAINER_R, **{argument: some(10)}).shares[cause] == pytest.approx(1)
@@ -50,7 +42,7 @@ def test_log_probs_that_are_all_the_same_are_flat() -> None:
 
 def test_shares_add_up_to_one_with_all_causes_at_once() -> None:
     engine_R = TRAINER_R + RNG.normal(size=40)
-    flags = {name: RNG.random(40) < 0.4 for name in ("is_stale_R", "is_retokenised_R", "is_rerouted_R")}
+    flags = {name: RNG.random(40) < 0.4 for name in ("is_stale_R", "is_rerouted_R")}
     transformed = {"temperature 1": np.where(some(30), engine_R, TRAINER_R)}
     found = attribute(engine_R, TRAINER_R, **flags, transformed_R=transformed)
     assert set(found.shares) == set(CAUSES)

@@ -26,7 +26,8 @@ def steps_of(batches: StepBatches, messages: str, started: list[str] | None = No
     ]
 
 
-def test_steps_within_the_window_are_one_call_and_later_ones_the_next():
+def test_steps_within_the_window_are_one_call_and_later_ones_the_next(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("furlong.environments.step_batches.WINDOW_S", 0.2)
     calls: list[list[Any]] = []
 
     async def step_many(steps: list[Any]) -> list[Step]:

@@ -79,7 +79,7 @@ def test_calls_are_answered_in_order_and_functions_run_in_a_thread():
 
 def test_what_goes_wrong_is_text_for_the_policy_and_counted():
     env = Tools()
-    env.tool_timeout_s = 0.01  # pyright: ignore
+    env.tool_timeout_s = 0.5  # pyright: ignore
     env.max_output_chars = 1000  # pyright: ignore
     wrong = [
         call("sub"),
@@ -91,7 +91,7 @@ def test_what_goes_wrong_is_text_for_the_policy_and_counted():
     ]
     texts = answers(env, *wrong)
     assert all(text.startswith("Error: ") for text in texts)
-    for text, part in zip(texts, ("add, wait", "'a'", "JSON", "list", "TypeError", "0.01 s"), strict=True):
+    for text, part in zip(texts, ("add, wait", "'a'", "JSON", "list", "TypeError", "0.5 s"), strict=True):
         assert part in text
     step = asyncio.run(env.step({"role": "assistant", "content": "done"}))
     assert step.done

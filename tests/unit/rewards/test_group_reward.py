@@ -33,55 +33,37 @@ def score(samples, **options):
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize(
-    ("value", "reward"),
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (-0.5, -0.5),
-        (np.float32(0.5), 0.5),
-        (np.int64(3), 3.0),
-        (np.bool_(True), 1.0),
-        (np.array(2.0), 2.0),
-        (torch.tensor(0.25), 0.25),
+def test_numbers_and_dicts_are_rewards():
+    cases = [
+        (1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0), (torch.tensor(0.25), 0.25),
         ({"score": np.float64(1.0), "why": "ok"}, {"score": 1.0, "why": "ok"}),
-    ],
-)
-def test_numbers_and_dicts_are_rewards(value, reward):
-    outcome = outcome_from_value(value)
-    assert outcome.kind == "scored"
-    assert outcome.reward == reward
-    assert type(outcome.reward) in (float, dict)
+    ]  # fmt: skip
+    for value, reward in cases:
+        outcome = outcome_from_value(value)
+        assert outcome.kind == "scored"
+        assert outcome.reward == reward
+        assert type(outcome.reward) in (float, dict)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (math.nan, "float nan"),
-        (math.inf, "float inf"),
-        (np.float32("nan"), "float nan"),
-        (10**400, "int 1000"),
-        (None, "None"),
-        ("1.0", "str '1.0'"),
-        ([1.0], r"list \[1.0\]"),
-        (np.zeros(3), r"ndarray array\("),
-        ({}, "empty dict"),
-        ({"score": math.nan}, "'score' is float nan"),
-        ({"score": 1.0, "parts": [{"a": -math.inf}]}, "'parts' is list"),
-        (1 + 2j, "complex"),
-    ],
-)
-def test_other_values_fail_with_type_and_value(value, reason):
-    outcome = outcome_from_value(value)
-    assert (outcome.kind, outcome.reward) == ("failed", None)
-    assert re.search(reason, outcome.reason)
+def test_other_values_fail_with_type_and_value():
+    cases = [
+        (math.nan, "float nan"), (math.inf, "float inf"), (np.float32("nan"), "float nan"), (10**400, "int 1000"),
+        (None, "None"), ("1.0", "str '1.0'"), ([1.0], r"list \[1.0\]"), (np.zeros(3), r"ndarray array\("),
+        ({}, "empty dict"), ({"score": math.nan}, "'score' is float nan"),
+        ({"score": 1.0, "parts": [{"a": -math.inf}]}, "'parts' is list"), (1 + 2j, "complex"),
+    ]  # fmt: skip
+    for value, reason in cases:
+        outcome = outcome_from_value(value)
+        assert (outcome.kind, outcome.reward) == ("failed", None)
+        assert re.search(reason, outcome.reason)
 
 
-@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0] * 4, []])
-def test_a_list_of_the_wrong_length_fails_all_samples_with_both_counts(values):
-    outcomes = outcomes_from_list(values, 3)
-    assert [o.kind for o in outcomes] == ["failed"] * 3
-    assert f"{len(values)} rewards for 3 samples" in outcomes[0].reason
+def test_a_list_of_the_wrong_length_fails_all_samples_with_both_counts():
+    for values in ([1.0, 2.0], [1.0] * 4, []):
+        outcomes = outcomes_from_list(values, 3)
+        assert [o.kind for o in outcomes] == ["failed"] * 3
+        assert f"{len(values)} rewards for 3 samples" in outcomes[0].reason
 
 
 def test_arrays_are_accepted_and_one_invalid_value_fails_alone():
@@ -235,13 +217,13 @@ async def reward(args, sample):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_process", [True, False])
-def test_a_cancellation_raised_by_an_async_function_is_a_failure(in_process, tmp_path):
-    file = tmp_path / "cancelled.py"
-    file.write_text(CANCELLED)
-    outcome = score([Sample()], custom_rm=f"{file}:reward", in_process=in_process, num_workers=1, timeout_s=5)[0]
-    assert outcome.kind == "failed"
-    assert outcome.reason.startswith("CancelledError")
+def test_a_cancellation_raised_by_an_async_function_is_a_failure(tmp_path):
+    for in_process in (True, False):
+        file = tmp_path / "cancelled.py"
+        file.write_text(CANCELLED)
+        outcome = score([Sample()], custom_rm=f"{file}:reward", in_process=in_process, num_workers=1, timeout_s=5)[0]
+        assert outcome.kind == "failed"
+        assert outcome.reason.startswith("CancelledError")
 
 
 @pytest.mark.slow
@@ -324,33 +306,27 @@ LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
+def test_a_wrong_reply_of_a_reward_server_is_a_failed_outcome():
+    cases = [
         (endless(LONG, b"x" * (1 << 20)), "more than"),
         (http(gzip.compress(b" " * (20 << 20), mtime=0), head="Content-Encoding: gzip\r\n"), "more than"),
         (http(b"not gzip", head="Content-Encoding: gzip\r\n"), "Content-Encoding"),
         (http(b"", status="302 Found", head="Location: http://me:secret@other/\r\n"), "a redirect to"),
-        (http(b"0.5", length=20), "RemoteProtocolError"),
-        (b"hello\r\n\r\n", "RemoteProtocolError"),
-        (http(b"[" * 100_000), "not JSON"),
-        (http("0.5é".encode("latin-1")), "not JSON"),
-        (http("0.5".encode("utf-16")), "not JSON"),
-        (http(b"0.50.5"), "not JSON"),
-        (http(b"\x1b[2J" + b"x" * 10_000, status="500 Oops"), "HTTP 500"),
-        (http(b"NaN"), "nan"),
+        (http(b"0.5", length=20), "RemoteProtocolError"), (b"hello\r\n\r\n", "RemoteProtocolError"),
+        (http(b"[" * 100_000), "not JSON"), (http("0.5é".encode("latin-1")), "not JSON"),
+        (http("0.5".encode("utf-16")), "not JSON"), (http(b"0.50.5"), "not JSON"),
+        (http(b"\x1b[2J" + b"x" * 10_000, status="500 Oops"), "HTTP 500"), (http(b"NaN"), "nan"),
         (http(b"9" * 5000), "not JSON"),
-    ],
-)
-def test_a_wrong_reply_of_a_reward_server_is_a_failed_outcome(answer, words):
-    with raw_server(answer) as raw:
-        [outcome] = score([Sample(response="x")], rm_type="remote_rm", rm_url=f"{raw.url}/rm", timeout_s=20)
-    assert outcome.kind == "failed"
-    assert words in outcome.reason
-    assert raw.url in outcome.reason or words == "nan"
-    assert "secret" not in outcome.reason
-    assert "\x1b" not in outcome.reason
-    assert len(outcome.reason) < 1000
+    ]  # fmt: skip
+    for answer, words in cases:
+        with raw_server(answer) as raw:
+            [outcome] = score([Sample(response="x")], rm_type="remote_rm", rm_url=f"{raw.url}/rm", timeout_s=20)
+        assert outcome.kind == "failed"
+        assert words in outcome.reason
+        assert raw.url in outcome.reason or words == "nan"
+        assert "secret" not in outcome.reason
+        assert "\x1b" not in outcome.reason
+        assert len(outcome.reason) < 1000
 
 
 def test_a_reply_that_comes_too_slowly_is_a_timeout():

@@ -11,10 +11,9 @@ import pytest
 
 from furlong.core.sample import Sample
 from furlong.errors import ConfigError, DataError, RewardError
-from furlong.rewards import instructions
+from furlong.rewards import verifiers
 from furlong.rewards.group_reward import GroupReward
-from furlong.rewards.instructions import ifbench_score
-from furlong.rewards.verifiers import find_verifier
+from furlong.rewards.verifiers import find_verifier, ifbench_score
 
 INSTRUCTIONS: dict[str, list[dict[str, Any]]] = {  # those that need no data of NLTK
     "count:numbers": [{"N": 2}, {"N": 3}],
@@ -42,7 +41,7 @@ def test_the_score_is_the_strict_one_of_the_package() -> None:
         names = rng.sample(sorted(INSTRUCTIONS), rng.randint(1, 3))
         kwargs = [rng.choice(INSTRUCTIONS[name]) for name in names]
         response = rng.choice(["", " "]).join(rng.choices(WORDS, k=rng.randint(1, 8))).strip()  # as the package does
-        _, expected = evaluate_instructions(response, names, kwargs, "p", dict(instructions.instruction_checks()))
+        _, expected = evaluate_instructions(response, names, kwargs, "p", dict(verifiers.instruction_checks()))
         scores.append(ifbench_score(response, None, row(*names, kwargs=kwargs)))
         assert scores[-1] == expected.binary_strict, (names, kwargs, response)
     assert 0.1 < sum(scores) / len(scores) < 0.9
@@ -52,19 +51,16 @@ def test_an_empty_response_follows_nothing() -> None:
     assert ifbench_score(" \n", None, row("format:no_whitespace")) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [
-        ({}, "no list of instructions"),
-        ({"instruction_id_list": "count:numbers"}, "no list of instructions"),
+def test_a_row_without_usable_instructions_is_named() -> None:
+    cases = [
+        ({}, "no list of instructions"), ({"instruction_id_list": "count:numbers"}, "no list of instructions"),
         (row("count:numbers", kwargs=[{}, {}]), "1 instructions and kwargs"),
         (row("count:numbers", kwargs=[3]), "1 instructions and kwargs"),
         (row("count:nonsense"), "'count:nonsense' is not one of"),
-    ],
-)
-def test_a_row_without_usable_instructions_is_named(metadata: dict[str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        ifbench_score("a", None, metadata)
+    ]  # fmt: skip
+    for metadata, words in cases:
+        with pytest.raises(DataError, match=words):
+            ifbench_score("a", None, metadata)
 
 
 def test_missing_data_of_nltk_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +71,7 @@ def test_missing_data_of_nltk_is_named_with_the_command(monkeypatch: pytest.Monk
         def check_following(self, response: str) -> bool:
             raise LookupError("Resource punkt_tab not found. Please use the NLTK Downloader")
 
-    monkeypatch.setattr(instructions, "instruction_checks", lambda: {"x": Check})
+    monkeypatch.setattr(verifiers, "instruction_checks", lambda: {"x": Check})
     with pytest.raises(RewardError, match=r"nltk\.downloader"):
         ifbench_score("a", None, row("x"))
 

@@ -58,9 +58,8 @@ def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "label", "expected"),
-    [
+def test_matrices_in_unusual_forms():
+    cases = [
         (r"\begin{pmatrix}1\\[2pt] 2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1.0),
         (r"\begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1.0),
         (r"\begin{pmatrix} 0.5 \\ -2 \end{pmatrix}", r"\begin{pmatrix} 1/2 \\ -2 \end{pmatrix}", 1.0),
@@ -69,10 +68,9 @@ def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):
         (r"2\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}2\\5\end{pmatrix}", 0.0),
         (r"(1, 2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 0.0),
         (r"\begin{array}{l} x=1 \\ y=2 \end{array}", r"\begin{array}{l}x=1\\y=2\end{array}", 1.0),
-    ],
-)
-def test_matrices_in_unusual_forms(answer, label, expected):
-    assert score(answer, label) == expected
+    ]  # fmt: skip
+    for answer, label, expected in cases:
+        assert score(answer, label) == expected
 
 
 def test_dapo_keeps_the_row_separator():
@@ -82,32 +80,19 @@ def test_dapo_keeps_the_row_separator():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "label", "expected"),
-    [
-        ("(1,2)", r"\{1,2\}", 0.0),
-        (r"\{1,2\}", "(1,2)", 0.0),
-        ("(1,2,3)", r"\{1,2,3\}", 0.0),
-        (r"\{0,\infty\}", r"(0,\infty)", 0.0),
-        ("[1,2]", "(1,2)", 0.0),
-        ("[1,2)", "[1,2]", 0.0),
-        ("[1,2,3]", "(1,2,3)", 0.0),
-        ("(2,1)", "(1,2)", 0.0),
-        (r"\{(1,2),(3,4)\}", r"\{\{1,2\},\{3,4\}\}", 0.0),
-        (r"\{(3,4),(1,2)\}", r"\{(1,2),(3,4)\}", 1.0),
-        (r"\{2,1,1\}", r"\{1,2\}", 1.0),
-        (r"\{1,3\}", r"\{1,2\}", 0.0),
-        ("1,2", r"\{1,2\}", 1.0),
-        ("1,2", "(1,2)", 1.0),
-        ("(1,2),(3,4)", "(3,4),(1,2)", 1.0),
-        (r"\left( \tfrac12, 3 \right)", "(0.5,3)", 1.0),
-        (r"(0.333333, 2)", r"(\frac13,2)", 0.0),
-        (r"(\frac{1}{2}, (1, 2))", r"(0.5, (1, 2))", 1.0),
+def test_tuples_sets_and_intervals_are_different():
+    cases = [
+        ("(1,2)", r"\{1,2\}", 0.0), (r"\{1,2\}", "(1,2)", 0.0), ("(1,2,3)", r"\{1,2,3\}", 0.0),
+        (r"\{0,\infty\}", r"(0,\infty)", 0.0), ("[1,2]", "(1,2)", 0.0), ("[1,2)", "[1,2]", 0.0),
+        ("[1,2,3]", "(1,2,3)", 0.0), ("(2,1)", "(1,2)", 0.0), (r"\{(1,2),(3,4)\}", r"\{\{1,2\},\{3,4\}\}", 0.0),
+        (r"\{(3,4),(1,2)\}", r"\{(1,2),(3,4)\}", 1.0), (r"\{2,1,1\}", r"\{1,2\}", 1.0),
+        (r"\{1,3\}", r"\{1,2\}", 0.0), ("1,2", r"\{1,2\}", 1.0), ("1,2", "(1,2)", 1.0),
+        ("(1,2),(3,4)", "(3,4),(1,2)", 1.0), (r"\left( \tfrac12, 3 \right)", "(0.5,3)", 1.0),
+        (r"(0.333333, 2)", r"(\frac13,2)", 0.0), (r"(\frac{1}{2}, (1, 2))", r"(0.5, (1, 2))", 1.0),
         (r"\{x : x > 1\}", r"\{x : x > 1\}", 1.0),
-    ],
-)
-def test_tuples_sets_and_intervals_are_different(answer, label, expected):
-    assert score(answer, label) == expected
+    ]  # fmt: skip
+    for answer, label, expected in cases:
+        assert score(answer, label) == expected
 
 
 @pytest.mark.slow
@@ -133,58 +118,29 @@ def test_small_numbers_are_compared_relative_to_their_size(a, b, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "label", "expected"),
-    [
-        (r"45\degree", "45", 1.0),
-        ("45", r"45\degree", 1.0),
-        (r"45\degree", r"45^\circ", 1.0),
-        (r"45^{\circ}", "45°", 1.0),
-        (r"46\degree", "45", 0.0),
-        (r"\sin 30^\circ", r"\sin 30\degree", 1.0),
-        ("pi", r"\pi", 1.0),
-        ("2pi", r"2\pi", 1.0),
-        ("pi/2", r"\frac{\pi}{2}", 1.0),
-        ("pi/3", r"\frac{\pi}{2}", 0.0),
-        ("π", "pi", 1.0),
-        ("1e6", "10^6", 1.0),
-        ("10^{6}", "1e6", 1.0),
-        ("1e7", "10^6", 0.0),
-        (r"1.5 \times 10^{6}", "1.5e6", 1.0),
-        ("2e-5 x", r"0.00002x", 1.0),
-        ("1e6 x", "10^{7}x", 0.0),
-        (r"\log_e 2", r"\ln 2", 1.0),
-        (r"\ln(2)", r"\log_{e} 2", 1.0),
-        (r"\log_e 3", r"\ln 2", 0.0),
-        (r"\log_10 1000", "3", 1.0),
-        (r"\log_2 8", "3", 1.0),
-        (r"0.\overline{3}", "1/3", 1.0),
-        (r"0.1\overline{6}", "1/6", 1.0),
-        ("0.3", r"0.\overline{3}", 0.0),
-        (r"11,\! 111,\! 100", "11111100", 1.0),
-        ("−5", "-5", 1.0),
-        ("√2", r"\sqrt{2}", 1.0),
-        ("x**2", "x^2", 1.0),
-        ("50%", "0.5", 1.0),
-        ("7.5%", "7.5", 1.0),
-        ("0.333333", "1/3", 0.0),
-        ("1/3", "0.333333", 0.0),
-        (r"\pi", "3.141593", 0.0),
-        ("1.414214", r"\sqrt2", 0.0),
-        ("0.0000001", "0.0000002", 0.0),
-        (r"\sqrt{2}\cdot\sqrt{2}-2", "0", 1.0),
-        (r"1.5x", r"\frac{3}{2}x", 1.0),
-    ],
-)
-def test_notation_that_models_write(answer, label, expected):
-    assert score(answer, label) == expected
-    assert algebra.deepscaler_score(f"<think>hm</think>\\boxed{{{answer}}}", label, {}) == expected
+def test_notation_that_models_write():
+    cases = [
+        (r"45\degree", "45", 1.0), ("45", r"45\degree", 1.0), (r"45\degree", r"45^\circ", 1.0),
+        (r"45^{\circ}", "45°", 1.0), (r"46\degree", "45", 0.0), (r"\sin 30^\circ", r"\sin 30\degree", 1.0),
+        ("pi", r"\pi", 1.0), ("2pi", r"2\pi", 1.0), ("pi/2", r"\frac{\pi}{2}", 1.0), ("pi/3", r"\frac{\pi}{2}", 0.0),
+        ("π", "pi", 1.0), ("1e6", "10^6", 1.0), ("10^{6}", "1e6", 1.0), ("1e7", "10^6", 0.0),
+        (r"1.5 \times 10^{6}", "1.5e6", 1.0), ("2e-5 x", r"0.00002x", 1.0), ("1e6 x", "10^{7}x", 0.0),
+        (r"\log_e 2", r"\ln 2", 1.0), (r"\ln(2)", r"\log_{e} 2", 1.0), (r"\log_e 3", r"\ln 2", 0.0),
+        (r"\log_10 1000", "3", 1.0), (r"\log_2 8", "3", 1.0), (r"0.\overline{3}", "1/3", 1.0),
+        (r"0.1\overline{6}", "1/6", 1.0), ("0.3", r"0.\overline{3}", 0.0), (r"11,\! 111,\! 100", "11111100", 1.0),
+        ("−5", "-5", 1.0), ("√2", r"\sqrt{2}", 1.0), ("x**2", "x^2", 1.0), ("50%", "0.5", 1.0), ("7.5%", "7.5", 1.0),
+        ("0.333333", "1/3", 0.0), ("1/3", "0.333333", 0.0), (r"\pi", "3.141593", 0.0), ("1.414214", r"\sqrt2", 0.0),
+        ("0.0000001", "0.0000002", 0.0), (r"\sqrt{2}\cdot\sqrt{2}-2", "0", 1.0), (r"1.5x", r"\frac{3}{2}x", 1.0),
+    ]  # fmt: skip
+    for answer, label, expected in cases:
+        assert score(answer, label) == expected
+        assert algebra.deepscaler_score(f"<think>hm</think>\\boxed{{{answer}}}", label, {}) == expected
 
 
-@pytest.mark.parametrize("box", [r"\boxed{42}", r"\fbox{42}", r"\fboxed{42}", r"\boxed {42}"])
-def test_every_box_is_read(box):
-    assert quick_math(f"First 41. {box}", "42", {}) == 1.0
-    assert quick_math(f"First 42. {box.replace('42', '41')}", "42", {}) == 0.0
+def test_every_box_is_read():
+    for box in (r"\boxed{42}", r"\fbox{42}", r"\fboxed{42}", r"\boxed {42}"):
+        assert quick_math(f"First 41. {box}", "42", {}) == 1.0
+        assert quick_math(f"First 42. {box.replace('42', '41')}", "42", {}) == 0.0
 
 
 @pytest.mark.slow

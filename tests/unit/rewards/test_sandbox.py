@@ -167,19 +167,15 @@ def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
     assert [o.kind for o in run(box, "sleep", "fine")] == ["timed_out", "scored"]
 
 
-@pytest.mark.parametrize(
-    ("response", "reason"),
-    [
-        ("exit", "exit code 3"),
-        ("segv", "SIGSEGV"),
-        ("sysexit", "SystemExit: bye"),
+def test_a_crash_is_an_outcome_with_a_reason(sandbox):
+    cases = [
+        ("exit", "exit code 3"), ("segv", "SIGSEGV"), ("sysexit", "SystemExit: bye"),
         ("raise", "KeyError: 'no such key'"),
-    ],
-)
-def test_a_crash_is_an_outcome_with_a_reason(sandbox, response, reason):
-    outcomes = run(sandbox("naughty"), "fine", response, "fine")
-    assert [o.kind for o in outcomes] == ["scored", "failed", "scored"]
-    assert reason in outcomes[1].reason
+    ]  # fmt: skip
+    for response, reason in cases:
+        outcomes = run(sandbox("naughty"), "fine", response, "fine")
+        assert [o.kind for o in outcomes] == ["scored", "failed", "scored"]
+        assert reason in outcomes[1].reason
 
 
 def test_a_reason_names_the_line_of_user_code(sandbox):
@@ -274,17 +270,13 @@ def test_a_config_view_is_sent_as_its_values(sandbox):
     assert reward["lr"] == Config().optim.lr
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("no_such", "has no no_such"),
-        ("nothing", r"must take \(args, sample"),
-        ("FUNCTIONS.x", "has no FUNCTIONS"),
-    ],
-)
-def test_an_unusable_function_is_an_error_with_its_path(sandbox, name, reason):
-    with pytest.raises(RewardError, match=f"my_rewards.py:{name}.*{reason}"):
-        run(sandbox(name), "x")
+def test_an_unusable_function_is_an_error_with_its_path(sandbox):
+    cases = [
+        ("no_such", "has no no_such"), ("nothing", r"must take \(args, sample"), ("FUNCTIONS.x", "has no FUNCTIONS"),
+    ]  # fmt: skip
+    for name, reason in cases:
+        with pytest.raises(RewardError, match=f"my_rewards.py:{name}.*{reason}"):
+            run(sandbox(name), "x")
 
 
 def test_a_failed_import_is_an_error_with_its_traceback(tmp_path):

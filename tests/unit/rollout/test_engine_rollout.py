@@ -21,8 +21,7 @@ from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout, all_failed
 from furlong.rollout.episodes import SILENT
 from furlong.rollout.filters import DynamicFilterOutput, check_reward_nonzero_std
-from furlong.rollout.generate import generate_sample, score
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation, generate_sample, score
 from furlong.rollout.train_batch import Conversion
 
 
@@ -178,23 +177,21 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason():
         produce(rollout(ScriptedEngine(), ListSource(8), reward=Broken()))
 
 
-@pytest.mark.parametrize(
-    ("outcome", "id", "flag"),
-    [
+def test_the_function_that_fails_for_every_sample_is_named_with_a_fix():
+    cases = [
         (Outcome.failed("gone"), "REW03", "`furlong reward test`"),
         (Outcome.timed_out(3), "REW03", "--reward-timeout"),
         (Outcome.failed("KeyError: 1", stage="generate"), "HOOK01", "--custom-generate-function-path"),
         (Outcome.timed_out(3, stage="generate"), "STOP02", "--generate-timeout"),
-    ],
-)
-def test_the_function_that_fails_for_every_sample_is_named_with_a_fix(outcome, id, flag):
-    group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
-    diagnosis = all_failed(7, [group])
-    assert (diagnosis.id, diagnosis.finding) == (
-        id,
-        f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
-    )
-    assert flag in diagnosis.remedy
+    ]  # fmt: skip
+    for outcome, id, flag in cases:
+        group = Group(0, [Sample(status=Status.FAILED, outcome=outcome) for _ in range(3)])
+        diagnosis = all_failed(7, [group])
+        assert (diagnosis.id, diagnosis.finding) == (
+            id,
+            f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}",
+        )
+        assert flag in diagnosis.remedy
 
 
 def test_agents_that_never_ask_the_policy_are_named_if_they_are_all_of_a_rollout():
@@ -255,7 +252,7 @@ class NamingSource(ListSource):
 
 
 def test_a_sample_may_name_the_function_that_generates_it(monkeypatch):
-    monkeypatch.setattr("furlong.rollout.generation.load_generate_function", {"tools": tool_user}.__getitem__)
+    monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"tools": tool_user}.__getitem__)
     how = generation(SamplingParams(max_new_tokens=4))
     batch = produce(rollout(ScriptedEngine(), NamingSource(2, {1: "tools"}), how=how))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
@@ -266,7 +263,7 @@ def test_a_sample_may_name_the_function_that_generates_it(monkeypatch):
 @pytest.mark.parametrize("partial", [False, True])
 def test_aborted_groups_with_and_without_a_custom_function_are_returned(partial, monkeypatch):
     ledger, source = MemoryLedger(), NamingSource(4, {0: "hangs"})
-    monkeypatch.setattr("furlong.rollout.generation.load_generate_function", {"hangs": hanging}.__getitem__)
+    monkeypatch.setattr("furlong.rollout.generate.load_generate_function", {"hangs": hanging}.__getitem__)
     how = generation(SamplingParams(max_new_tokens=4))
     parts = rollout(ScriptedEngine(slow={1}), source, ledger=ledger, submit_size=4, how=how, partial=partial)
     assert produce(parts).group_ids.tolist() == [2, 2, 3, 3]
@@ -320,21 +317,17 @@ async def with_nan(args, sample, sampling_params):
     return sample
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (hanging, "no answer within"),
-        (failing, "KeyError"),
-        (exiting, "SystemExit: 3"),
+def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason():
+    cases = [
+        (hanging, "no answer within"), (failing, "KeyError"), (exiting, "SystemExit: 3"),
         (cancelled, "CancelledError: a client of its own"),
         (with_words_for_tokens, "sample 0 has str among its tokens"),
         (with_nan, "sample 0 has rollout_log_probs that are not finite"),
-    ],
-)
-def test_a_custom_generate_function_that_fails_makes_failed_samples_with_the_reason(function, reason):
-    how = generation(SamplingParams(), hooks=Hooks(custom_generate_function=function), timeout_s=0.01)
-    with pytest.raises(RolloutError, match=reason):
-        produce(rollout(ScriptedEngine(), ListSource(4), how=how))
+    ]  # fmt: skip
+    for function, reason in cases:
+        how = generation(SamplingParams(), hooks=Hooks(custom_generate_function=function), timeout_s=0.01)
+        with pytest.raises(RolloutError, match=reason):
+            produce(rollout(ScriptedEngine(), ListSource(4), how=how))
 
 
 def test_custom_samples_with_trained_tokens_beyond_the_context_fail_with_their_lengths_and_one_warning(caplog):
@@ -486,9 +479,8 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
     assert produce(rollout(ScriptedEngine(), ListSource(2), how=how)).raw_rewards.tolist() == [8] * 4
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
+def test_a_hook_that_returns_something_else_is_an_error():
+    cases = [
         (lambda sample: 5, "--rollout-sample-hook-path returned int for sample 0; it must return None"),
         (lambda sample: dataclasses.replace(sample, loss_mask=[1] * 9), "loss_mask of sample 0 has shape .9,."),
         (lambda sample: dataclasses.replace(sample, group_index=1), "changed group_index of sample 0 from 0 to 1"),
@@ -497,13 +489,13 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
             "sample 0 has rollout_log_probs",
         ),
         (lambda sample: dataclasses.replace(sample, response_length=7), "sample 0 has 3 tokens and response_length 7"),
-    ],
-)
-def test_a_hook_that_returns_something_else_is_an_error(returned, message):
-    hooks = Hooks(rollout_sample_hook=(lambda args, sample, *, rollout_id, evaluation: returned(sample),))
-    how = generation(SamplingParams(), hooks=hooks)
-    with pytest.raises((RolloutError, DataError), match=message):
-        produce(rollout(ScriptedEngine(), ListSource(2), how=how))
+    ]
+    for returned, message in cases:
+        hook = lambda args, sample, *, rollout_id, evaluation, returned=returned: returned(sample)  # noqa: E731
+        hooks = Hooks(rollout_sample_hook=(hook,))
+        how = generation(SamplingParams(), hooks=hooks)
+        with pytest.raises((RolloutError, DataError), match=message):
+            produce(rollout(ScriptedEngine(), ListSource(2), how=how))
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_with_the_numbers():

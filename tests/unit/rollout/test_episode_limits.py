@@ -15,7 +15,7 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation
 from furlong.rollout.train_batch import Conversion
 
 

@@ -18,8 +18,7 @@ from furlong.rollout import episodes
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episodes import EpisodeLoad, RewardWait
 from furlong.rollout.filters import DynamicFilterOutput
-from furlong.rollout.generate import EvalSet
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import EvalSet, Generation
 from furlong.rollout.train_batch import Conversion
 
 

@@ -58,7 +58,7 @@ def test_an_application_plays_an_episode_and_sets_its_reward():
         for body, named in (
             ({}, "reward is missing"),
             ({"reward": "high"}, "reward is 'high'"),
-            ({"reward": {"solver": True}}, "reward is"),
+            ({"reward": {"solver": True}}, "reward"),
             ({"reward": 1, "score": 2}, "score"),
             ({"reward": 1, "metadata": [1]}, "metadata is"),
             ({"error": 3}, "error is 3"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags, RewardFlags, RolloutFlags
@@ -68,11 +69,13 @@ def test_removed_sample_counts_in_its_group_and_is_masked():
     assert batch.rewards[1] < 0
 
 
-@pytest.mark.parametrize(("mask_truncated", "masks"), [(False, [1, 1, 1, 1]), (True, [0, 0, 1, 1])])
-def test_truncated_sample_is_marked_and_may_be_masked(mask_truncated, masks):
-    batch = convert([sample(0, 1.0, status=Status.TRUNCATED), sample(1)], algo=AlgoFlags(mask_truncated=mask_truncated))
-    assert batch.truncated.tolist() == [1, 0]
-    assert batch.loss_masks.tolist() == masks
+def test_truncated_sample_is_marked_and_may_be_masked():
+    for mask_truncated, masks in ((False, [1, 1, 1, 1]), (True, [0, 0, 1, 1])):
+        batch = convert(
+            [sample(0, 1.0, status=Status.TRUNCATED), sample(1)], algo=AlgoFlags(mask_truncated=mask_truncated)
+        )
+        assert batch.truncated.tolist() == [1, 0]
+        assert batch.loss_masks.tolist() == masks
 
 
 def test_overlong_penalty_counts_from_the_longest_response():
@@ -119,24 +122,26 @@ def test_post_process_is_not_given_samples_that_failed():
         convert([sample(0, 1.0), failed, sample(2, 3.0)], post_process=lambda args, samples: ([1, 3], [1, math.nan]))
 
 
-@pytest.mark.parametrize("mask", [[True, False], [1.0, 0.0], np.array([1, 0])])
-def test_mask_may_be_of_any_kind_of_zeros_and_ones(mask):
-    batch = convert([sample(0, loss_mask=mask), sample(1)])
-    assert batch.loss_masks.tolist() == [1, 0, 1, 1]
+def test_mask_may_be_of_any_kind_of_zeros_and_ones():
+    for mask in ([True, False], [1.0, 0.0], np.array([1, 0])):
+        batch = convert([sample(0, loss_mask=mask), sample(1)])
+        assert batch.loss_masks.tolist() == [1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("mask", "shown"), [([0.5, 1], "0.5"), ([2, 1], "2"), ([-1, 1], "-1"), ([1, None], "None")])
-def test_mask_of_something_else_is_an_error_that_names_the_sample(mask, shown):
-    with pytest.raises(DataError, match=f"the loss_mask of sample 1 .* {shown}; .*--custom-advantage-function-path"):
-        convert([sample(0), sample(1, loss_mask=mask)])
+def test_mask_of_something_else_is_an_error_that_names_the_sample():
+    for mask, shown in (([0.5, 1], "0.5"), ([2, 1], "2"), ([-1, 1], "-1"), ([1, None], "None")):
+        with pytest.raises(
+            DataError, match=f"the loss_mask of sample 1 .* {shown}; .*--custom-advantage-function-path"
+        ):
+            convert([sample(0), sample(1, loss_mask=mask)])
 
 
-@pytest.mark.parametrize("masks", [([1, 0, 1], [1]), ([1], [1, 0, 1]), ([[1, 0]], [1, 1])])
-def test_masks_of_other_lengths_are_an_error_even_if_they_add_up(masks):
-    first, second = masks
-    wrong = 1 if len(first) == 2 else 0
-    with pytest.raises(DataError, match=f"the loss_mask of sample {wrong} has shape .* 2 tokens"):
-        convert([sample(0, loss_mask=first), sample(1, loss_mask=second)])
+def test_masks_of_other_lengths_are_an_error_even_if_they_add_up():
+    for masks in (([1, 0, 1], [1]), ([1], [1, 0, 1]), ([[1, 0]], [1, 1])):
+        first, second = masks
+        wrong = 1 if len(first) == 2 else 0
+        with pytest.raises(DataError, match=f"the loss_mask of sample {wrong} has shape .* 2 tokens"):
+            convert([sample(0, loss_mask=first), sample(1, loss_mask=second)])
 
 
 def test_reward_of_a_failed_sample_is_an_error_with_the_reason():
@@ -175,26 +180,50 @@ OWN = {"tokens": [[1, 2, 3]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 2
 
 def test_a_custom_conversion_may_add_columns():
     answer = {**OWN, "weight": [[0.5, 1.0], [2.0, 3.0]], "rollout_mask_sums": [2, 2]}
-    batch = convert([sample(0), sample(1)], convert=lambda args, samples: answer)
+    batch = convert([sample(0), sample(1)], convert=lambda args, samples, answer=answer: answer)
     assert {name: column.tolist() for name, column in batch.columns.items()} == {"weight": [0.5, 1.0, 2.0, 3.0]}
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
+def test_own_conversion_that_does_not_fit_is_an_error():
+    cases = [
         ({"tokens": [[1, 2, 3]] * 2}, r"returned no \['response_lengths', 'rewards'\]"),
-        ({"tokens": [[1, 2, 3]], "response_lengths": [1], "rewards": [1.0]}, "returned 1 rows for 2 samples"),
-        ({"tokens": [[1, 2]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 1.0]}, "needs at least one token"),
+        ({**OWN, "tokens": [[1, 2, 3]]}, "one entry for each of 2 samples"),
+        ({**OWN, "tokens": [[1, 2]] * 2}, "needs at least one token"),
         ({**OWN, "sources": ["a", "b"]}, "returned 'sources', which is not one number per response token"),
         ({**OWN, "weight": [[1.0], [1.0]]}, "returned 'weight', which is not one number"),
         ({**OWN, "loss_masks": [[1, 1], [1, 0.5]]}, "row 1 of loss_masks .*0.5"),
-        (
-            {**OWN, "loss_masks": [[1, 1, 1], [1]]},
-            r"row 0 of loss_masks .* \(3,\).* 2 tokens",
-        ),
+        ({**OWN, "loss_masks": [[1, 1, 1], [1]]}, r"row 0 of loss_masks .* \(3,\).* 2 tokens"),
         ({**OWN, "rollout_log_probs": None}, "returned 'rollout_log_probs', which is not one number"),
-    ],
-)
-def test_own_conversion_that_does_not_fit_is_an_error(answer, message):
-    with pytest.raises(DataError, match=message):
-        convert([sample(0), sample(1)], convert=lambda args, samples: answer)
+    ]
+    flag = "--custom-convert-samples-to-train-data-path"
+    wrong = [
+        {"tokens": [[1, 2, -3], [4, 5, 6]]}, {"tokens": [[1, 2, 1 << 40], [4, 5, 6]]}, {"tokens": ["abc", "def"]},
+        {"response_lengths": [9, 1]}, {"response_lengths": [1.5, 1]}, {"rewards": [float("inf"), 0]},
+        {"rewards": [10**400, 1]}, {"rewards": [1, 2, 3]}, {"raw_reward": "abc"}, {"loss_masks": (x for x in [1, 2])},
+        {"truncated": [0.5, 1]}, {"rollout_ids": [None, None]}, {"sample_indices": object()},
+    ]  # fmt: skip
+    cases += [(None, flag), ([], flag), ({1: 2}, flag), *(({**OWN, **each}, flag) for each in wrong)]
+    for answer, message in cases:
+        with pytest.raises(DataError, match=message):
+            convert([sample(0), sample(1)], convert=lambda args, samples, answer=answer: answer)
+
+
+def test_arrays_and_tensors_are_numbers():
+    data = {
+        "tokens": [np.array([1, 2, 3]), torch.tensor([4, 5])],
+        "response_lengths": torch.tensor([2, 1]),
+        "rewards": np.array([0.5, -0.5]),
+        "loss_masks": [torch.ones(2), (0,)],
+        "mine": [torch.ones(2), [2.0]],
+    }
+    batch = convert([sample(0), sample(1)], convert=lambda args, samples: data)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert batch.loss_masks.tolist() == [1, 1, 0]
+    assert batch.columns["mine"].tolist() == [1, 1, 2]
+
+
+def test_a_post_processing_returns_numbers():
+    for part in ("ab", ["a", "b"], [[1], [1, 2]], {"a": 1}, object(), [1], [10**400, 1]):
+        for result in ([part, [1.0, 0.0]], [[1.0, 0.0], part]):
+            with pytest.raises(DataError, match="--custom-reward-post-process-path"):
+                convert([sample(0), sample(1)], post_process=lambda args, samples, result=result: result)

@@ -24,8 +24,7 @@ from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
 from furlong.rollout import agents, environments
 from furlong.rollout.episodes import RewardWait
-from furlong.rollout.generate import run_group
-from furlong.rollout.generation import Generation
+from furlong.rollout.generate import Generation, run_group
 from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 

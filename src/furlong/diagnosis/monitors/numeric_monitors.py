@@ -103,7 +103,7 @@ def engine_mismatch(now: StepContext) -> Alert | None:
         remedy=remedy,
         severity=severity,
         evidence={"mean_abs_diff": gap, "shares": shares}
-        | {name: now.row[name] for name in NUM02_EVIDENCE if name in now.row},
+        | {name: now.row[name] for name in ("selftest/logp_max_diff", "selftest/logp_p99_diff") if name in now.row},
         level=gap,
     )
 
@@ -164,14 +164,10 @@ def _is_gap_meaningful(now: StepContext) -> bool:
     return not (now.facts.has_old_policy and now.num_optimizer_steps > 1)
 
 
-NUM02_EVIDENCE = ("selftest/logp_max_diff", "selftest/logp_p99_diff", "rollout/other_context")
 MISMATCH_REMEDIES = {
     "stale_version": "update weights after every rollout (--update-weights-interval 1); engines must report versions",
     "sampling_transform": "use the same --rollout-temperature in engine and trainer; the engine must report log-probs "
     "from before top-p and top-k, as SGLang does",
-    "retokenisation": "keep the engine's token ids (append_response_tokens) instead of encoding its text again",
-    "other_context": "return one sample for each context that was asked (a list of samples), each with that prompt in "
-    "`tokens`; or ask with sample.tokens. `grep 'another context' run.log` shows the first position",
     "flat": "every token has the same log-prob in the engine: if your function fills them in, keep the engine's; if "
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
     "and `furlong doctor --explain SYNC04`)",
@@ -189,16 +185,9 @@ MISMATCH_REMEDIES = {
 
 def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, str]:
     """Return the cause (None: the catalogue's) and the remedy. `by_size` are the self-test's causes, largest first."""
-    rollout, samples = now.facts.config.rollout, now.row.get("rollout/other_context", 0.0)
-    first = by_size[0] if by_size else "other_context" if samples else ""
+    first = by_size[0] if by_size else ""
     if first == "numerics" and now.row.get(GAP, 0.0) > NUMERIC:
-        first = "other_context" if samples else "unexplained"
-    if first == "other_context":
-        return (
-            f"In {samples:.0f} samples the engine was asked with another context than is trained on, for example with "
-            "a cut history.",
-            MISMATCH_REMEDIES[first],
-        )
+        first = "unexplained"
     kv_cache = now.facts.quantized_kv_cache
     is_external = now.facts.config.cluster.engine == "external"
     flag = "--kv-cache-dtype" if is_external else "--sglang-kv-cache-dtype"
@@ -217,7 +206,7 @@ def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, s
             "Gaps above 1 per token are not numerics: the engine has other weights, or the log-probs, the tokens or "
             "their context are not those of the engine's completion."
         )
-        least = rollout.rollout_min_new_tokens
+        least = now.facts.config.rollout.rollout_min_new_tokens
         if least and now.facts.config.cluster.engine != "embedded":
             cause += f" Or --rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs."
         if kv_cache:
@@ -238,8 +227,6 @@ def unlikely_responses(now: StepContext) -> Alert | None:
         return None
     if config.rollout.rollout_temperature > 1 or config.rollout.rollout_min_new_tokens:
         return None  # tokens that the model does not choose by itself
-    if now.row.get("rollout/other_context", 0.0):
-        return None  # trained on with other contexts than the engine was asked with, which NUM02 reports
     share = log_prob / -math.log(facts.vocab_size)
     if share < NEAR_CHANCE and (log_prob > LIKELY or facts.num_parameters < LARGE):
         return None
