@@ -7,6 +7,7 @@ reads its environment when it is imported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -192,12 +193,13 @@ def _store_bytes() -> int:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the cluster with its GPUs, or CPU slots."""
+    """One machine of the cluster with its GPUs and their type, or CPU slots."""
 
     node_id: str
     address: str
     total: int
     free: int
+    gpu_type: str = ""
 
     def __str__(self) -> str:
         return f"{self.address}: {self.free} of {self.total} free"
@@ -226,6 +228,7 @@ def listed(nodes: Sequence[Node]) -> str:
 
 
 PROBE_S = 20.0  # for the child that asks the cluster: most of it is importing Ray
+GPU_TYPE = "accelerator_type:"  # of Ray's resources
 REFUSED = ("AuthenticationError", "UNAUTHENTICATED", "InvalidAuthToken", "authentication token")
 QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
 # In a child process with a time limit, because a client of Ray retries for minutes. Prints one line of JSON.
@@ -251,8 +254,9 @@ os._exit(0)  # Ray's threads may wait for a cluster that does not answer
 """
 
 
+@functools.cache
 def cluster_nodes(address: str) -> tuple[list[Node], str]:
-    """Return the machines of the cluster at HOST:PORT and the resource of a slot, "GPU" or "CPU".
+    """Return the machines of the cluster at HOST:PORT and the resource of a slot, "GPU" or "CPU"; asks it once.
 
     Raises ClusterError if it is not Ray's, has another version, or refuses this process' token.
     """
@@ -271,8 +275,12 @@ def cluster_nodes(address: str) -> tuple[list[Node], str]:
     if isinstance(answer, str):
         raise _refusal(address, answer)
     resource = "GPU" if any(resources.get("GPU") for *_, resources in answer) else "CPU"
-    totals = [(id, where, int(resources.get(resource, 0))) for id, where, resources in answer]
-    return [Node(id, where, total, total) for id, where, total in totals if total], resource
+    nodes: list[Node] = []
+    for node_id, where, resources in answer:
+        if total := int(resources.get(resource, 0)):
+            types = (name.removeprefix(GPU_TYPE) for name in resources if name.startswith(GPU_TYPE))
+            nodes.append(Node(node_id, where, total, total, next(types, "")))
+    return nodes, resource
 
 
 def _refusal(address: str, problem: str) -> ClusterError:

@@ -140,7 +140,7 @@ def _steps(config: Config, put: Put, explicit: frozenset[str]) -> None:
         put("no_load_optim", True, "--use-stateless-adam keeps no moments")
     if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & explicit:
         put("use_dynamic_batch_size", True, "--micro-batch-size is not given")
-        put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; raise it to fill the memory")
+        put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; on GPUs the memory plan chooses")
     if train.balance_by_flops:
         put("balance_data", True, "--balance-by-flops")
 

@@ -36,6 +36,7 @@ TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
 OWN_ATTENTION = "has its own attention, which cannot be replaced by packed attention"
 REMEDY = "give a decoder of attention layers, such as Qwen, Llama, Gemma or gpt-oss, as --hf-checkpoint"
 
+GPU_KV_FRAC = 0.4  # of the free memory of a GPU, for the KV cache of an embedded engine
 # Memory of training steps.
 HEADROOM_FRAC = 0.04  # fraction of the device left free for fragmentation and estimation errors
 BACKWARD_ROWS = 6  # rows of the MLP's intermediate width per token that exist at once in a layer's backward pass

@@ -8,17 +8,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.ray_session import check_fits, cluster_nodes
 from furlong.config.checks.engine_checks import device_problems
 from furlong.config.command_line import Resolved
-from furlong.config.facts import is_started, without_engines
+from furlong.config.facts import is_served, is_started, without_engines
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
+from furlong.core.model_config import read_json
 from furlong.core.user_code import describe_exception, passes, place_of
 from furlong.diagnosis.preflight import preflight
 from furlong.diagnosis.preflight.flag_checks import from_problem
@@ -43,6 +45,8 @@ from furlong.machine import (
 from furlong.run.folder import folder_problems, lock_save_folder, log_changed_flags, run_folder, write_config
 from furlong.run.records import explain_errors, log_run, record_outcome, trace_processes
 from furlong.run.signals import EXIT_CODES, EndSignals, Reason
+from furlong.tools.gpu_memory import local_device, type_bytes
+from furlong.tools.memory_plan import chosen_sizes, engine_advice
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
@@ -149,9 +153,8 @@ def run_in_folder(
                 threads = set_threads(_resume_thread_count(chosen, config.checkpoint))
                 # after the threads are set: they import torch
                 from furlong.diagnosis.hang_watchdog import HangWatchdog
-                from furlong.run.device_sizes import sized_for_device
                 from furlong.wiring.build import build
-            resolved = sized_for_device(resolved)
+            resolved = sized_for_gpus(resolved)
             memory.record_baseline()
             _log_start(folder, resolved, findings, threads)
             fault = resolved.config.fault
@@ -170,6 +173,64 @@ def run_in_folder(
                     raise
                 finally:
                     built.close_files()
+
+
+def sized_for_gpus(resolved: Resolved) -> Resolved:
+    """Return a copy with the sizes that the memory plan chooses, and with a line of the log for each, or for why not.
+
+    Flags take precedence.
+    """
+    config, sources = resolved.config, dict(resolved.sources)
+    size, why = gpu_bytes(config)
+    try:
+        model_config = read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json") if size else {}
+        sizes = chosen_sizes(config, model_config, size) if size else {}
+    except ConfigError as error:
+        sizes, why = {}, str(error)
+    if why:
+        line = f"micro-batches and engines keep their default sizes, as the memory plan cannot choose them: {why}"
+        return replace(resolved, lines=(*resolved.lines, line))
+    lines: list[str] = []
+    for name, (value, reason) in sizes.items():
+        section = next(each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
+        before = getattr(getattr(config, section), name)
+        is_free = sources[name].startswith(("default", "derived"))
+        if not is_free and not isinstance(value, dict):
+            continue
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        if isinstance(value, dict):  # options of SGLang, of which some may be given
+            new = {option: each for option, each in cast(dict[str, Any], value).items() if option not in before}
+            words = [f"--sglang-{option.replace('_', '-')} {each}" for option, each in new.items()]
+            sources[name] = f"derived: {reason}" if is_free else f"{sources[name]}; derived {', '.join(new)}: {reason}"
+        else:
+            words = [f"--{name.replace('_', '-')} {value}"]
+            sources[name] = f"derived: {reason}"
+        lines.append(f"{' '.join(words)}: {reason}")
+    if config.cluster.engine == "embedded" and not is_served(config) and not without_engines(config):
+        lines.append(engine_advice(config))
+    return replace(resolved, config=config, sources=sources, lines=(*resolved.lines, *lines))
+
+
+def gpu_bytes(config: Config) -> tuple[int, str]:
+    """Return the memory of the run's smallest GPU, as far as this machine or Ray knows it, or 0 and why not."""
+    address = config.cluster.ray_address
+    if address is not None and ":" in address and uses_ray(config):
+        try:
+            nodes, resource = cluster_nodes(address)
+        except ClusterError as error:
+            return 0, str(error)
+        if resource == "CPU":
+            return 0, f"the Ray cluster at {address} has no GPU"
+        if sizes := [size for node in nodes if (size := type_bytes(node.gpu_type))]:
+            return min(sizes), ""
+    import torch
+
+    device = local_device() if torch.cuda.is_available() else None
+    if device is None:
+        return 0, "no GPU" if address is None else "the memory of the cluster's GPUs is unknown"
+    if not uses_ray(config) and torch.cuda.device_count() < Topology.of(config).num_gpus:
+        return 0, "trainer and engines share a GPU without --colocate"
+    return device[1], ""
 
 
 def _log_start(folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], threads: Threads) -> None:

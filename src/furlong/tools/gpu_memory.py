@@ -88,6 +88,13 @@ def _ask(query: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
 
 
+def type_bytes(name: str) -> int | None:
+    """Return the bytes of a GPU type as Ray names it, of the smaller one if there are several; None if unknown."""
+    name = name.lower().removeprefix("geforce-")
+    sizes = [size for known, size in DEVICES.items() if known in (name, f"{name}b") or known.startswith(f"{name}-")]
+    return int(min(sizes) * GIB) if sizes else None
+
+
 def device_bytes(name: str) -> int:
     """Return the bytes of a device: one of `DEVICES`, or a number of GiB. Raises ConfigError for anything else."""
     if name.lower() in DEVICES:

@@ -1,4 +1,4 @@
-"""The memory plan of a run: what each phase needs on a GPU, flags with which it fits, and defaults for missing flags.
+"""The memory plan of a run: what each phase needs on a GPU, flags with which it fits, and sizes that no flag gives.
 
 `tools.memory_formulas` has the formulas, this module the flags. Neither needs a GPU or torch.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import examine
-from furlong.config.engine_groups import engine_parts, trained_model
+from furlong.config.engine_groups import engine_parts, served_models, trained_model
+from furlong.config.facts import without_engines
 from furlong.config.flag_spec import flag_specs
 from furlong.config.flag_values import words_from_value
 from furlong.config.resolve import DEFAULT_MAX_TOKENS
@@ -21,6 +22,7 @@ from furlong.config.topology import Topology
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
+from furlong.models.model_facts import GPU_KV_FRAC
 from furlong.tools.memory_formulas import (
     GIB,
     NODE,
@@ -45,6 +47,19 @@ STATIC_FRACTION = 0.85  # SGLang's default on a large GPU
 # after 512 concurrent requests, depending on the model's width; 7 GiB for a tiny model with Triton attention.
 ASLEEP_FRAC = 0.05  # of the GPU, at least
 ASLEEP_BYTES, ASLEEP_ROW_BYTES = 2 * GIB, 2048  # plus this for each MLP activation of each request
+# Sizes that no flag gives (`chosen_sizes`).
+PLAN_FRAC = 0.9  # predictions are within 10 %
+TOKENS = (32768, 24576, 16384, 12288, 8192)  # of a micro-batch; larger ones are not faster
+RECOMPUTED_TOKENS = 8192
+FILLED = 4  # micro-batches of a step for each pipeline stage: with fewer, stages wait for each other
+SLOTS = (1024, 768, 512, 384, 256, 192)  # of the embedded engine
+LEAST_REQUESTS, MOST_REQUESTS = 64, 1024  # that SGLang gets CUDA graphs for
+EVAL_REQUESTS = 256  # of an evaluation, whose rows are not counted here
+GRAPH_BYTES = 2 * 2**20  # of CUDA graphs for each request, as SGLang assumes
+KV_SLACK = 1.25  # for pages and prefixes, over all requests at full length
+USUAL_PROMPT = 256  # tokens, without a limit of the prompt
+MANY_WAVES, LONG_RESPONSE = 3, 1024  # from which SGLang is expected to be faster than the embedded engine
+# Assumptions of `furlong plan`.
 PROMPTS, EACH = 32, 8  # per rollout, and samples per prompt
 SAMPLE_TOKENS, PROMPT_TOKENS = 8192, 1024
 WEIGHTS_FRAC = 0.4  # of a GPU, for an engine's weights; larger models are sharded
@@ -54,6 +69,8 @@ UNSEEN: Mapping[str, Any] = {
     "data_source_path": "any.data",
     "rm_type": "random",
 }  # no effect on memory
+
+Sizes = dict[str, tuple[Any, str]]  # value and reason by field
 
 
 @dataclass(frozen=True)
@@ -241,17 +258,156 @@ def serving_of(config: Config, topology: Topology) -> ServingSetup | None:
     """Derive the setup of an SGLang engine from the flags; None if furlong starts none on a GPU."""
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
-    data = config.data
     parts = engine_parts(trained_model(config).groups)
     part = min(parts, key=lambda part: part.num_gpus)  # has the most weights per GPU
     options = {**config.engines.sglang_options, **part.group.options}
-    samples = data.rollout_batch_size * data.n_samples_per_prompt
-    per_engine = -(-samples // len(parts))
     return ServingSetup(
         fraction=float(options.get("mem_fraction_static") or STATIC_FRACTION),
         tp_size=max(part.num_gpus // int(options.get("pp_size") or 1), 1),
-        requests=min(per_engine, config.cluster.sglang_server_concurrency),
+        requests=requests_at_once(config, sum(part.group.role != "prefill" for part in parts)),
         request_tokens=longest_sample(config),
+    )
+
+
+def requests_at_once(config: Config, num_engines: int) -> int:
+    """Return the requests that one of `num_engines` engines, or the engine in this process (0), has at a time."""
+    rollout, data = config.rollout, config.data
+    prompts = max(rollout.over_sampling_batch_size or 0, data.rollout_batch_size)
+    requests = -(-prompts * max(rollout.async_buffer_size or 0, 1) // (num_engines or 1)) * data.n_samples_per_prompt
+    if config.eval.is_used:
+        requests = max(requests, EVAL_REQUESTS)
+    if rollout.max_concurrent_episodes is not None:
+        requests = min(requests, -(-rollout.max_concurrent_episodes // (num_engines or 1)))
+    return min(requests, config.cluster.sglang_server_concurrency) if num_engines else requests
+
+
+def chosen_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: int) -> Sizes:
+    """Return sizes for GPUs of `device_bytes`, on every layout; none where the usual default is the best that fits.
+
+    These are the tokens of micro-batches, and the slots of embedded engines or options of SGLang engines that the run
+    starts. Options in the configuration are kept; the caller ignores the other fields that are set by flags. Raises
+    ConfigError for a model of unknown dimensions.
+    """
+    model, topology = ModelSize.read(model_config), Topology.of(config)
+    setup, sizes, beside = training_of(config, topology, model.layers), Sizes(), 0
+    device = f"{device_bytes / GIB:.0f} GiB of GPU memory"
+    if config.cluster.engine == "embedded" and not without_engines(config):
+        slots, why, beside = _embedded_size(config, model, setup, device_bytes)
+        if slots > config.cluster.embedded_num_slots:
+            sizes["embedded_num_slots"] = slots, f"{device}, {why}"
+    elif (engine := serving_of(config, topology)) is not None and not without_engines(config):
+        if options := _sglang_sizes(config, model, setup, engine, device_bytes):
+            options |= config.engines.sglang_options
+            why = f"{device}, {engine.requests} requests at a time on each engine"
+            sizes["sglang_options"] = options, why
+            config = replace(config, engines=replace(config.engines, sglang_options=options))
+        if topology.is_colocated:
+            beside = sum(_colocated_engine(config, model, serving_of(config, topology), device_bytes).values())
+    if config.train.max_tokens_per_gpu != DEFAULT_MAX_TOKENS or not topology.num_ranks:
+        return sizes
+    room, fitting = int(PLAN_FRAC * usable(device_bytes)) - beside, dict[int, bool]()
+    for tokens in TOKENS:
+        phases = training_phases(model, replace(setup, tokens=tokens), room)
+        if max(phase.total for phase in phases) <= room and _fills_pipeline(config, setup, tokens):
+            fitting[tokens] = not any("recomputed in" in phase.note for phase in phases)
+    if whole := [tokens for tokens, is_whole in fitting.items() if is_whole]:
+        stages = " and fills the pipeline" if setup.layout is not None and setup.layout.pipeline > 1 else ""
+        why = f"{device}: the largest that fits without recomputation{stages}"
+        sizes["max_tokens_per_gpu"] = whole[0], why
+    elif RECOMPUTED_TOKENS in fitting:
+        sizes["max_tokens_per_gpu"] = RECOMPUTED_TOKENS, f"{device}: fits with MLPs recomputed"
+    return sizes
+
+
+def _full_length(config: Config) -> int:
+    rollout = config.rollout
+    is_limited = rollout.rollout_max_prompt_len or rollout.rollout_max_context_len
+    return longest_sample(config) + (0 if is_limited else USUAL_PROMPT)
+
+
+def _fills_pipeline(config: Config, setup: TrainingSetup, tokens: int) -> bool:
+    layout = setup.layout
+    if layout is None or layout.pipeline == 1:
+        return True
+    of_sample = layout.tensor * layout.pipeline * layout.context  # ranks that train on the same samples
+    samples = config.train.global_batch_size or config.data.rollout_batch_size * config.data.n_samples_per_prompt
+    step = samples * _full_length(config) // (max(setup.shards // of_sample, 1) * layout.context)
+    return tokens * FILLED * layout.pipeline <= step
+
+
+def _embedded_size(config: Config, model: ModelSize, setup: TrainingSetup, device_bytes: int) -> tuple[int, str, int]:
+    """Return slots of an embedded engine, why, and its memory while the trainer runs on the same GPU.
+
+    All requests get slots if their keys and values fit at full length into its part of the memory, which it takes
+    before the first step allocates the moments.
+    """
+    topology, cluster = Topology.of(config), config.cluster
+    is_half = not config.train.fp32 and cluster.embedded_dtype != "float32"
+    weights = (2 if is_half else 4) * model.parameters
+    in_process = not topology.num_engines
+    shares = in_process or (topology.is_colocated and not cluster.offload_train)
+    trainer = sum(size for name, size in resting(model, setup).items() if name != "moments") if shares else 0
+    cache = int(GPU_KV_FRAC * max(usable(device_bytes) - weights - trainer, 0))
+    requests = requests_at_once(config, topology.num_engines)
+    fitting = cache // (model.kv_per_token * (1 if is_half else 2) * _full_length(config))
+    slots = next((n for n in reversed(SLOTS) if n >= requests), SLOTS[0])
+    if slots > fitting:
+        slots = next((n for n in SLOTS if n <= fitting), 0)
+    beside = weights + cache if in_process or topology.is_colocated else 0
+    if topology.is_colocated and cluster.offload_rollout:
+        beside = int(ASLEEP_FRAC * device_bytes)
+    return slots, f"{requests} requests at a time", beside
+
+
+def _sglang_sizes(
+    config: Config, model: ModelSize, setup: TrainingSetup, engine: ServingSetup, device_bytes: int
+) -> dict[str, Any]:
+    """Return options of SGLang that are not given: CUDA graphs for all requests of an engine, and its memory.
+
+    Decoding without graphs is several times slower, so more requests than there are graphs for wait. SGLang's own
+    share of the memory suits an engine that is alone on its GPU, or that takes turns with the trainer.
+    """
+    given, cluster, topology = config.engines.sglang_options, config.cluster, Topology.of(config)
+    models = served_models(config)
+    if given.get("device") == "cpu" or len(models) > 1:
+        return {}
+    options: dict[str, Any] = {}
+    requests = min(max(-(-engine.requests // 8) * 8, LEAST_REQUESTS), MOST_REQUESTS)
+    requests = min(requests, int(given.get("max_running_requests") or requests))
+    has_graphs = any("cuda_graph" in name and "prefill" not in name and "piecewise" not in name for name in given)
+    fits = usable(device_bytes) >= int(engine.fraction * device_bytes) + requests * GRAPH_BYTES
+    if fits and not has_graphs and not given.get("speculative_algorithm"):
+        workers = int(given.get("dp_size") or 1)  # of attention, which share the requests
+        options = {"cuda_graph_max_bs": -(-requests // workers), "max_running_requests": requests}
+    if not topology.is_colocated or "mem_fraction_static" in given:
+        return options
+    static = int(STATIC_FRACTION * device_bytes)
+    if not cluster.offload_train:
+        phases = training_phases(model, replace(setup, tokens=RECOMPUTED_TOKENS), usable(device_bytes))
+        trainer = max(phase.total for phase in phases)
+        if cluster.offload_rollout:
+            trainer = sum(resting(model, setup).values())
+        static = min(static, int(PLAN_FRAC * usable(device_bytes)) - trainer - (device_bytes - static))
+    if context_len := config.rollout.rollout_max_context_len:  # else lengths are not bounded
+        at_full_length = replace(engine, requests=requests, request_tokens=context_len)
+        static = min(static, int(KV_SLACK * least_fraction(model, at_full_length, device_bytes) * device_bytes))
+    if engine_weights(model, engine.tp_size) < static < int(STATIC_FRACTION * device_bytes):
+        options["mem_fraction_static"] = round(static / device_bytes, 2)
+    return options
+
+
+def engine_advice(config: Config) -> str:
+    """Return which engine is expected to be faster on a GPU of this process, and why."""
+    samples, slots = requests_at_once(config, 0), config.cluster.embedded_num_slots
+    waves = -(-samples // slots)
+    if waves >= MANY_WAVES and (config.rollout.rollout_max_response_len or 0) >= LONG_RESPONSE:
+        return (
+            f"engine: SGLang (--engine sglang) is expected to be faster: {samples} samples need {waves} waves of "
+            f"{slots} slots, and its cache in pages has room for more sequences"
+        )
+    return (
+        f"engine: the embedded engine is expected to be faster than SGLang: {samples} samples are decoded in {waves} "
+        f"wave{'s' * (waves > 1)} of {slots} slots, and trainer and engine do not hand over memory"
     )
 
 

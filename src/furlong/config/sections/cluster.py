@@ -106,8 +106,8 @@ class ClusterFlags:
     )
     embedded_num_slots: int = flag(
         128,
-        "Number of sequences that the embedded engine decodes at the same time. On one GPU the default grows to the "
-        "samples of a rollout, at most 1,024, as far as their keys and values fit.",
+        "Number of sequences that the embedded engine decodes at the same time. On a GPU the default grows to the "
+        "requests of an engine, at most 1,024, as far as their keys and values fit.",
         within="[1, inf)",
         needs="engine=embedded or engine=auto",
     )

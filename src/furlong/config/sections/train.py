@@ -53,7 +53,7 @@ class TrainFlags:
     max_tokens_per_gpu: int | None = flag(
         None,
         "Maximum number of tokens per micro-batch and GPU; a longer sample forms one micro-batch. Default without "
-        "--micro-batch-size: 4,096, or up to 32,768 as far as one GPU's memory allows.",
+        "--micro-batch-size: 4,096, on GPUs up to 32,768 as far as the memory plan expects them to fit.",
         within="[1, inf)",
         needs="use_dynamic_batch_size",
     )

@@ -23,7 +23,7 @@ from furlong.inference.embedded.decode_model import DecodeModel, FusedDenseModel
 from furlong.inference.embedded.weight_table import WeightLoad, WeightTable
 from furlong.models.hf_config import register_model
 from furlong.models.hf_folder import end_ids
-from furlong.models.model_facts import length_limit
+from furlong.models.model_facts import GPU_KV_FRAC, length_limit
 from furlong.models.onednn_caches import bound_onednn_caches
 from furlong.models.quantized_folder import trained_scheme
 from furlong.models.untrained_tensors import is_untrained, text_name
@@ -32,7 +32,7 @@ from furlong.quantization.weight_format import QuantizationError
 
 logger = logging.getLogger(__name__)
 
-KV_MEMORY_FRAC, GPU_KV_FRAC = 0.3, 0.4  # of the free memory
+KV_MEMORY_FRAC = 0.3  # of the free memory of a CPU
 
 
 def source_from_folder(folder: Path, config: Any = None) -> WeightSource:

@@ -1,0 +1,218 @@
+"""Sizes that no flag gives: micro-batches and engines on every layout, from the memory of a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from furlong.cluster.ray_session import Node
+from furlong.config.command_line import Resolved, parse
+from furlong.models.presets import write_preset
+from furlong.run import launch
+from furlong.run.launch import sized_for_gpus
+from furlong.tools.gpu_memory import DEVICES, type_bytes
+from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_advice
+
+GIB = 2**30
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_4B = QWEN3_06B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+SGLANG = "--engine sglang"
+FOUR, SPLIT = "--actor-num-gpus-per-node 4", "--actor-num-gpus-per-node 2 --rollout-num-gpus 2"
+MEGATRON = f"--train-backend megatron {FOUR}"
+
+
+def command(more: str = "", *, model: str = "model", new: int = 256) -> Resolved:
+    words = ["--hf-checkpoint", model, "--prompt-data", "x.jsonl", "--rm-type", "random", "--num-rollout", "3"]
+    words += ["--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", str(new)]
+    return parse([*words, *more.split()])
+
+
+def sizes_on(gib: float, more: str = "", *, new: int = 256, shape: dict[str, Any] = QWEN3_06B) -> dict[str, Any]:
+    sizes = chosen_sizes(command(more, new=new).config, shape, int(gib * GIB))
+    return {name: value for name, (value, _) in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens", "engine"),
+    [
+        ("", 32768, {"embedded_num_slots": 512}),
+        (SGLANG, 32768, {"cuda_graph_max_bs": 512, "max_running_requests": 512}),
+        (f"{SGLANG} --rollout-num-gpus 1", 32768, {"cuda_graph_max_bs": 512, "max_running_requests": 512}),
+        (f"{SGLANG} {FOUR} --colocate", 32768, {"cuda_graph_max_bs": 128, "max_running_requests": 128}),
+        (f"{SGLANG} {SPLIT} --async-buffer-size 1", 32768, {"cuda_graph_max_bs": 256, "max_running_requests": 256}),
+        (f"{SGLANG} {MEGATRON} --rollout-num-gpus 4", 32768, {"cuda_graph_max_bs": 128, "max_running_requests": 128}),
+        (f"{MEGATRON} --colocate {SGLANG}", 32768, {"cuda_graph_max_bs": 128, "max_running_requests": 128}),
+        ("--engine embedded --rollout-num-gpus 2", 32768, {"embedded_num_slots": 256}),
+        ("--rollout-external-engine-addrs a:1", 32768, {}),
+        ("--debug-train-only --load-debug-rollout-data x", 32768, {}),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 5000", 5000, {"embedded_num_slots": 512}),
+    ],
+)
+def test_each_layout_gets_large_micro_batches_and_an_engine_for_all_of_its_requests(
+    more: str, tokens: int, engine: dict[str, int]
+):
+    sizes = sizes_on(79.1, more)
+    assert sizes.pop("max_tokens_per_gpu", 5000) == tokens
+    assert sizes.pop("sglang_options", sizes) == engine
+
+
+def test_micro_batches_grow_with_the_memory_and_the_ranks_and_shrink_next_to_an_engine():
+    assert sizes_on(12) == {}
+    tokens = [sizes_on(gib)["max_tokens_per_gpu"] for gib in (56, 140)]
+    assert 4096 < tokens[0] < tokens[1] <= 32768
+    alone, next_to_engine, four = (
+        sizes_on(139.8, f"{SGLANG} {more}", shape=QWEN3_4B).get("max_tokens_per_gpu", 0)
+        for more in ("--rollout-num-gpus 1", "--colocate --no-offload-rollout", f"--colocate {FOUR}")
+    )
+    assert next_to_engine < alone <= four
+
+
+def test_a_pipeline_gets_enough_micro_batches():
+    stages = f"{MEGATRON} --pipeline-model-parallel-size 4 --rollout-num-gpus 1 {SGLANG}"
+    assert sizes_on(140, stages)["max_tokens_per_gpu"] * 4 * 4 <= 512 * 512
+    assert sizes_on(140, stages)["max_tokens_per_gpu"] < sizes_on(140, stages, new=4096)["max_tokens_per_gpu"]
+
+
+def test_a_model_that_needs_recomputation_gets_moderate_micro_batches():
+    wide = QWEN3_06B | {"hidden_size": 2048, "intermediate_size": 6144}
+    tokens, reason = chosen_sizes(command().config, wide, 80 * GIB)["max_tokens_per_gpu"]
+    assert tokens == RECOMPUTED_TOKENS
+    assert "recomputed" in reason
+
+
+def test_slots_are_fewer_for_longer_responses():
+    assert sizes_on(80, new=1024)["embedded_num_slots"] < sizes_on(80, new=256)["embedded_num_slots"]
+
+
+@pytest.mark.parametrize(
+    ("more", "requests"),
+    [
+        ("--over-sampling-batch-size 96 --sglang-server-concurrency 2048", 768),
+        ("--max-concurrent-episodes 100", 104),
+        ("--max-concurrent-episodes 100 --eval-interval 1 --eval-prompt-data a x.jsonl", 104),
+        ("--rollout-batch-size 2", 64),
+        ("--rollout-batch-size 2 --eval-interval 1 --eval-prompt-data a x.jsonl", 256),
+        ("--rollout-batch-size 1024 --sglang-server-concurrency 2048", 1024),
+        ("--sglang-max-running-requests 200", 200),
+        ("--sglang-cuda-graph-max-bs 100", None),
+        ("--sglang-disable-cuda-graph", None),
+        ("--sglang-mem-fraction-static 0.95", None),
+    ],
+)
+def test_graphs_are_for_the_requests_of_an_engine_unless_flags_say_otherwise(more: str, requests: int | None):
+    config = command(f"{SGLANG} {more}").config
+    options, _ = chosen_sizes(config, QWEN3_06B, int(79.1 * GIB)).get("sglang_options", ({}, ""))
+    given = config.engines.sglang_options
+    assert options == (
+        {} if requests is None else {"cuda_graph_max_bs": requests, "max_running_requests": requests} | given
+    )
+
+
+def test_an_engine_next_to_a_trainer_that_stays_gets_what_fits():
+    def fraction(more: str) -> Any:
+        return sizes_on(79.1, f"{SGLANG} {more}")["sglang_options"].get("mem_fraction_static")
+
+    assert fraction("") is fraction("--rollout-num-gpus 1") is None  # SGLang's own
+    bounded, stays, both_stay = (
+        fraction("--rollout-max-context-len 512"),
+        fraction("--no-offload-train"),
+        fraction("--no-offload-train --no-offload-rollout"),
+    )
+    assert 0.4 < bounded < 0.5  # 512 requests of 512 tokens need 28 GiB
+    assert 0.1 < both_stay < stays < 0.7
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "local_device", lambda: ("NVIDIA H100", 80 * GIB))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return str(write_preset("tiny", tmp_path / "model", seed=0))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_chosen_sizes_are_in_the_configuration_with_their_reason_and_in_the_log(tiny: str):
+    embedded = sized_for_gpus(command(model=tiny))
+    assert embedded.config.train.max_tokens_per_gpu == 32768
+    assert embedded.config.cluster.embedded_num_slots == 512
+    assert embedded.sources["embedded_num_slots"].startswith("derived: 80 GiB")
+    assert any(line.startswith("--max-tokens-per-gpu 32768: ") for line in embedded.lines)
+    sglang = sized_for_gpus(command(f"{SGLANG} --sglang-attention-backend fa3", model=tiny))
+    assert sglang.config.engines.sglang_options == {
+        "cuda_graph_max_bs": 512, "max_running_requests": 512, "attention_backend": "fa3",
+    }  # fmt: skip
+    assert sglang.sources["sglang_options"].startswith("flag; derived cuda_graph_max_bs, max_running_requests: 80 GiB")
+    assert any("--sglang-cuda-graph-max-bs 512 --sglang-max-running-requests 512: " in line for line in sglang.lines)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_flags_take_precedence(tiny: str):
+    words = "--embedded-num-slots 64 --use-dynamic-batch-size --max-tokens-per-gpu 4096"
+    before = command(words, model=tiny)
+    after = sized_for_gpus(before)
+    assert (after.config, after.sources) == (before.config, before.sources)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_ray_cluster_is_asked_for_the_type_of_its_gpus(tiny: str, monkeypatch: pytest.MonkeyPatch):
+    on_ray = command(f"{FOUR} --colocate {SGLANG} --ray-address head:1", model=tiny)
+    for types, resource, limit in ((("H100", "A100"), "GPU", "39 GiB"), (("X1",), "GPU", "80 GiB"), ((), "CPU", "")):
+        nodes = [Node(name, "10.0.0.1", 4, 4, name) for name in types]
+        monkeypatch.setattr(launch, "cluster_nodes", lambda _: (nodes, resource))  # noqa: B023
+        sized = sized_for_gpus(on_ray)
+        if limit:
+            assert sized.sources["sglang_options"].startswith(f"derived: {limit}")
+        else:
+            assert sized.config == on_ray.config
+            assert "the Ray cluster at head:1 has no GPU" in sized.lines[-1]
+
+
+def test_types_of_gpus_are_known_by_the_names_of_ray():
+    gib = {name: (type_bytes(name) or 0) / GIB for name in ("H100", "H20", "A100", "A100-80G", "GeForce-RTX-4090", "")}
+    assert gib == pytest.approx(
+        {"H100": 79.1, "H20": 0, "A100": 39.4, "A100-80G": 79.1, "GeForce-RTX-4090": DEVICES["rtx-4090"], "": 0}
+    )
+
+
+def test_the_faster_engine_depends_on_how_often_slots_are_filled_with_long_responses():
+    many, few = (command(f"--embedded-num-slots {slots}", new=1024).config for slots in (128, 512))
+    assert "--engine sglang" in engine_advice(many)
+    assert "--engine sglang" not in engine_advice(few)
+    assert "--engine sglang" not in engine_advice(command("--embedded-num-slots 128", new=64).config)
+
+
+def test_defaults_stay_without_a_gpu_or_for_an_unknown_model_and_the_log_says_why(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    for what in ("no GPU", "num_hidden_layers"):
+        before = command(model=tiny)
+        after = sized_for_gpus(before)
+        assert (after.config, after.sources) == (before.config, before.sources)
+        assert what in after.lines[-1]
+        request.getfixturevalue("gpu")
+        monkeypatch.setattr(
+            launch, "read_json", lambda _: {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+        )
