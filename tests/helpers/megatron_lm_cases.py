@@ -30,7 +30,7 @@ from ranks_cases import SETTINGS, weights
 from megatron.core import parallel_state  # isort: skip  after `megatron_cases` has prepared it
 
 from furlong.training.megatron import megatron_compat as compat
-from furlong.training.megatron.chunk_weights import fill
+from furlong.training.megatron.megatron_backend import fill
 from furlong.training.megatron.parallel_layout import Layout
 
 for _name in ("filesystem_async", "fully_parallel", "state_dict_saver", "torch"):

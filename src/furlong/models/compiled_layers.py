@@ -180,7 +180,6 @@ def _free_bytes(device: torch.device, headroom_frac: float) -> int:
 
 @cache
 def _recomputable(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of an MLP whose forward is checkpointed while `is_recomputed` is set."""
     if hasattr(kind, "is_recomputed"):
         return kind
     plain = kind.forward

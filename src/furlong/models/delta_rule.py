@@ -138,7 +138,6 @@ def _unusable_kernels(dtype: torch.dtype) -> str | None:
 
 @cache
 def _flash_linear_attention() -> Any:
-    """Return flash-linear-attention's function; None if the package is not installed."""
     try:
         return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except ModuleNotFoundError as error:

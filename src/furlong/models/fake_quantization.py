@@ -141,7 +141,6 @@ def fake_quantize(module: nn.Module, name: str, rounding: Rounding) -> None:
 
 @cache
 def _reading_rounded(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return a subclass whose attribute `name` is the rounded parameter."""
 
     def read(self: nn.Module) -> Tensor:
         parameter = cast("Tensor", self._parameters[name])  # pyright: ignore[reportPrivateUsage]

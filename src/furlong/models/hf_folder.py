@@ -56,7 +56,6 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
 
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
-    """Return how to get the missing files."""
     snapshots = sorted(path for path in folder.glob(f"{SNAPSHOTS}/*") if (path / "config.json").exists())
     if snapshots:
         return f"It is a folder of the Hub's cache, where each commit of a model has its own; use {snapshots[-1]}"
@@ -78,7 +77,6 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
 
 
 def _base_of(folder: Path) -> str:
-    """Return the base model that an adapter names; "" if it names none."""
     try:
         return str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
     except ConfigError:

@@ -17,22 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_config import load_config, load_whole_config, register_model, unreadable_errors, without_dropout
-from furlong.models.hf_folder import (
-    TOKENIZER_FILES,
-    WEIGHT_FILES,
-    check_folder,
-)
+from furlong.models.hf_folder import TOKENIZER_FILES, WEIGHT_FILES, check_folder
 from furlong.models.model_facts import check_attention
 from furlong.models.packed_attention import IMPLEMENTATION
 from furlong.models.stored_tensors import StoredTensors, open_tensors
@@ -140,7 +131,6 @@ def build_empty(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Pr
 
 
 def _unbuildable(path: Path, config: PretrainedConfig, error: Exception) -> ConfigError:
-    """Return why transformers cannot build the model of a config.json."""
     if error.args == (IMPLEMENTATION,):
         return ConfigError(
             f"{path}: {config.model_type} in transformers has its own attention, which cannot be replaced by packed "
@@ -189,7 +179,6 @@ def shapes_on_disk(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dic
 
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of `model` as a checkpoint of a text model stores them."""
     # a language model from a folder with vision would get the names of that folder
     return {text_name(name): tensor for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 

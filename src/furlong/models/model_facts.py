@@ -10,6 +10,7 @@ costs the GEMMs of queries with keys and of probabilities with values.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.routing import RoutingShape
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # they take seconds to import
     from transformers import PreTrainedModel
 
     from furlong.core.batch import FlopsModel
+
+logger = logging.getLogger(__name__)
 
 # Kinds of layers in which tokens attend to earlier tokens, or a window of them.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -84,7 +87,6 @@ def delta_nets(model: Any) -> list[Any]:
 
 
 def _is_delta_net(module: Any) -> bool:
-    """Whether this is a gated delta net with the parts, the convolution and the activation of a known family."""
     if not type(module).__name__.endswith("GatedDeltaNet"):
         return False
     parts = {name for name, part in module.named_children() if next(part.parameters(), None) is not None} - {"conv1d"}
@@ -209,3 +211,12 @@ def chunk_rows(chosen: int, vocab_size: int, *, on_cpu: bool) -> int:
     (1766, 220, 64)
     """
     return chosen if chosen > 0 else max(logits_bytes(on_cpu=on_cpu) // (4 * vocab_size), 1)
+
+
+def is_worth_compiling(num_parameters: int, device: Any, dtype: Any) -> bool:
+    """Whether compiling the decoder layers in the first micro-batches, which takes about a minute, pays off."""
+    is_worth_it = device.type == "cuda" and str(dtype) == "torch.bfloat16" and num_parameters >= COMPILED_FROM
+    if is_worth_it:
+        billions = num_parameters / 1e9
+        logger.info("decoder layers are compiled during the first micro-batches: %.1f B parameters on a GPU", billions)
+    return is_worth_it

@@ -213,7 +213,6 @@ def _why_padded(device: torch.device, dtype: torch.dtype, traits: tuple[str, ...
 
 
 def _traits(config: Any) -> tuple[str, ...]:
-    """Return the features of a model that FlashAttention does not support."""
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     is_mla = getattr(config, "kv_lora_rank", None) is not None
     width = head_width(config)

@@ -300,14 +300,12 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def _pack_delta_nets(model: nn.Module) -> None:
-    """Let the gated delta nets of `model` run packed sequences, as its `packed` argument describes."""
     for module in delta_nets(model):
         module.__class__ = _packed_net(type(module))
 
 
 @cache
 def _packed_net(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a gated delta net whose forward receives a packed row."""
 
     @torch.compiler.disable  # shapes differ in every micro-batch
     def forward(self: Any, hidden_states: Tensor, *_: Any, packed: PackedLayout | None = None, **__: Any) -> Tensor:

@@ -60,8 +60,7 @@ def write_preset(name: str, folder: Path | str, *, seed: int = 0) -> Path:
     folder = Path(folder)
     model = build_model(preset_config(name), seed=seed)
     model.generation_config = GenerationConfig(
-        eos_token_id=[SPECIALS.index(IM_END), SPECIALS.index(EOS)],
-        pad_token_id=SPECIALS.index(PAD),
+        eos_token_id=[SPECIALS.index(IM_END), SPECIALS.index(EOS)], pad_token_id=SPECIALS.index(PAD)
     )
     save_model(model, folder)
     build_tokenizer().save_pretrained(folder)

@@ -161,7 +161,6 @@ def _method_of(kind: type[nn.Module]) -> str | None:
 
 @cache
 def _hooked(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a router whose choice goes through its hooks."""
     if hasattr(kind, "hook_number"):
         return kind
     method = _method_of(kind)

@@ -239,7 +239,6 @@ def _dense(q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, *, scale: float) -> tupl
 def _dense_backward(
     grad_LHE: Tensor, q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, out_LHE: Tensor, *, lse_HL: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of `_dense`."""
     grad, q, k, v, out = (tensor[None].transpose(1, 2) for tensor in (grad_LHE, q_LHE, k_LKE, v_LKE, out_LHE))
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
     length = q.shape[2]

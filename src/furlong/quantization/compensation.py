@@ -50,7 +50,6 @@ def _inverse_factor(damped_CC: Tensor) -> Tensor:
 
 
 def _rounded_in_order(whole_CR: Tensor, grid: Grid, order_C: Tensor, factor_CC: Tensor) -> Tensor:
-    """Return the values of the columns, rounded in this order."""
     left_CR, columns = whole_CR[order_C], order_C.tolist()
     values_CR = torch.empty_like(whole_CR)
     for start in range(0, len(columns), BLOCK):

@@ -171,7 +171,6 @@ class QuantizationScheme:
         return [each for parts in zip(*named, strict=True) for each in parts]
 
     def _check_finite(self, largest: Sequence[tuple[_Stack, Tensor]]) -> None:
-        """Raise SyncError for the first weight whose largest magnitudes are not finite."""
         if not largest or bool(torch.stack([torch.isfinite(values).all() for _, values in largest]).all()):
             return
         for stack, values in largest:
@@ -274,7 +273,6 @@ def read_scheme(config: Mapping[str, Any], stored: Mapping[str, str]) -> Quantiz
 
 
 def _one(kinds: set[str], what: str) -> torch.dtype | None:
-    """Return the only dtype; None if there is none."""
     if len(kinds) > 1 or any(kind not in DTYPES for kind in kinds):
         raise ConfigError(f"its {what} have the dtypes {', '.join(sorted(kinds))}; {SUPPORTED}, with one dtype")
     return DTYPES[kinds.pop()] if kinds else None
@@ -322,7 +320,6 @@ def _gptq(settings: Mapping[str, Any], scale: torch.dtype) -> WeightFormat:
 
 
 def _calibrated_size(size: Any) -> int:
-    """Return the group size of an AWQ or GPTQ folder."""
     if type(size) is not int or (size < 1 and size != -1):
         raise ConfigError(f"`group_size` is {size!r}, must be a positive integer, or -1 for one group per row")
     return size

@@ -217,7 +217,6 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def _view(tensor: Tensor, first: int, layout: Layout) -> Tensor:
-    """Return the elements of this layout that begin `first` bytes after the start of a tensor."""
     dtype, shape, strides = layout
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)
@@ -243,7 +242,6 @@ def _index_of(offset: int, strides: Sequence[int]) -> list[int] | None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the bytes between the first and the last element of a tensor, including both."""
     if not tensor.numel():
         return 0
     return (
@@ -258,7 +256,6 @@ def _has_any(ordered: Sequence[int], begin: int, end: int) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation only returns a view of its argument."""
     schema = func._schema
     returned = schema.returns[0].alias_info if schema.returns else None
     return returned is not None and not returned.is_write and not schema.is_mutable

@@ -218,7 +218,6 @@ class LayoutChecksums:
                     self._sums.add(_key(name, parts[0], TensorShard(index, count)), shard)
 
     def _add_to_shards(self, place: Place, piece: Tensor) -> None:
-        """Add a piece for the processes that have its expert."""
         for count in self._counts["experts"]:
             if self._num_experts is None or self._num_experts % count:
                 number = "unknown" if self._num_experts is None else self._num_experts

@@ -178,7 +178,6 @@ class Update:
             self._rearrange([layer for layer in self._layers if self._plan.last_of.get(layer.name) == header])
 
     def _rearrange(self, layers: Sequence[QuantizedLayer]) -> None:
-        """Rearrange layers for the kernels, and keep the sums of what was loaded."""
         self._loaded |= integer_sums([each for layer in layers if layer.is_whole for each in layer.named_parameters()])
         for layer in layers:
             layer.rearrange()
@@ -381,7 +380,6 @@ def _block_of(name: str) -> int | None:
 
 @contextmanager
 def _loadable(layers: Sequence[QuantizedLayer]) -> Generator[None]:
-    """Put the parameters to load into their layers."""
     before = [layer.begin() for layer in layers]
     try:
         yield
@@ -391,7 +389,6 @@ def _loadable(layers: Sequence[QuantizedLayer]) -> Generator[None]:
 
 
 def _layer(name: str, module: Any) -> QuantizedLayer | None:
-    """Return a prepared layer; None for a module without quantized weights."""
     method = getattr(module, "quant_method", None)
     has_weights = hasattr(module, "output_size") or hasattr(module, "moe_runner_config")  # linear layer, or experts
     if method is None or not has_weights or type(method).__name__.startswith("Unquantized"):
@@ -411,12 +408,10 @@ def _own(module: Any) -> dict[str, nn.Parameter]:
 
 
 def _scheme(module: Any) -> Any:
-    """Return the object that rearranges a module's weights."""
     return getattr(module, "scheme", None) or module.quant_method
 
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """Return the attributes of a module that are neither parameters nor modules."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
@@ -431,12 +426,10 @@ def _weight_loader(parameter: Any) -> Callable[..., None] | None:
 
 
 def _set_weight_loader(parameter: Any, loader: Callable[..., None]) -> None:
-    """Replace a parameter's loader, which is a property in SGLang's own classes."""
     setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", loader)
 
 
 def _create_weights(layer: Any) -> None:
-    """Have SGLang make the parameters of a linear layer again, as in its constructor."""
     linear = importlib.import_module("sglang.srt.layers.linear")
     is_v2 = type(layer.quant_method).__name__ in linear.WEIGHT_LOADER_V2_SUPPORTED
     with torch.device(next(iter(_own(layer).values())).device):

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from furlong.core.batch import MicroBatch
+from furlong.core.batch import IntArray, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
@@ -24,6 +24,17 @@ from furlong.interfaces import LossFn, Role, TokenStats
 
 class MicroBatchTooLargeError(torch.OutOfMemoryError):
     """A micro-batch does not fit into the device's memory. Nothing of it was accumulated, so a part may be tried."""
+
+
+class NotFiniteLossError(TrainerError):
+    """The loss of a micro-batch is not finite: `what` is the value, `rows` the samples' rows in the batch."""
+
+    def __init__(self, what: str, rows: IntArray) -> None:
+        super().__init__(what, rows)
+        self.what, self.rows = what, rows
+
+    def __str__(self) -> str:
+        return f"{self.what} in the micro-batch of rows {self.rows.tolist()}"
 
 
 @dataclass(frozen=True)
@@ -127,3 +138,46 @@ class PipelinedBackend(Backend):
     @abstractmethod
     def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
         """Run `forward_backward` on each micro-batch; results in the same order."""
+
+
+M = TypeVar("M")
+
+
+class RoleModels(Generic[M]):
+    """The trained actor, and frozen models, which are built on first use.
+
+    folders: of frozen models. load: builds one from a folder. new: builds one whose weights the caller replaces.
+    diverged: frozen models whose weights are no longer those of their folder.
+    """
+
+    def __init__(
+        self, actor: M, folders: Mapping[Role, Path], *, load: Callable[[Path], M], new: Callable[[], M]
+    ) -> None:
+        self._of: dict[Role, M] = {"actor": actor}
+        self._folders, self._load, self._new = folders, load, new
+        self.diverged: set[Role] = set()
+
+    def __getitem__(self, role: Role) -> M:
+        """Return a model. Raises TrainerError for a role that this run does not have."""
+        if role not in self._of:
+            if role not in self._folders:
+                raise TrainerError(f"this run has no model {role!r}, only {sorted({*self._folders, *self._of})}")
+            self._of[role] = self._load(self._folders[role])
+        return self._of[role]
+
+    def __iter__(self) -> Iterator[M]:
+        """Yield all models that are built."""
+        yield from self._of.values()
+
+    def replaced(self, role: Role) -> M:
+        """Return the frozen model `role`, whose weights the caller replaces."""
+        if role not in self._of:
+            self._of[role] = self._new()
+        self.diverged.add(role)
+        return self._of[role]
+
+    def source_and_target(self, source: Role, target: Role) -> tuple[M, M]:
+        """Return the models of a copy. Raises TrainerError unless `target` is a frozen model other than `source`."""
+        if target == "actor" or target == source:
+            raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
+        return self[source], self.replaced(target)

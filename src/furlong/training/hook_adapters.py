@@ -222,7 +222,6 @@ def loss_from_hook(function: Callable[..., Any], args: Any) -> CustomLoss:
 
 
 def _returned(result: Any, flag: str, **parts: type) -> tuple[Any, ...]:
-    """Return the result of a function if it is a tuple of these parts. Raises TrainerError otherwise."""
     values: tuple[Any, ...] = result if isinstance(result, tuple) else ()
     if len(values) != len(parts) or not all(map(isinstance, values, parts.values())):
         kinds = {Tensor: "a tensor", dict: "a dict", object: "a tensor or a list of tensors"}

@@ -137,7 +137,6 @@ class HostOffload:
             self._deferred_done = None
 
     def _host_copies(self, on_device: Sequence[Tensor], reserve: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Pair byte tensors of one device with host memory of the same size."""
         if not on_device:
             return []
         host = self._host.setdefault(on_device[0].device, HostMemory(on_device[0].device))
@@ -216,7 +215,6 @@ class HostMemory:
         return [self._blocks[block][start : start + size] for size, (block, start) in zip(sizes, places, strict=False)]
 
     def _allocate(self, sizes: Sequence[int]) -> None:
-        """Add blocks."""
         free = self._free_bytes()
         if free is not None and sum(sizes) > free:
             raise TrainerError(
@@ -232,7 +230,6 @@ class HostMemory:
             self._blocks += pool.map(self._pinned, sizes)
 
     def _pinned(self, size: int) -> Tensor:
-        """Allocate one pinned block. Called in threads."""
         block = _filled(size)
         with torch.cuda.device(self._device):
             code = int(_cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))

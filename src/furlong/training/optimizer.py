@@ -20,7 +20,6 @@ from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.training.backend_interface import OptimReport
 from furlong.training.checkpoint.tensor_reader import TensorReader
-from furlong.training.not_finite import first_not_finite
 from furlong.training.offload import OptimizerOffload
 from furlong.training.ranks import Ranks
 from furlong.training.settings import NOTHING_TRAINED, Offload
@@ -223,7 +222,7 @@ class MasterOptimizer:
         lr = self.schedule.lr(self.num_steps)
         norm = self._norm(grads)
         if not math.isfinite(norm):
-            name = first_not_finite(self.named_gradients(), self.sharding.ranks)
+            name = self.sharding.ranks.first_not_finite(self.named_gradients())
             self.zero_grad()
             reason = f"gradient norm {norm}, first in {name}"
             if not skip_not_finite:
@@ -260,7 +259,6 @@ class MasterOptimizer:
             yield from (tensor for tensor in states.values() if isinstance(tensor, Tensor))
 
     def _norm(self, grads: list[Tensor]) -> float:
-        """Return the global norm of the gradients over all shards."""
         device = self.weights[0].master.device
         norm_0 = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros((), device=device)
         if self.sharding.is_sharded:

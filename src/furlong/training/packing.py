@@ -88,7 +88,6 @@ def split_batch(
 
 
 def _part(batch: RolloutBatch, steps: list[StepPlan], rank: int) -> RankPart:
-    """Select the samples of one rank; its micro-batches become rows of them."""
     rows = np.sort(np.concatenate([micro for step in steps for micro in step.micro_batches[rank]]))
     local = [[np.searchsorted(rows, micro) for micro in step.micro_batches[rank]] for step in steps]
     return RankPart(
@@ -171,7 +170,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _chunks(rows: IntArray, costs: Costs, size: int, num_ranks: int, balance: Balance) -> list[IntArray]:
-    """Form micro-batches of at most `size` samples, of almost equal size, in a multiple of `num_ranks`."""
     count = _round_up(-(-len(rows) // size), num_ranks)
     if count > len(rows):
         raise ConfigError(
@@ -195,7 +193,6 @@ def _grouped(rows: IntArray, bin_of: IntArray) -> list[IntArray]:
 def _capped_bins(
     rows: IntArray, lengths: IntArray, costs: Costs, cap: int, num_ranks: int, balance: Balance
 ) -> list[IntArray]:
-    """Form few micro-batches of at most `cap` tokens, in a multiple of `num_ranks`."""
     bins = _best_fit(rows, lengths, cap)
     count = _round_up(len(bins), num_ranks)
     if count > len(rows):

@@ -6,7 +6,7 @@ import gc
 import json
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -80,6 +80,11 @@ class Ranks:
         if source == self.world_size:
             return ""
         return f"rank {source}: {self.share(text, source)}"
+
+    def first_not_finite(self, gradients: Iterable[tuple[str, Tensor | None]]) -> str:
+        """Return the name of the first parameter with a non-finite gradient, on the lowest rank with one."""
+        bad = (name for name, grad in gradients if grad is not None and not bool(torch.isfinite(grad).all()))
+        return self.first(next(bad, "")) or "the sum over all parameters (each is finite)"
 
     @contextmanager
     def agreed(self, error: type[FurlongError] = CheckpointError) -> Generator[None]:

@@ -167,7 +167,6 @@ class Sharding:
         fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def _fill(self, model: PreTrainedModel, source: PreTrainedModel | None) -> None:
-        """Copy rank 0's `source` into a sharded model, one tensor at a time."""
         sources = dict(tensors_of(source)) if source is not None else {}
         dtypes = self.ranks.share({name: str(t.dtype).removeprefix("torch.") for name, t in sources.items()})
         for name, tensor in list(tensors_of(model)):

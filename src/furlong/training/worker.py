@@ -39,15 +39,13 @@ from furlong.errors import CheckpointError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.files.checkpoint_folder import read_object
 from furlong.interfaces import LossFn, Role, TokenStats
-from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, PipelinedBackend
-from furlong.training.digests import Digests
+from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, NotFiniteLossError, PipelinedBackend
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LossRecorder, filled_column
-from furlong.training.not_finite import NotFiniteLossError, refused_step
 from furlong.training.packing import Packing, RankPart, split_batch
-from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, batch_metrics, perf_metrics
+from furlong.training.round_observer import RoundObserver
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +81,13 @@ class RoundHooks:
 
     advantages: user function that sets advantages in `hook_adapters.rollout_data`. postprocess: user function of
     (rollout_id, rollout_data), after advantages. dump: gets the batch with all columns before the first step, and after
-    the last one with `train_log_probs` and `train_entropy` as well. digests: hashes every stage. keep_refused: stores
-    the samples of a non-finite step and returns where.
+    the last one with `train_log_probs` and `train_entropy` as well.
     """
 
     advantages: RolloutDataHook | None = None
     postprocess: Callable[[int, dict[str, Any]], object] | None = None
     dump: Callable[[RolloutBatch], None] | None = None
-    digests: Digests | None = None
     self_test: SelfTest | None = None
-    keep_refused: Callable[[RolloutBatch], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +115,11 @@ def log_prob_passes(flags: AlgoFlags, num_steps_per_rollout: int, *, custom_adva
 class RoundWorker:
     """Trains one rollout batch after another on a backend.
 
-    packing: how samples form steps and micro-batches; flops: for TFLOPS metrics and balancing by FLOPs; profiling: what
-    to record of which rollouts; ranks: this process among the trainer processes; max_response_len: divisor of a loss
-    that needs a constant but has no --loss-constant-len; reset_optimizer: drop the moments before each rollout's first
-    step; records_routes: always run the log-prob pass and replay its expert choices in the steps; num_kv_heads,
-    num_experts: facts about the model for `weights`.
+    packing: how samples form steps and micro-batches; flops: for TFLOPS metrics and balancing by FLOPs; ranks: this
+    process among the trainer processes; max_response_len: divisor of a loss that needs a constant but has no --loss-
+    constant-len; reset_optimizer: drop the moments before each rollout's first step; records_routes: always run the
+    log-prob pass and replay its expert choices in the steps; num_kv_heads, num_experts: facts about the model for
+    `weights`.
 
     >>> worker = RoundWorker(backend, algo=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
     >>> worker.train(batch)["train/loss"].value                               # doctest: +SKIP
@@ -139,7 +134,7 @@ class RoundWorker:
         packing: Packing | None = None,
         hooks: RoundHooks | None = None,
         flops: FlopsModel | None = None,
-        profiling: Profiling | None = None,
+        observer: RoundObserver | None = None,
         ranks: Ranks | None = None,
         max_response_len: int | None = None,
         reset_optimizer: bool = False,
@@ -149,7 +144,7 @@ class RoundWorker:
     ) -> None:
         self.backend, self.algo, self.loss = backend, algo, loss
         self.packing, self.hooks = packing or Packing(), hooks or RoundHooks()
-        self.flops, self.profiling, self.ranks = flops, profiling, ranks or Ranks()
+        self.flops, self.observer, self.ranks = flops, observer or RoundObserver(), ranks or Ranks()
         self._computes_advantages = algo.compute_advantages_and_returns and algo.loss_type != "sft_loss"
         self._max_response_len, self._resets_optimizer = max_response_len, reset_optimizer
         self._records_routes = records_routes
@@ -219,11 +214,9 @@ class RoundWorker:
         TrainerError while the backend is asleep.
         """
         _ = self.awake
-        if self.profiling is None:
-            return self._train_part(part, Clock({"data_preprocess": preprocess_s}))
         rollout_id = part.batch.rollout_id
-        record = partial(self.profiling.phase, rollout_id=rollout_id)
-        with self.profiling.round(rollout_id):
+        record = partial(self.observer.phase, rollout_id=rollout_id)
+        with self.observer.round(rollout_id):
             return self._train_part(part, Clock({"data_preprocess": preprocess_s}, record))
 
     def _train_part(self, part: RankPart, clock: Clock) -> Metrics:
@@ -231,9 +224,7 @@ class RoundWorker:
         self._recorded_routes = {}
         pairs = zip(steps, part.sizes, strict=True)
         self._step_sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
-        digests = self.hooks.digests
-        if digests is not None:
-            digests.rollout(batch)
+        self.observer.rollout(batch)
         batch = self._with_log_probs(batch, steps, clock)
         with clock.phase("data_preprocess"):
             batch = self._with_advantages(batch)
@@ -241,14 +232,12 @@ class RoundWorker:
                 batch = apply_hook(batch, partial(self.hooks.postprocess, batch.rollout_id))
         if self.hooks.dump is not None:
             self.hooks.dump(batch)
-        if digests is not None:
-            digests.trained_on(batch)
+        self.observer.trained_on(batch)
         if self._resets_optimizer:
             self.backend.reset_optimizer()
         with clock.phase("actor_train"):
             trained = self._steps(batch, steps, part.num_rollouts)
-        if digests is not None:
-            digests.end(batch.rollout_id, self.backend.named_weights())
+        self.observer.end(batch.rollout_id, self.backend.named_weights())
         interval = self.algo.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.phase("ref_model_update"):
@@ -298,7 +287,6 @@ class RoundWorker:
         )
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
-        """Add the log-prob columns that the round needs: reference first, then old policy."""
         if not self._computes_advantages:
             return batch
         needed = log_prob_passes(self.algo, len(steps), custom_advantages=self.hooks.advantages is not None)
@@ -400,9 +388,7 @@ class RoundWorker:
             self.backend.begin_step(batch.rollout_id, index)
             parts = self._forward_backward(batch, micro_rows, recorder)
             step_metrics = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
-            if self.hooks.digests is not None:
-                gradients = self.backend.named_gradients()
-                self.hooks.digests.before_update(batch.rollout_id, index, step_metrics, gradients)
+            self.observer.before_update(batch.rollout_id, index, step_metrics, self.backend.named_gradients())
             if test is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 rerun = partial(self._rerun, batch) if is_alone else None
@@ -421,18 +407,15 @@ class RoundWorker:
         return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
     def _rerun(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
-        """Run samples again with logits, without accumulating a gradient."""
         recorder = LossRecorder()
         self.backend.forward_backward(self._micro(batch, rows), recorder)
         return recorder.last
 
     def _quantized(self, batch: RolloutBatch, rows: IntArray) -> Tensor | None:
-        """Return the log-probs of samples with the values of the engine's quantized weights; None if there are none."""
         stats = self.backend.quantized_log_probs(self._micro(batch, rows))
         return None if stats is None else stats.log_probs_R
 
     def _forward_backward(self, batch: RolloutBatch, micro_rows: list[IntArray], loss: LossFn) -> list[Metrics]:
-        """Accumulate the gradient of one optimizer step; returns the metrics of each micro-batch."""
         parts: list[Metrics] = []
         try:
             if isinstance(self.backend, PipelinedBackend):
@@ -476,8 +459,7 @@ class RoundWorker:
             raise self._refused(batch, np.concatenate(micro_rows), what) from error
 
     def _refused(self, batch: RolloutBatch, rows: IntArray, what: str) -> TrainerError:
-        is_custom_loss = self.loss.needs_logits
-        return refused_step(batch, rows, what, keep=self.hooks.keep_refused, is_custom_loss=is_custom_loss)
+        return self.observer.refused_step(batch, rows, what, is_custom_loss=self.loss.needs_logits)
 
 
 def _recorded(stats: TokenStats) -> Tensor:

@@ -67,5 +67,4 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
 
 
 def _without_spaces(settings: str) -> str:
-    """Remove spaces, which torch ignores."""
     return settings.replace(" ", "")

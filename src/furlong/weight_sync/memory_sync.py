@@ -47,7 +47,6 @@ class MemorySync(WeightSync):
         self._engine_checksums, self._scheme = engine_checksums, scheme
 
     def _weights(self) -> WeightSource:
-        """Return the trainer's weights as the engine stores them."""
         source = self._trainer.weights()
         return source if self._scheme is None else self._scheme.quantized(source)
 

@@ -25,16 +25,7 @@ from furlong.core.tracing import tracer
 from furlong.core.weights import WeightSource, checksum
 from furlong.errors import EngineError, NoAnswerError, SyncError
 from furlong.inference.sglang.server import SglangServer
-from furlong.sglang_layout.layout_checksums import (
-    APART,
-    DENSE,
-    HEAD,
-    WHOLE,
-    WITH_EXPERTS,
-    accepted,
-    expected,
-    kind_of,
-)
+from furlong.sglang_layout.layout_checksums import APART, DENSE, HEAD, WHOLE, WITH_EXPERTS, accepted, expected, kind_of
 from furlong.transfer.threads import in_thread
 from furlong.weight_sync.transports.ipc import check_message
 from furlong.weight_sync.weight_record import ROWS, WeightRecord
@@ -279,13 +270,11 @@ class WeightVerifier:
         self._warn(server, version, f"{why}, so only rows of its weights are compared")
 
     def _warn(self, server: SglangServer, version: int, text: str) -> None:
-        """Log a warning about a server, once."""
         if (server.url, text) not in self._warned:
             self._warned.add((server.url, text))
             logger.warning("weight_sync version %d: %s %s", version, server.url, text)
 
     async def _compare_rows(self, server: SglangServer, sent: WeightRecord, version: int) -> int:
-        """Compare the first rows of the sampled tensors; return for how many that was possible."""
         names = list(sent.rows)
         if server.info.sharding.tp_size > 1:  # only one-dimensional tensors are whole in each process
             names = [name for name in names if sent.rows[name].dim() == 1]
@@ -335,7 +324,6 @@ class WeightVerifier:
 
 
 def _unknown_layout(server: SglangServer, family: str) -> str:
-    """Return why it is unknown which tensors a server of this model family has; "" if it is known."""
     sharding = server.info.sharding
     if family not in DENSE | WITH_EXPERTS:
         return f"has a model of the family {family!r}, whose layout in SGLang is not known"
@@ -347,7 +335,6 @@ def _unknown_layout(server: SglangServer, family: str) -> str:
 
 
 def _unknown_experts(server: SglangServer, family: str, sent: WeightRecord) -> str:
-    """Return why the layout of this server's experts is unknown; "" if it is known."""
     if family not in WITH_EXPERTS or not any(kind_of(name) == "experts" for name in sent.fused.get(WHOLE, {})):
         return ""
     if server.info.expert_options:
@@ -361,7 +348,6 @@ def _unknown_experts(server: SglangServer, family: str, sent: WeightRecord) -> s
 def _by_rank(
     server: SglangServer, answers: Sequence[tuple[int, dict[str, str]]], version: int, *, without_experts: bool
 ) -> dict[int, dict[str, str]]:
-    """Return the checksums of each process. Raises SyncError if one is missing, or reported with different values."""
     by_rank: dict[int, dict[str, str]] = {}
     for rank, checksums in answers:
         loaded = {name: d for name, d in checksums.items() if not without_experts or kind_of(name) != "experts"}

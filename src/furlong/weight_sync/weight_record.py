@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import xxhash
@@ -78,36 +79,70 @@ class WeightRecord:
     wire_bytes: int | None = None
     verify_s: float = 0.0
     is_read: bool = False
-    _recorder: _Recorder | None = None
+    _finishing: Callable[[], None] | None = None
 
     def recording(self, source: WeightSource) -> WeightSource:
         """Wrap `source` so that everything read from it is recorded."""
 
         def read() -> Iterator[NamedTensor]:
-            recorder = _Recorder(self, source)
+            layout = None
+            if self.device_dtypes:
+                facts = {"num_kv_heads": source.num_kv_heads, "num_experts": source.num_experts}
+                layout = LayoutChecksums(self.device_dtypes, self.shardings, **facts)
+            on_device, of_all, of_vectors = Checksums(), _RowSamples(), _RowSamples()
             for name, tensor in source.open():
                 started = time.perf_counter()
-                recorder.add(name, tensor)
+                heartbeat.beat("tensor sent")
+                self.num_tensors += 1
+                self.num_bytes += tensor.nbytes
+                self.has_head |= name == HEAD
+                is_part = self.is_quantized and is_stored_part(name, tensor.dtype)
+                if layout is not None and not is_part:
+                    layout.add(name, tensor)
+                if not tensor.is_cuda or self.dtypes:
+                    self.checksums[name] = checksum(tensor)
+                elif layout is None or is_part:
+                    on_device.add(name, [tensor])
+                for dtype in self.dtypes:
+                    is_same = tensor.dtype == dtype or not tensor.is_floating_point()
+                    value = self.checksums[name] if is_same else checksum(tensor.to(dtype))
+                    self.sums.setdefault(dtype, {})[name] = value
+                if self.keep_rows and not is_part:
+                    of_all.offer(name, tensor)
+                    if tensor.ndim == 1:
+                        of_vectors.offer(name, tensor)
                 self.verify_s += time.perf_counter() - started
                 yield name, tensor
-            recorder.flush()
-            self._recorder, self.is_read = recorder, True
+            on_device.flush()  # launch all reads: the tensors may change afterwards
+            if layout is not None:
+                layout.flush()
+            self._finishing = partial(self._finish, on_device, layout, of_all.rows | of_vectors.rows)
+            self.is_read = True
 
         return WeightSource(read, is_live=source.is_live)
+
+    def _finish(self, on_device: Checksums, layout: LayoutChecksums | None, rows: dict[str, Tensor]) -> None:
+        self.checksums |= on_device.digests()
+        if layout is not None:
+            self.fused, self.wrong, self.unhashed = layout.digests(), layout.wrong(), layout.unhashed()
+            self.unknown_tp_sizes, self.unknown_ep_sizes = layout.unknown_tp_sizes, layout.unknown_ep_sizes
+            if len(self.checksums) < self.num_tensors:
+                self.checksums |= {name: digests[0] for name, digests in self.fused[WHOLE].items()}
+        self.rows = {name: part.cpu() for name, part in rows.items()}
 
     def finish(self) -> None:
         """Wait for the checksums and fetch them from the device. Idempotent; callable from any thread."""
         with _FINISHING, tracer.span("finish checksums"):
-            recorder, self._recorder = self._recorder, None
-            if recorder is not None:
+            finishing, self._finishing = self._finishing, None
+            if finishing is not None:
                 started = time.perf_counter()
-                recorder.finish()
+                finishing()
                 self.verify_s += time.perf_counter() - started
 
     @functools.cached_property
     def digest(self) -> str:
         """One checksum over all tensors; available after `finish`."""
-        assert self._recorder is None
+        assert self._finishing is None
         lines = [f"{name}{digest}" for name, digest in sorted(self.checksums.items())]
         return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
@@ -117,59 +152,3 @@ class WeightRecord:
             name: self.checksums[name] if loaded.get(name) == self.checksums[name] else value
             for name, value in self.sums[dtype].items()
         }
-
-
-class _Recorder:
-    """One pass over the weights."""
-
-    def __init__(self, record: WeightRecord, source: WeightSource) -> None:
-        self._record = record
-        self._layout = None
-        if record.device_dtypes:
-            self._layout = LayoutChecksums(
-                record.device_dtypes,
-                record.shardings,
-                num_kv_heads=source.num_kv_heads,
-                num_experts=source.num_experts,
-            )
-        self._on_device = Checksums()
-        self._of_all, self._of_vectors = _RowSamples(), _RowSamples()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        heartbeat.beat("tensor sent")
-        record = self._record
-        record.num_tensors += 1
-        record.num_bytes += tensor.nbytes
-        record.has_head |= name == HEAD
-        is_part = record.is_quantized and is_stored_part(name, tensor.dtype)
-        layout = None if is_part else self._layout
-        if layout is not None:
-            layout.add(name, tensor)
-        if not tensor.is_cuda or record.dtypes:
-            record.checksums[name] = checksum(tensor)
-        elif layout is None:
-            self._on_device.add(name, [tensor])
-        for dtype in record.dtypes:
-            is_same = tensor.dtype == dtype or not tensor.is_floating_point()
-            record.sums.setdefault(dtype, {})[name] = record.checksums[name] if is_same else checksum(tensor.to(dtype))
-        if record.keep_rows and not is_part:
-            self._of_all.offer(name, tensor)
-            if tensor.ndim == 1:
-                self._of_vectors.offer(name, tensor)
-
-    def flush(self) -> None:
-        """Launch all reads: the tensors may change afterwards."""
-        self._on_device.flush()
-        if self._layout is not None:
-            self._layout.flush()
-
-    def finish(self) -> None:
-        """Wait for the device and store its results in the record."""
-        record, layout = self._record, self._layout
-        record.checksums |= self._on_device.digests()
-        if layout is not None:
-            record.fused, record.wrong, record.unhashed = layout.digests(), layout.wrong(), layout.unhashed()
-            record.unknown_tp_sizes, record.unknown_ep_sizes = layout.unknown_tp_sizes, layout.unknown_ep_sizes
-            if len(record.checksums) < record.num_tensors:
-                record.checksums |= {name: digests[0] for name, digests in record.fused[WHOLE].items()}
-        record.rows = {name: rows.cpu() for name, rows in (self._of_all.rows | self._of_vectors.rows).items()}

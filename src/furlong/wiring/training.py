@@ -41,7 +41,6 @@ from furlong.models.quantized_folder import (
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.tracking.run_files import StepFile
-from furlong.training.digests import Digests
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.hook_adapters import correction_from_hook, loss_from_hook, reducer_from_hook
 from furlong.training.local_trainer import LocalTrainer
@@ -49,8 +48,8 @@ from furlong.training.megatron.parallel_layout import layout_flag_problems
 from furlong.training.megatron_lm.dist_files import is_dist_folder
 from furlong.training.megatron_lm.dist_optimizer import optimizer_to_continue
 from furlong.training.packing import Packing
-from furlong.training.profiling import Profiling
 from furlong.training.ranks import Ranks
+from furlong.training.round_observer import RoundObserver
 from furlong.training.settings import BackendSettings, MegatronHooks
 from furlong.training.worker import RoundHooks, RoundWorker
 from furlong.transfer.cuda_allocator import cuda_allocator
@@ -88,7 +87,7 @@ def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWo
         packing=build_packing(config),
         hooks=_round_hooks(context, ranks),
         flops=backend.flops,
-        profiling=_profiling(context, ranks),
+        observer=_observer(context, ranks),
         ranks=ranks,
         max_response_len=config.rollout.rollout_max_response_len,
         reset_optimizer=config.optim.reset_optimizer_states,
@@ -297,9 +296,7 @@ def _round_hooks(context: RunContext, ranks: Ranks) -> RoundHooks:
         advantages=None if advantages is None else partial(advantages, args),
         postprocess=None if postprocess is None else partial(postprocess, args),
         dump=_train_dump(context, ranks.rank),
-        digests=_digests(context, ranks),
         self_test=_self_test(context),
-        keep_refused=partial(_save_refused, context.folder, ranks),
     )
 
 
@@ -317,14 +314,14 @@ def _train_dump(context: RunContext, rank: int) -> Callable[[RolloutBatch], None
     return dump
 
 
-def _digests(context: RunContext, ranks: Ranks) -> Digests | None:
-    """Hash every stage into a file of the run directory, one file per rank."""
-    if not context.config.debug.debug_determinism:
-        return None
-    name = "determinism.jsonl" if ranks.rank == 0 else f"determinism.rank{ranks.rank}.jsonl"
-    file = StepFile(context.folder / name)
-    context.files.append(file)
-    return Digests(file.append)
+def _observer(context: RunContext, ranks: Ranks) -> RoundObserver:
+    debug, record = context.config.debug, None
+    if debug.debug_determinism:  # one file per rank
+        name = "determinism.jsonl" if ranks.rank == 0 else f"determinism.rank{ranks.rank}.jsonl"
+        context.files.append(file := StepFile(context.folder / name))
+        record = file.append
+    keep_refused = partial(_save_refused, context.folder, ranks)
+    return RoundObserver(context.folder / "profile", ranks.rank, debug, record=record, keep_refused=keep_refused)
 
 
 def _self_test(context: RunContext) -> LogProbSelfTest | None:
@@ -351,13 +348,6 @@ def _save_refused(folder: Path, ranks: Ranks, batch: RolloutBatch) -> Path:
     path = folder / f"refused_{batch.rollout_id}{rank}.safetensors"
     save_batch(path, batch)
     return path
-
-
-def _profiling(context: RunContext, ranks: Ranks) -> Profiling | None:
-    debug = context.config.debug
-    if not (debug.use_pytorch_profiler or debug.record_memory_history or debug.trace):
-        return None
-    return Profiling(context.folder / "profile", ranks.rank, debug)
 
 
 def seed_everything(seed: int) -> None:

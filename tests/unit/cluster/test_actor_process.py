@@ -10,7 +10,7 @@ import pytest
 
 from furlong.cluster.actor_process import Failure
 from furlong.errors import CheckpointError, ConfigError, SyncError, TrainerError
-from furlong.training.not_finite import NotFiniteLossError
+from furlong.training.backend_interface import NotFiniteLossError
 
 
 def failure_of(error: Exception) -> Failure:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,18 +13,17 @@ from furlong.core.weights import checksum
 from furlong.errors import CheckpointError, TrainerError
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.packing import Packing
+from furlong.training.round_observer import RoundObserver
 from furlong.training.worker import RoundHooks, RoundWorker
 from models_zoo import random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 
 
-def build(hooks=None):
+def build(**options):
     flags = AlgoFlags()
-    worker = RoundWorker(
-        FakeBackend(), algo=flags, loss=PolicyLoss(flags), packing=Packing(micro_batch_size=4), hooks=hooks
-    )
-    return LocalTrainer(worker)
+    packing = Packing(micro_batch_size=4)
+    return LocalTrainer(RoundWorker(FakeBackend(), algo=flags, loss=PolicyLoss(flags), packing=packing, **options))
 
 
 def sums(trainer):
@@ -67,7 +65,7 @@ def test_a_round_does_not_block_the_event_loop():
             threads.append(threading.current_thread().name)
             assert released.wait(timeout=30)
 
-        trainer = build(RoundHooks(dump=wait))
+        trainer = build(hooks=RoundHooks(dump=wait))
         task = asyncio.create_task(trainer.train(BATCH))
         while not threads:
             await asyncio.sleep(0)
@@ -83,17 +81,11 @@ def test_a_round_does_not_block_the_event_loop():
 
 def test_rounds_do_not_overlap():
     async def scenario():
-        order = []
-        watch = SimpleNamespace(
-            rollout=lambda batch: order.append("start"),
-            trained_on=lambda batch: None,
-            before_update=lambda *stage: None,
-            end=lambda rollout_id, weights: order.append("end"),
-        )
-        trainer = build(RoundHooks(digests=watch))
+        stages = []
+        trainer = build(observer=RoundObserver(record=lambda step, row: stages.append(row["stage"])))
         await asyncio.gather(trainer.train(BATCH), trainer.train(BATCH))
         await trainer.close()
-        assert order == ["start", "end"] * 2
+        assert [stage for stage in stages if stage in ("data", "parameters")] == ["data", "parameters"] * 2
 
     asyncio.run(scenario())
 

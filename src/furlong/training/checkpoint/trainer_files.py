@@ -86,7 +86,6 @@ def save(
 
 
 def _write_meta(folder: Path, meta: dict[str, Any], ranks: Ranks, later: PendingFiles | None = None) -> None:
-    """Write this rank's random states, and on the first rank `trainer.json`. With `later`, only add them there."""
     files = PendingFiles() if later is None else later
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, next_gauss = random.getstate()

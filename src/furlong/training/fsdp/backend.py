@@ -39,21 +39,25 @@ from furlong.files.checkpoint_folder import dist_with_fsdp
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import quantized_values, round_model
-from furlong.models.model_facts import COMPILED_FROM, chunk_rows, forward_flops, logits_bytes
+from furlong.models.model_facts import chunk_rows, forward_flops, is_worth_compiling, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
-from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, OptimReport
+from furlong.training.backend_interface import (
+    Backend,
+    MicroBatchTooLargeError,
+    NotFiniteLossError,
+    OptimReport,
+    RoleModels,
+)
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron_lm.dist_files import is_dist_folder
-from furlong.training.not_finite import NotFiniteLossError
 from furlong.training.offload import HostOffload
 from furlong.training.optimizer import MOMENTS, MasterOptimizer, Schedule
-from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
-from furlong.training.role_models import RoleModels
 from furlong.training.round_metrics import agreement
+from furlong.training.round_observer import LayerTimes
 from furlong.training.settings import (
     FREEZE_FLAG,
     NOTHING_TRAINED,
@@ -79,7 +83,9 @@ class FsdpBackend(Backend):
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, settings.device)
         self._compiles = settings.compile_layers
-        self.actor = self._load_start(settings.initial_weights or settings.hf_checkpoint)
+        start = settings.initial_weights or settings.hf_checkpoint
+        self.actor = self._load(start, prepare=self._prepare, is_trained=True)
+        logger.info("loaded weights from %s", start)
         named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
         self._host = HostOffload()
         self.optimizer = MasterOptimizer(
@@ -108,7 +114,6 @@ class FsdpBackend(Backend):
         self._not_finite: NotFiniteLossError | None = None
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Set up recomputation and trained parameters, before sharding."""
         if self.settings.train.recompute_activations:
             # transformers < 5.20 has only the older name
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -119,10 +124,6 @@ class FsdpBackend(Backend):
         choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
-        """Load a Hugging Face folder, or the weights of a trainer checkpoint of this model.
-
-        Raises ConfigError for a Megatron-LM checkpoint.
-        """
         if is_dist_folder(folder):
             flag = "--load" if is_trained else "--ref-load"
             raise ConfigError(dist_with_fsdp(flag, folder, self.settings.hf_checkpoint))
@@ -134,15 +135,10 @@ class FsdpBackend(Backend):
             _load_weights(folder, meta, WEIGHTS, packed.model, self.sharding)
         return packed
 
-    def _load_start(self, folder: Path) -> PackedModel:
-        """Load the initial policy."""
-        packed = self._load(folder, prepare=self._prepare, is_trained=True)
-        logger.info("loaded weights from %s", folder)
-        return packed
-
     def _pack(self, model: PreTrainedModel) -> PackedModel:
         if self._compiles is None:
-            self._compiles = self._is_worth_compiling(model)
+            size = sum(p.numel() for p in model.parameters())
+            self._compiles = is_worth_compiling(size, self.device, self.settings.dtype)
         packed = PackedModel(
             model,
             share_prompts=self._share_prompts,
@@ -153,17 +149,6 @@ class FsdpBackend(Backend):
         if (scheme := self.settings.fake_quantization) is not None:
             round_model(model, scheme)
         return packed
-
-    def _is_worth_compiling(self, model: PreTrainedModel) -> bool:
-        """Return whether compiling the decoder layers, which takes a minute, pays off."""
-        size = sum(p.numel() for p in model.parameters())
-        is_bfloat16 = self.settings.dtype == torch.bfloat16
-        is_worth_it = self.device.type == "cuda" and is_bfloat16 and size >= COMPILED_FROM
-        if is_worth_it:
-            logger.info(
-                "decoder layers are compiled during the first micro-batches: %.1f B parameters on a GPU", size / 1e9
-            )
-        return is_worth_it
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +183,6 @@ class FsdpBackend(Backend):
             return self.log_probs(micro)
 
     def _routing(self, micro: MicroBatch) -> RoutingState | None:
-        """Return what to record and replay of the routers; None if the model has none, or nothing uses it."""
         if not self.actor.hooks or (self.settings.routing_replay == "none" and micro.routed_experts_TLK is None):
             return None
         return RoutingState(replay=self.settings.replays(micro))
@@ -316,20 +300,15 @@ class FsdpBackend(Backend):
         With several ranks a collective: all ranks iterate to the end, and each receives every full tensor in the
         training dtype on its device, gathered one at a time. With one rank the tensors are views of live parameters.
         """
-        model, is_live = self.actor.model, not self.sharding.is_sharded
+        model, is_sharded = self.actor.model, self.sharding.is_sharded
+        is_live = not is_sharded
         for name, tensor in hf.named_tensors(model):
-            whole = self.sharding.full(tensor, dtype=self._dtype_of(name, tensor))
+            is_cast = is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.uncast
+            whole = self.sharding.full(tensor, dtype=self.settings.dtype if is_cast else tensor.dtype)
             for known, part in hf.on_disk(model, name, whole):
                 is_live = is_live and part is whole
                 yield known, part
         self.weights_are_views = is_live
-
-    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor of the policy is used in computation."""
-        is_cast = (
-            self.sharding.is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.uncast
-        )
-        return self.settings.dtype if is_cast else tensor.dtype
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the accumulated gradients by parameter; of a sharded parameter, this rank's shard."""
@@ -341,7 +320,6 @@ class FsdpBackend(Backend):
         self.sharding.copy(origin.model, copied.model)
 
     def _like_actor(self) -> PackedModel:
-        """Build a frozen model of the same architecture; its values are overwritten by the caller."""
         if not self.sharding.is_sharded:
             model = copy.deepcopy(self.actor.model)
             _freeze(model)
@@ -436,7 +414,6 @@ class FsdpBackend(Backend):
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
     def _first_bad(self, stats: TokenStats) -> str:
-        """Name the first non-finite parameter, or count the non-finite log-probs if all parameters are finite."""
         for name, tensor in self.actor.model.named_parameters():
             if not bool(torch.isfinite(self.sharding.local(tensor)).all()):
                 return f"; parameter {name} is not finite"
@@ -477,10 +454,6 @@ def _save(
     with_moments: bool,
     later: PendingFiles | None = None,
 ) -> None:
-    """Write the policy (as float32 master weights if it has them), moments, `frozen` models and random states.
-
-    With `later`, only copy them to host memory.
-    """
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         with optimizer.loaded():
@@ -503,10 +476,6 @@ def _load_policy(
     *,
     with_moments: bool,
 ) -> None:
-    """Restore weights, master weights, moments (if `with_moments`) and the step count.
-
-    Raises CheckpointError if something is missing or of another model.
-    """
     with optimizer.loaded():
         with _reader(folder, meta, WEIGHTS, model) as reader:
             reader.copy_into(_policy_tensors(model, optimizer, sharding), sharding)
@@ -522,7 +491,6 @@ def _load_policy(
 
 
 def _load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
-    """Load the tensors of the files `stem` into a model."""
     with _reader(folder, meta, stem, model) as reader:
         reader.copy_into(dict(hf.named_tensors(model)), sharding)
 
@@ -534,7 +502,6 @@ def _policy_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding
 
 
 def _whole(model: PreTrainedModel, tensors: dict[str, Tensor], sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors under their names in a Hugging Face checkpoint."""
     for name, tensor in tensors.items():
         yield from hf.on_disk(model, name, sharding.full(tensor))
 

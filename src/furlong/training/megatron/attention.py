@@ -279,7 +279,6 @@ class MultiLatentAttention(MegatronModule):
         )
 
     def _replicated(self, rows: int, columns: int) -> torch.nn.Linear:
-        """Return a linear layer that is replicated over tensor-parallel ranks."""
         layer = torch.nn.Linear(rows, columns, bias=False, dtype=self.config.params_dtype)
         # with sequence parallelism a rank has a partial gradient of this weight
         vars(layer.weight)["sequence_parallel"] = self.config.sequence_parallel

@@ -61,7 +61,6 @@ class GatedDeltaNet(MegatronModule):
         self.norm.weight = torch.nn.Parameter(torch.ones(self.value_width, dtype=config.params_dtype))
 
     def _mixed_width(self) -> int:
-        """Return the channels of a key head that are convolved: query, key and values."""
         return 2 * self.key_width + self.per_key * self.value_width
 
     def _split(self, *shape: int) -> torch.nn.Parameter:

@@ -92,10 +92,7 @@ DENSE_MLP = (
     WeightRule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", axis=0),
     WeightRule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), axis=1),
 )
-FUSED_MLP = (
-    WeightRule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), "fused_gate_up", axis=0),
-    DENSE_MLP[1],
-)
+FUSED_MLP = (WeightRule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), "fused_gate_up", axis=0), DENSE_MLP[1])
 ROUTER = WeightRule("mlp.router.weight", ("mlp.gate.weight",))
 EXPERT_BIAS = WeightRule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), is_trained=False)
 FC1, FC2 = (f"mlp.experts.local_experts.N.linear_fc{number}" for number in (1, 2))

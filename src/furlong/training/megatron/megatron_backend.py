@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.config.checks.engine_checks import attention_problem
+from furlong.config.sections import TrainFlags
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
@@ -34,15 +36,16 @@ from furlong.files.atomic import PendingFiles
 from furlong.interfaces import LossFn, Role, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
+from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.models.hf_config import load_config
-from furlong.models.model_facts import COMPILED_FROM, forward_flops
-from furlong.training.backend_interface import OptimReport, PipelinedBackend
+from furlong.models.model_facts import forward_flops, is_worth_compiling
+from furlong.quantization.scheme import QuantizationScheme
+from furlong.training.backend_interface import NotFiniteLossError, OptimReport, PipelinedBackend, RoleModels
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.chunk_weights import fill, round_chunks, set_trainable
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState, build_optimizer, data_parallel
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.moe_layers import RouterReplay
@@ -50,14 +53,22 @@ from furlong.training.megatron.moe_routing import LoadBalancing
 from furlong.training.megatron.packed_layer import prepare_layers
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.pipeline import Pipeline
+from furlong.training.megatron.weight_names import Parameter
 from furlong.training.megatron_lm import places
-from furlong.training.not_finite import NotFiniteLossError, first_not_finite
+from furlong.training.megatron_lm.dist_files import DistReader
 from furlong.training.offload import HostOffload, OptimizerOffload
 from furlong.training.optimizer import Schedule, check_moments
-from furlong.training.profiling import LayerTimes
 from furlong.training.ranks import Ranks
-from furlong.training.role_models import RoleModels
-from furlong.training.settings import REPLAYED, BackendSettings, Offload
+from furlong.training.round_observer import LayerTimes
+from furlong.training.settings import (
+    FREEZE_FLAG,
+    NOTHING_TRAINED,
+    ONLY_TRAIN_FLAG,
+    REPLAYED,
+    BackendSettings,
+    Offload,
+    matching_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +124,6 @@ class MegatronBackend(PipelinedBackend):
     # -- the model
 
     def _model_config(self) -> TransformerConfig:
-        """Return Megatron-core's config of this model, with the run's MoE settings."""
         settings = self.settings
         config = transformer_config(self.hf, self.layout, settings.dtype, settings.train, settings.megatron)
         config.moe_router_bias_update_rate = self.balancing.bias_rate
@@ -122,13 +132,13 @@ class MegatronBackend(PipelinedBackend):
         return config
 
     def _load(self, folder: Path) -> list[GPTModel]:
-        """Build this rank's model chunks and load them from a folder."""
         chunks = build_chunks(self.config, self.hf, self.settings.hooks.provider)
         with self.ranks.agreed():
             fill(chunks, folder, self.hf)
         compiled = self.settings.compile_layers
         if compiled is None:
-            compiled = self._is_worth_compiling(chunks)
+            size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
+            compiled = is_worth_compiling(size, self.device, self.settings.dtype)
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # otherwise Megatron-core recomputes nothing
             if chunk.post_process:
@@ -140,11 +150,6 @@ class MegatronBackend(PipelinedBackend):
 
     def _load_frozen(self, folder: Path) -> list[GPTModel]:
         return [chunk.requires_grad_(False) for chunk in self._load(folder)]
-
-    def _is_worth_compiling(self, chunks: Sequence[GPTModel]) -> bool:
-        """Whether compiling the decoder layers, which takes about a minute, pays off."""
-        size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
-        return self.device.type == "cuda" and self.settings.dtype == torch.bfloat16 and size >= COMPILED_FROM
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -200,7 +205,6 @@ class MegatronBackend(PipelinedBackend):
         ]
 
     def _router_replay(self, role: Role, micros: Sequence[MicroBatch]) -> RouterReplay | None:
-        """Return the router replay of a model, None without routers or if routing is neither recorded nor replayed."""
         is_used = (
             self.settings.routing_replay != "none" or micros[0].routed_experts_TLK is not None or self.balancing.is_on
         )
@@ -286,11 +290,8 @@ class MegatronBackend(PipelinedBackend):
         return OptimReport(float(norm), lr)
 
     def _first_not_finite(self) -> str:
-        """Return the Hugging Face name of the first parameter with a non-finite gradient."""
         pairs = names.parameters_with_local(self._models["actor"], self.hf)
-        return first_not_finite(
-            ((parameter.theirs[0], getattr(local, "main_grad", None)) for parameter, local in pairs), self.ranks
-        )
+        return self.ranks.first_not_finite((each.theirs[0], getattr(local, "main_grad", None)) for each, local in pairs)
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
@@ -298,7 +299,6 @@ class MegatronBackend(PipelinedBackend):
             self.state.reset()
 
     def _kept_on_host(self) -> list[Tensor]:
-        """Return the optimizer states that stay on the host between steps; float32 models have no master weights."""
         if self._offload == "nothing":
             return []
         has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
@@ -428,7 +428,6 @@ class MegatronBackend(PipelinedBackend):
 
 
 def _check(settings: BackendSettings) -> None:
-    """Raise ConfigError for settings that this backend does not support on this device."""
     device, dtype = settings.device.type, settings.dtype
     if dtype == torch.float64:
         raise ConfigError("--train-backend megatron does not support float64; use --bf16 or --fp32")
@@ -437,8 +436,83 @@ def _check(settings: BackendSettings) -> None:
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Replace the output layer: return its input."""
     return hidden, None
+
+
+# -- a rank's model chunks: weights, trained parameters, rounding
+
+
+def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
+    """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
+    with places.open_source(folder) as source:
+        if isinstance(source, DistReader):
+            places.load(chunks, source)
+        else:
+            names.load(chunks, hf, source)
+    logger.info("loaded weights from %s", folder)
+
+
+def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> frozenset[str]:
+    """Set `requires_grad` of a rank's model chunks; returns the Hugging Face names of the trained tensors.
+
+    Expressions are searched in Megatron's name in the whole model (`decoder.layers.7.mlp.linear_fc1.weight`) and in the
+    Hugging Face names. Raises ConfigError for an expression that matches nothing, or only some of the tensors that are
+    one parameter in Megatron-core.
+    """
+    pairs = (pair for pair in names.parameters_with_local(chunks, hf) if pair[0].rule.is_trained)
+    every, local = zip(*pairs, strict=True)
+    train_only, freeze = flags.only_train_params_name_list, flags.freeze_params_name_list
+    selected = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
+    trained = selected - (_matching(every, freeze, FREEZE_FLAG) if freeze else set[int]())
+    if not trained:
+        raise ConfigError(NOTHING_TRAINED)
+    for number, tensor in enumerate(local):
+        if tensor is not None:
+            tensor.requires_grad_(number in trained)
+    head: Any = dict(chunks[-1].named_parameters()).get("output_layer.weight")
+    if hf.tie_word_embeddings and head is not None:  # the last stage's copy of the embedding, which comes first
+        head.requires_grad_(0 in trained)
+    return frozenset(name for number in trained for name in every[number].theirs)
+
+
+def _matching(every: Sequence[Parameter], patterns: Sequence[str], flag: str) -> set[int]:
+    all_names = [name for parameter in every for name in (*parameter.theirs, _name(parameter))]
+    matched = matching_names(all_names, patterns, flag)
+    indices: set[int] = set()
+    for number, parameter in enumerate(every):
+        named = [name for name in parameter.theirs if name in matched]
+        if _name(parameter) in matched or len(named) == len(parameter.theirs):
+            indices.add(number)
+        elif named:
+            raise ConfigError(
+                f"{flag} matches {', '.join(named)} but not {', '.join(sorted({*parameter.theirs} - {*named}))}, which "
+                f"are one parameter in Megatron-core, {_name(parameter)}; match all of them or none"
+            )
+    return indices
+
+
+def _name(parameter: Parameter) -> str:
+    name, theirs = parameter.ours, parameter.theirs[0]
+    if layer := re.search(r"\.layers\.(\d+)\.", theirs):
+        name = re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{layer[1]}.", name)
+    if parameter.expert is not None:
+        name = re.sub(r"\.local_experts\.\d+\.", f".local_experts.{parameter.expert}.", name)
+    return name
+
+
+def round_chunks(chunks: Sequence[GPTModel], hf: Any, scheme: QuantizationScheme) -> None:
+    """Make this rank's model chunks compute with the engine's INT4 values. Raises ConfigError as `round_model` does."""
+    rounding = rounding_of(scheme)
+    for parameter, local in names.parameters_with_local(chunks, hf):
+        if local is None or not is_rounded(parameter.ours, parameter.theirs, local.shape[-1], scheme):
+            continue
+        if parameter.rule.join in ("packed", "packed_gate_up"):
+            raise ConfigError(
+                f"--int4-qat: {parameter.ours} is the transpose of the folder's tensors; remove --int4-qat, or use "
+                "--train-backend fsdp"
+            )
+        owner, _, attribute = parameter.ours.rpartition(".")
+        fake_quantize(chunks[parameter.chunk].get_submodule(owner), attribute, rounding)
 
 
 # -- checkpoints: whole tensors under Hugging Face names, as those of --train-backend fsdp, so a run can resume with any
@@ -457,10 +531,6 @@ def _save(
     with_moments: bool,
     later: PendingFiles | None = None,
 ) -> None:
-    """Write master weights, moments, changed frozen models and random states; with `later`, add them there instead.
-
-    A collective of all ranks.
-    """
     tensors = {WEIGHTS: names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))}
     if with_moments:
         tensors[OPTIMIZER] = _moments(model, hf, optimizer)
@@ -484,13 +554,11 @@ def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple
 
 
 def _load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    """Load the trained model and its master weights. Raises CheckpointError for a checkpoint of another model."""
     with trainer_files.reader(folder, meta, WEIGHTS) as reader:
         names.load(model, hf, reader, put=partial(optimizer.put, kind=MASTER))
 
 
 def _load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    """Load the moments. Raises CheckpointError if they are of other parameters or of different step counts."""
     optimizer.reset()
     with (
         trainer_files.reader(folder, meta, OPTIMIZER) as reader,
@@ -504,7 +572,6 @@ def _load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, 
 
 
 def _step_count(folder: Path, reader: TensorReader, optimizer: OptimizerState) -> float:
-    """Return the optimizer's step count. Raises CheckpointError if other parameters were trained or counts differ."""
     if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
         raise CheckpointError(
             f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} are "

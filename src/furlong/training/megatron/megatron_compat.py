@@ -60,7 +60,6 @@ def prepare() -> None:
 
 
 def _core(name: str) -> Any:
-    """Return a module of Megatron-core."""
     return importlib.import_module(f"megatron.core.{name}")
 
 
@@ -243,7 +242,6 @@ def _rotary_of_this_rank(embedding: torch.Tensor, dim: int, group: Any) -> torch
 
 
 def _drop_warning(name: str, words: str) -> None:
-    """Drop a warning of Megatron-core that is expected on a CPU."""
     log = logging.getLogger(name)
     if not any(_is_ours(f) for f in log.filters):
         log.addFilter(_ours(lambda record: words not in record.getMessage()))

@@ -373,7 +373,6 @@ def _attention(config: TransformerConfig, hf: Any, architecture: Architecture) -
 
 
 def _experts(config: TransformerConfig, hf: Any) -> Any:
-    """Return the spec of an MoE layer's MLP."""
     spec: Any = get_moe_module_spec_for_backend(
         backend=_SpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )

@@ -145,7 +145,6 @@ class RouterReplay:
         return TokenSets(sample_t.masked_fill(source < 0, -1), weight_G, micro.step_tokens)
 
     def _local_rows(self, rows: Tensor, axis: int) -> Tensor:
-        """Return this rank's rows if tokens are split over tensor-parallel ranks."""
         if not self.is_split:
             return rows
         return rows.chunk(_tensor_size(), axis)[parallel_state.get_tensor_model_parallel_rank()]
@@ -216,7 +215,6 @@ class RouterReplay:
 
 
 def _gather_rows(own_ltK: Tensor, num_rows: int) -> Tensor:
-    """Gather the rows of all tensor-parallel ranks, if they are split."""
     if own_ltK.shape[1] == num_rows:
         return own_ltK
     parts = [torch.empty_like(own_ltK) for _ in range(_tensor_size())]
@@ -268,7 +266,6 @@ class MoeRouter(TopKRouter):
         return torch.where(replayed_TK < 0, own_TK, replayed_TK)
 
     def _balancing_loss(self, current: RouterPass, counted: TokenSets, logits_TN: Tensor) -> Tensor:
-        """Return this rank's part of the layer's load-balancing and z-loss."""
         loss = logits_TN.new_zeros(())
         parts = [loss, loss]
         balancing = self.balancing
@@ -283,7 +280,6 @@ class MoeRouter(TopKRouter):
         return balancing.coeff * parts[0] + balancing.z_coeff * parts[1]
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks that share a micro-batch's tokens (TP x CP)."""
         dist.all_reduce(counts, group=self.tp_cp_group)
         return counts
 
@@ -309,7 +305,6 @@ class Experts(SequentialMLP):
         return self._linear("linear_fc2", hidden, counts, probs_T1), None
 
     def _linear(self, name: str, x: Tensor, counts: list[int], weight_T1: Tensor | None = None) -> Tensor:
-        """Apply the linear layer of each token's expert; biases are multiplied by `weight_T1`."""
         layers: list[Any] = [getattr(expert, name) for expert in self.local_experts]
         sizes = torch.tensor(counts, device=x.device)
         if self.config.moe_grouped_gemm and len(x):

@@ -245,12 +245,10 @@ class PackedLayer(TransformerLayer):
             yield weight.flatten(0, 2), bias
 
     def _mlp(self, rows: Tensor) -> Tensor:
-        """Return the output of this rank's part of the MLP."""
         gate, up = (F.linear(rows, weight) for weight in self.mlp.linear_fc1.weight.chunk(2))
         return F.linear(F.silu(gate) * up, self.mlp.linear_fc2.weight)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """Gather all tokens before a column-parallel GEMM."""
         if self.tp_size == 1:
             return rows
         if self.is_sequence_parallel:

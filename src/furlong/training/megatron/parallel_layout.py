@@ -117,7 +117,6 @@ def model_problems(config: Mapping[str, Any], layout: Layout) -> Iterator[str]:
 
 
 def _architecture_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield the fields of config.json that ask for layers that are not implemented."""
     for name, value in {**REQUIRED, **family.required}.items():
         if config.get(name, value) != value:
             yield f"config.json has {name} {config[name]}, which --train-backend megatron does not support; {USE_FSDP}"
@@ -155,7 +154,6 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def _stage_problems(num_layers: int, layout: Layout) -> Iterator[str]:
-    """Yield why the layers cannot be split over the pipeline stages, with the arithmetic."""
     ends = {
         "--decoder-first-pipeline-num-layers": layout.first_layers,
         "--decoder-last-pipeline-num-layers": layout.last_layers,
@@ -185,7 +183,6 @@ def _stage_problems(num_layers: int, layout: Layout) -> Iterator[str]:
 
 
 def _division_problems(config: Mapping[str, Any], family: Family, layout: Layout) -> Iterator[str]:
-    """Yield sizes that the layout does not divide. Fields that config.json leaves to defaults are not checked."""
     tensor, expert = layout.tensor, layout.expert
     for name, what in (
         ("num_attention_heads", "attention heads"),

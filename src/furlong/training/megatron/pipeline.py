@@ -113,7 +113,6 @@ class Pipeline:
         return self.recompute[plain].choose(self.device, num_tokens, head_bytes=head_bytes, passes=passes)
 
     def _head_of(self, model: GPTModel) -> Tensor:
-        """Return this rank's rows of the output layer's weight."""
         weight = model.shared_embedding_or_output_weight() if self.ties_head else model.output_layer.weight
         return cast("Tensor", weight)
 
@@ -152,7 +151,6 @@ class Pipeline:
         return TokenStats(self._gather(stats.log_probs_R, part, micro), entropy_R)
 
     def _gather(self, values: Tensor, part: PackedMicroBatch, micro: MicroBatch) -> Tensor:
-        """Gather values of this rank's response tokens over context-parallel ranks."""
         if self.layout.context == 1:
             return values
         group = parallel_state.get_context_parallel_group()

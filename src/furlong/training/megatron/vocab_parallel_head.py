@@ -114,7 +114,6 @@ class _VocabParallelHead(torch.autograd.Function):
 
 
 def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
-    """Return the kernel, compiled for large inputs on a GPU."""
     return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
 
 

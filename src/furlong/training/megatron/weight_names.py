@@ -292,7 +292,6 @@ def local_tensors(chunks: Sequence[GPTModel]) -> dict[tuple[int, str], Tensor]:
 
 
 def _tensor_group(rule: WeightRule) -> Any:
-    """Return the tensor-parallel group that a parameter is split over."""
     if rule.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

@@ -53,7 +53,6 @@ def optimizer_to_continue(folder: Path, *, loads_states: bool, start: int | None
 
 
 def _refuse_buffers(reader: DistReader) -> None:
-    """Raise CheckpointError for optimizer states in flat buffers."""
     if any(map(BUFFER.fullmatch, reader.names)):
         raise CheckpointError(
             f"{reader.folder}: its optimizer states are flat buffers in the layout of the run that saved them "
@@ -88,7 +87,6 @@ class DistOptimizer:
         return self._reader.read(self._names[kind].get(key, key), offset, shape)
 
     def _problem(self) -> str:
-        """Return why a run cannot resume from these states, "" if it can."""
         if self._others:
             return f"its optimizer has {', '.join(sorted(self._others))}, which Adam does not; use another checkpoint"
         if not self.keys:
@@ -111,7 +109,6 @@ class DistOptimizer:
         return ""
 
     def _one_step(self, saved: Any) -> int:
-        """Return the step count that all parts of the optimizer share. Raises CheckpointError without a single one."""
         steps = sorted({int(step) for step in _steps(saved) if isinstance(step, int | float)})
         if len(steps) != 1:
             counts = f"several step counts, {', '.join(map(str, steps))}," if steps else "no step count"

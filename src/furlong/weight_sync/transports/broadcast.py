@@ -76,7 +76,6 @@ class BroadcastTransport(Transport):
                 await self._leave(servers)
 
     async def _send(self, bucket: Bucket, servers: Sequence[SglangServer], version: int) -> None:
-        """Broadcast one bucket while every engine receives it. Raises SyncError as soon as one of them fails."""
         tensors = [(name, tensor.detach().to(self._device).contiguous()) for name, tensor in bucket.tensors]
         calls = {s.url: s.receive(self._group_name, tensors, version, is_last=bucket.is_last) for s in servers}
         action = f"receive bucket {bucket.index} of the {self.name}"
@@ -198,7 +197,6 @@ class BroadcastTransport(Transport):
         await self._drop_group()
 
     async def _drop_group(self) -> None:
-        """Destroy the group, in the background if a peer hangs."""
         only_reference, self._group, self._members = [self._group], None, ()
         if only_reference != [None]:
             await asyncio.wait({in_thread(partial(_destroy, only_reference))}, timeout=DROP_S)

@@ -105,7 +105,6 @@ class VersionFolders:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
     def _lock_folder(self) -> None:
-        """Lock the folder for this process. Raises SyncError if another run uses it."""
         if self._lock is not None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,6 @@ class DiskTransport(Transport):
         self._folders.close()
 
     async def _publish(self, servers: Sequence[SglangServer], folder: Path) -> None:
-        """Call the user's function for a folder that is complete, with the addresses of its readers."""
         if (after_write := self._after_write) is not None:
             await in_thread(lambda: after_write(str(folder), [server.url for server in servers]))
 

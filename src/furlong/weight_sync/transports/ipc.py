@@ -167,7 +167,6 @@ class IpcTransport(Transport):
             raise SyncError("; ".join(dict.fromkeys(text for text, _, _ in problems)), late=late, broken=broken)
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Return every trainer rank's message."""
         return [message] if self._peers.world_size == 1 else await in_thread(lambda: self._peers.exchange(message))
 
     async def _load(

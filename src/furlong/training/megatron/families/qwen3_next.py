@@ -9,14 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from furlong.training.megatron.family import (
-    SHARED_EXPERT,
-    Architecture,
-    Family,
-    RoutingRule,
-    WeightRule,
-    moe_rules,
-)
+from furlong.training.megatron.family import SHARED_EXPERT, Architecture, Family, RoutingRule, WeightRule, moe_rules
 
 KEY = ("linear_num_key_heads", "linear_key_head_dim")
 VALUE = ("linear_num_value_heads", "linear_value_head_dim")
@@ -99,10 +92,7 @@ def _moe_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
     return (*moe_rules(replace(architecture, shared_width=0)), *SHARED)
 
 
-SHAPE: dict[str, Any] = {
-    "layer_kinds": ("full_attention", "linear_attention"),
-    "required": {"attention_bias": False},
-}
+SHAPE: dict[str, Any] = {"layer_kinds": ("full_attention", "linear_attention"), "required": {"attention_bias": False}}
 FAMILIES = (
     Family(("qwen3_next",), _next, _routing, moe_rules=_moe_rules, delta_rules=NEXT, **SHAPE),
     Family(("qwen3_5_text",), _dense, delta_rules=QWEN35, **SHAPE),
