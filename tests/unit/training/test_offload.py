@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import TrainerError
@@ -19,6 +19,7 @@ Sizes = st.lists(st.sampled_from([1, 400, 512, 513, 3 * KIB, 40 * KIB, 70 * KIB]
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(Sizes, Sizes)
 def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, others):
     places, blocks = packed(sizes, [])
