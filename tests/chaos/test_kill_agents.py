@@ -12,6 +12,7 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.data.ledger import parse_event
+from furlong.files.checkpoint_folder import read_state
 from furlong.files.sample_file import load_samples
 from furlong.loop.checkpoints import GROUPS
 from runs import Child, flags, free_ports, num_rows, write_prompts
@@ -73,7 +74,9 @@ def test_run_killed_with_twenty_agents_in_flight_resumes_with_a_clean_ledger(mod
         assert len(live_commands(run.process.pid)) >= 5, "agents were running"
         run.kill()
         assert_nothing_is_left(run.process.pid, port, temporary)
-        saved = load_samples(max((tmp_path / "save").glob("iter_*[0-9]")) / GROUPS)
+        newest = max((tmp_path / "save").glob("iter_*[0-9]"))
+        saved = load_samples(newest / GROUPS)
+        assert read_state(newest)["groups"] == len(saved.groups)
         assert saved.names.count("running") * 2 >= 10, "episodes were in flight"
     last = Child(forked, argv, tmp_path, "last", TMPDIR=str(temporary))
     last.process.join(180)

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import select
+import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -48,7 +51,12 @@ def main(spec: dict[str, Any]) -> int:
         reason = f"the kernel refuses user namespaces: {error.strerror}"
         names = ("processes", "files", *(() if spec["network"] else ("network",)))
         return _run(spec, dict.fromkeys(names, reason), has_namespace=False)
-    return _start_init(spec)
+    # again, as the first process of the namespace: the kernel kills all others when it ends
+    words = [sys.executable, "-I", "-S", __file__, json.dumps({**spec, "role": "init", "missing": {}})]
+    init = subprocess.Popen(words, pass_fds=(spec["control"], spec["report"]))
+    for number in (spec["control"], spec["report"]):
+        os.close(number)
+    return init.wait()
 
 
 def _unshare(spec: dict[str, Any]) -> None:
@@ -62,16 +70,6 @@ def _unshare(spec: dict[str, Any]) -> None:
             file.write(text)
 
 
-def _start_init(spec: dict[str, Any]) -> int:
-    """Run this script again as the first process of the namespace; the kernel kills all others when it ends."""
-    inner = {**spec, "role": "init", "missing": {}}
-    words = [sys.executable, "-I", "-S", __file__, json.dumps(inner)]
-    init = subprocess.Popen(words, pass_fds=(spec["control"], spec["report"]))
-    for number in (spec["control"], spec["report"]):
-        os.close(number)
-    return init.wait()
-
-
 def _run(spec: dict[str, Any], missing: dict[str, str], *, has_namespace: bool) -> int:
     if has_namespace:
         missing |= _close_off(spec)
@@ -82,10 +80,13 @@ def _run(spec: dict[str, Any], missing: dict[str, str], *, has_namespace: bool) 
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(signaled, warn_on_full_buffer=False)
     _write(spec["report"], {"missing": missing})
+    directory = spec["directory"]
+    if has_namespace and "files" not in missing:  # it sees its private directory as /tmp
+        directory = os.path.join("/tmp", os.path.relpath(directory, spec["private"]))
     try:
         child = subprocess.Popen(
             spec["command"],
-            cwd=_inside(spec) if has_namespace and "files" not in missing else spec["directory"],
+            cwd=directory,
             start_new_session=True,
             preexec_fn=_limiter(spec["limits"], drops=has_namespace),
         )
@@ -97,6 +98,8 @@ def _run(spec: dict[str, Any], missing: dict[str, str], *, has_namespace: bool) 
         os.dup2(null, number)
     code, reason = _watch(spec, child, wake)
     left = 0 if has_namespace else _kill_descendants(child)
+    if spec["deletes"]:
+        shutil.rmtree(spec["deletes"], ignore_errors=True)
     _write(spec["report"], {"code": code, "reason": reason, "left": left})
     return 0
 
@@ -243,14 +246,9 @@ def _close_off(spec: dict[str, Any]) -> dict[str, str]:
     with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
     if not spec["network"]:
-        with contextlib.suppress(OSError):
-            _raise_loopback()
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            fcntl.ioctl(probe, 0x8914, struct.pack("16sH14s", b"lo", 1, b""))  # SIOCSIFFLAGS, IFF_UP
     return missing
-
-
-def _inside(spec: dict[str, Any]) -> str:
-    """Return the working directory as the command sees it: its private directory is /tmp."""
-    return os.path.join("/tmp", os.path.relpath(spec["directory"], spec["private"]))
 
 
 def _hide_files(spec: dict[str, Any]) -> None:
@@ -294,14 +292,6 @@ def _set_readonly(path: str, *, recursive: bool = False, readonly: bool = True) 
 def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     _check(_libc().mount(*words, ctypes.c_ulong(flags), None), f"mount {target}")
-
-
-def _raise_loopback() -> None:
-    import fcntl
-    import socket
-
-    with socket.socket() as probe:
-        fcntl.ioctl(probe, 0x8914, struct.pack("16sH14s", b"lo", 1, b""))  # SIOCSIFFLAGS, IFF_UP
 
 
 def _libc() -> Any:

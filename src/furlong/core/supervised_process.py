@@ -90,20 +90,48 @@ async def run_supervised(
     isolation: Isolation | None = None,
     timeout_s: float | None = None,
     output_bytes: int = MAX_OUTPUT,
+    deletes: str | None = None,
 ) -> Ended:
     """Run a command to its end, or for `timeout_s`; all processes that it started have ended when this returns.
 
-    output_bytes: of stdout, and of stderr, are kept, from the end. A cancellation ends the processes, too.
+    output_bytes: of stdout, and of stderr, are kept, from the end. deletes: directory that the supervisor deletes at
+    the end, also after a kill of this process. A cancellation ends the processes, too.
     Raises InfraError if the machine cannot start the supervisor, or if a process is left.
     """
     supervisor = await Supervisor.start(
-        command, directory=directory, environment=environment, limits=limits, isolation=isolation
+        command, directory=directory, environment=environment, limits=limits, isolation=isolation, deletes=deletes
     )
-    running = _Running(supervisor, output_bytes)
+    process = supervisor.process
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    readers = [asyncio.create_task(_tail(stream, output_bytes)) for stream in streams]
+    writer = asyncio.create_task(_send(process, stdin))
+    reason = ""
     try:
-        return await running.result(stdin, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            reason = f"not finished within {timeout_s:g} s"
+            await supervisor.end()
+        missing, end = supervisor.take_report()
+        await asyncio.wait(readers, timeout=_ENDS_WITHIN_S)  # a process that escaped keeps the pipes
+        out, err = (reader.result() if reader.done() else b"" for reader in readers)
+        return Ended(None if reason else end["code"], reason or end["reason"], out, err, missing)
     finally:
-        await running.close()
+        try:
+            await supervisor.end()
+        finally:
+            for task in (*readers, writer):
+                task.cancel()
+            supervisor.close()
+
+
+async def _send(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # a command need not read its input
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+    process.stdin.close()
 
 
 class Supervisor:
@@ -122,6 +150,7 @@ class Supervisor:
         limits: ProcessLimits | None = None,
         isolation: Isolation | None = None,
         pipes_stderr: bool = True,
+        deletes: str | None = None,
     ) -> Supervisor:
         """Start a command. Its stderr is that of this process without `pipes_stderr`.
 
@@ -135,6 +164,7 @@ class Supervisor:
             "directory": directory,
             "limits": asdict(limits or ProcessLimits()),
             "isolate": isolation is not None,
+            "deletes": deletes,
             "control": control,
             "report": report_end,
             **(asdict(isolation) if isolation is not None else {"network": True}),
@@ -179,14 +209,22 @@ class Supervisor:
 
     def kill_marked(self) -> None:
         """Kill the processes that have the mark in their environment (Linux)."""
-        _kill_marked(self._mark)
+        word = f"{MARK}={self._mark}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                if word in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     def take_report(self) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         """Return what the machine does not isolate, and the end of the command, once the supervisor has ended.
 
         Kills what is left if the command has killed its supervisor. Raises InfraError if a process cannot be killed.
         """
-        records = [json.loads(line) for line in self._reported().splitlines()]
+        os.set_blocking(self._report, False)
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(self._report, 1 << 16)
+        records = [json.loads(line) for line in text.splitlines()]
         if len(records) < 2:
             self.kill_marked()
         missing: dict[str, str] = records[0]["missing"] if records else {}
@@ -199,55 +237,6 @@ class Supervisor:
         """Close the pipe of reports."""
         os.close(self._report)
 
-    def _reported(self) -> bytes:
-        os.set_blocking(self._report, False)
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._report, 1 << 16)
-        return b""
-
-
-class _Running:
-    """A command whose output is collected."""
-
-    def __init__(self, supervisor: Supervisor, output_bytes: int) -> None:
-        self._supervisor, self._process = supervisor, supervisor.process
-        streams = [stream for stream in (self._process.stdout, self._process.stderr) if stream is not None]
-        self._readers = [asyncio.create_task(_tail(stream, output_bytes)) for stream in streams]
-        self._writer: asyncio.Task[None] | None = None
-
-    async def result(self, stdin: bytes, timeout_s: float | None) -> Ended:
-        self._writer = asyncio.create_task(self._send(stdin))
-        is_overdue = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            is_overdue = True
-            await self._supervisor.end()
-        missing, end = self._supervisor.take_report()
-        with contextlib.suppress(TimeoutError):  # a process that escaped keeps the pipes
-            async with asyncio.timeout(_ENDS_WITHIN_S):
-                await asyncio.wait(self._readers)
-        outputs = [reader.result() if reader.done() else b"" for reader in self._readers]
-        reason = f"not finished within {timeout_s:g} s" if is_overdue and timeout_s is not None else end["reason"]
-        return Ended(None if is_overdue else end["code"], reason, outputs[0], outputs[1], missing)
-
-    async def close(self) -> None:
-        """End what runs, and close the pipes."""
-        try:
-            await self._supervisor.end()
-        finally:
-            for task in (*self._readers, *([self._writer] if self._writer else [])):
-                task.cancel()
-            self._supervisor.close()
-
-    async def _send(self, stdin: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # a command need not read its input
-            self._process.stdin.write(stdin)
-            await self._process.stdin.drain()
-        self._process.stdin.close()
-
 
 async def _tail(stream: asyncio.StreamReader, count: int) -> bytes:
     """Read a stream to its end, and return its last `count` bytes."""
@@ -256,12 +245,3 @@ async def _tail(stream: asyncio.StreamReader, count: int) -> bytes:
         kept += part
         del kept[:-count]
     return bytes(kept)
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill the processes that have the mark in their environment (Linux)."""
-    word = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if word in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)

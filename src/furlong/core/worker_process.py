@@ -312,7 +312,7 @@ class WorkerSide:
     def __init__(self, source: int, sink: int) -> None:
         self._source, self._sink = source, sink
         self._writing = threading.Lock()
-        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # of the main thread
         self._current: int | None = None  # the call in the main thread
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._run_loop, daemon=True)
@@ -326,7 +326,7 @@ class WorkerSide:
         self._loop_thread.start()
         threading.Thread(target=self._listen, args=(begin,), daemon=True).start()
         while True:
-            self._queue.get()()
+            self.queue.get()()
 
     def call(
         self,
@@ -341,11 +341,7 @@ class WorkerSide:
         if is_async:
             self._loop.call_soon_threadsafe(self._begin_task, number, function, form, reports_start)
         else:
-            self._queue.put(lambda: self._call(number, function, form))
-
-    def queue(self, work: Callable[[], object]) -> None:
-        """Run `work` in the main thread, after the calls before it."""
-        self._queue.put(work)
+            self.queue.put(lambda: self._call(number, function, form))
 
     def answer(self, number: int, value: Any) -> None:
         """Send the value of a call, or that it cannot be sent."""
@@ -366,10 +362,6 @@ class WorkerSide:
         self._withdrawn.remove(number)
         self.write({"id": number, "error": {"name": "RolloutError", "text": "the call was withdrawn"}})
         return True
-
-    def started(self, number: int) -> None:
-        """Report that a call begins."""
-        self.write({"started": number})
 
     def ask(self, call: int, name: str, values: Mapping[str, Any]) -> Future[Any]:
         """Ask the run a question for a call. Raises TypeError for values without a JSON form."""
@@ -393,7 +385,7 @@ class WorkerSide:
         if self.is_withdrawn(number):
             return
         self._current = number
-        self.started(number)
+        self.write({"started": number})
         try:
             value = form(function())
         except BaseException as error:  # noqa: BLE001  the run raises it
@@ -409,7 +401,7 @@ class WorkerSide:
     ) -> None:
         async def run() -> None:
             if reports_start:
-                self.started(number)
+                self.write({"started": number})
             try:
                 value = form(await function())
             except BaseException as error:  # noqa: BLE001  the run raises it
@@ -431,7 +423,13 @@ class WorkerSide:
                 while head := source.read(_HEADER.size):
                     message = decode_json(source.read(_HEADER.unpack(head)[0]))
                     if "reply" in message:
-                        self._settle(message)
+                        answer = self._questions.pop(message["reply"])
+                        if answer.cancelled():
+                            continue
+                        if "error" in message:
+                            answer.set_exception(_remote_error(**message["error"]))
+                        else:
+                            answer.set_result(message["value"])
                     elif "cancel" in message:
                         self._loop.call_soon_threadsafe(self._cancel, message["cancel"])
                     elif "locate" in message:
@@ -449,15 +447,6 @@ class WorkerSide:
             task.cancel()
         else:
             self._withdrawn.add(number)
-
-    def _settle(self, message: Message) -> None:
-        answer = self._questions.pop(message["reply"])
-        if answer.cancelled():
-            return
-        if "error" in message:
-            answer.set_exception(_remote_error(**message["error"]))
-        else:
-            answer.set_result(message["value"])
 
     def _locate(self) -> None:
         """Report which call runs now, and the line of user code in it."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from furlong.core.sample import Sample, changed_fields
@@ -34,12 +35,6 @@ from furlong.errors import RolloutError
 
 
 @dataclass(frozen=True)
-class _Instance:
-    path: str
-    made: Any
-
-
-@dataclass(frozen=True)
 class _Batch:
     """Steps for one call of a `step_many` that is not async, by the number of the run's call."""
 
@@ -54,14 +49,14 @@ class EnvironmentWorker:
 
     def __init__(self, side: WorkerSide) -> None:
         self._side = side
-        self._instances: dict[int, _Instance] = {}
+        self._instances: dict[int, tuple[str, Any]] = {}  # path and instance
         self._batches: dict[type, _Batch] = {}  # that wait
         self._batching = threading.Lock()  # for `_batches`
         self._async_batches: dict[type, StepBatches] = {}
 
     def begin(self, message: Message) -> None:
         """Begin a call: at once if it is async, otherwise after those before it."""
-        number, method, instance = message["id"], message["method"], self._instances.get(message["instance"])
+        number, method = message["id"], message["method"]
         match method:
             case "load":
                 self._side.call(number, lambda: load_function(message["path"]), lambda _: None)
@@ -73,23 +68,23 @@ class EnvironmentWorker:
                 self._call_function(message)
                 return
             case _:
-                assert instance is not None, f"instance {message['instance']} is unknown"
+                path, made = self._instances[message["instance"]]
         if method == "close":
             del self._instances[message["instance"]]
-        if method == "step" and (step_many := step_many_of(instance.made)) is not None:
-            self._begin_step(number, instance, message["message"], step_many)
+        if method == "step" and (step_many := step_many_of(made)) is not None:
+            self._begin_step(number, path, made, message["message"], step_many)
             return
-        if (function := getattr(instance.made, method, None)) is None:  # close is optional
+        if (function := getattr(made, method, None)) is None:  # close is optional
             self._side.answer(number, None)
             return
         values: list[Any] = []
         form: Callable[[Any], Any] = lambda _: None  # noqa: E731
         if method == "reset":
             values = [Task(**message["task"]), message["seed"]]
-            form = lambda value: json_from_observation(checked_observation(value, instance.path))  # noqa: E731
+            form = lambda value: json_from_observation(checked_observation(value, path))  # noqa: E731
         elif method == "step":
             values = [message["message"]]
-            form = lambda value: json_from_step(checked_step(value, instance.path))  # noqa: E731
+            form = lambda value: json_from_step(checked_step(value, path))  # noqa: E731
         elif method == "run":
             sample = Sample.from_dict(message["sample"])
             before = copy.deepcopy(sample.to_dict())
@@ -99,7 +94,7 @@ class EnvironmentWorker:
 
     def _make(self, message: Message) -> Message:
         made = load_function(message["path"])(**message["arguments"])
-        self._instances[message["instance"]] = _Instance(message["path"], made)
+        self._instances[message["instance"]] = message["path"], made
         return {"has_run": hasattr(made, "run")}
 
     def _call_function(self, message: Message) -> None:
@@ -113,20 +108,20 @@ class EnvironmentWorker:
 
         self._side.call(message["id"], lambda: function(**keywords), form, is_async=is_async(function))
 
-    def _begin_step(self, number: int, instance: _Instance, message: Message, step_many: StepMany) -> None:
+    def _begin_step(self, number: int, path: str, made: Any, message: Message, step_many: StepMany) -> None:
         """Begin a step of a class with `step_many`: it is part of the batch that waits, or begins one."""
-        made, started = instance.made, functools.partial(self._side.started, number)
+        started = functools.partial(self._side.write, {"started": number})
         if is_async(step_many):
-            batches = self._async_batches.setdefault(type(made), StepBatches(instance.path, step_many))
+            batches = self._async_batches.setdefault(type(made), StepBatches(path, step_many))
             step = functools.partial(batches.step, made, message, started)
             self._side.call(number, step, json_from_step, is_async=True, reports_start=False)
             return
         with self._batching:
             batch = self._batches.get(type(made))
             if batch is None:
-                batch = _Batch(instance.path, step_many, time.monotonic() + WINDOW_S)
+                batch = _Batch(path, step_many, time.monotonic() + WINDOW_S)
                 self._batches[type(made)] = batch
-                self._side.queue(functools.partial(self._step_many, batch))
+                self._side.queue.put(functools.partial(self._step_many, batch))
             batch.steps[number] = (made, message)
 
     def _step_many(self, batch: _Batch) -> None:
@@ -136,7 +131,7 @@ class EnvironmentWorker:
             self._batches = {made: each for made, each in self._batches.items() if each is not batch}
         steps = {number: step for number, step in batch.steps.items() if not self._side.is_withdrawn(number)}
         for number in steps:
-            self._side.started(number)
+            self._side.write({"started": number})
         try:
             value = batch.step_many(list(steps.values())) if steps else []
             results = checked_steps(value, len(steps), batch.path)
@@ -190,26 +185,6 @@ class WorkerReply:
         return self.message.get("tool_calls", [])
 
 
-@dataclass(frozen=True)
-class WorkerCompletion:
-    """A completion of token ids, with the fields of `policy().generate`."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    finish_reason: str
-    text: str
-
-
-@dataclass(frozen=True)
-class WorkerSession:
-    """The session of the episode on the session server, for clients that speak HTTP."""
-
-    url: str
-    key: str
-    id: str
-
-
 class WorkerPolicy:
     """The methods of the policy that work across processes: chat, role, generate, open_session, encode and decode."""
 
@@ -225,14 +200,14 @@ class WorkerPolicy:
         self._ask("role", {"name": name, "trainable": trainable, "group": group}).result()
         return WorkerRole(self, name)
 
-    async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> WorkerCompletion:
+    async def generate(self, prompt: str | Sequence[int], **sampling_params: Any) -> SimpleNamespace:
         """Complete text or token ids, as `policy().generate`."""
         values = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **sampling_params}
-        return WorkerCompletion(**await asyncio.wrap_future(self._ask("generate", values)))
+        return SimpleNamespace(**await asyncio.wrap_future(self._ask("generate", values)))
 
-    def open_session(self) -> WorkerSession:
+    def open_session(self) -> SimpleNamespace:
         """Return the session of this sample on the session server."""
-        return WorkerSession(**self._ask("open_session", {}).result())
+        return SimpleNamespace(**self._ask("open_session", {}).result())
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without adding special tokens."""

@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ from furlong.rollout.episodes import LIMIT, SILENT
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
-    from furlong.sessions.session_offers import SessionOffer
 
 
 SHOWN_ERRORS = 2000  # characters of stderr in a message
@@ -90,7 +88,9 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
         "ANTHROPIC_MODEL": MODEL,
     }
     task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
-    return await run_command(args.agent_command, json.dumps(task), variables, _limits(args.agent_memory_limit))
+    memory_gib = args.agent_memory_limit
+    limits = ProcessLimits(memory_bytes=None if memory_gib is None else int(memory_gib * 2**30))
+    return await run_command(args.agent_command, json.dumps(task), variables, limits)
 
 
 def _record_error(args: Any, sample: Sample, error: BaseException) -> None:
@@ -105,10 +105,6 @@ def _record_error(args: Any, sample: Sample, error: BaseException) -> None:
     is_scored = args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type")
     if sample.reward is None and not is_scored:
         sample.reward = 0.0
-
-
-def _limits(memory_gib: float | None) -> ProcessLimits:
-    return ProcessLimits(memory_bytes=None if memory_gib is None else int(memory_gib * 2**30))
 
 
 def request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,16 +129,14 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     Raises RolloutError if it exits with another code than 0 or exceeds a limit.
     """
     folder = tempfile.mkdtemp(prefix="furlong-agent-")
-    try:
-        ended = await run_supervised(
-            ["/bin/sh", "-c", command],
-            stdin=task.encode() + b"\n",
-            directory=os.getcwd(),
-            environment={**os.environ, "TMPDIR": folder, **variables},
-            limits=limits,
-        )
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    ended = await run_supervised(
+        ["/bin/sh", "-c", command],
+        stdin=task.encode() + b"\n",
+        directory=os.getcwd(),
+        environment={**os.environ, "TMPDIR": folder, **variables},
+        limits=limits,
+        deletes=folder,
+    )
     if ended.code != 0:
         shown = ended.stderr.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
         raise RolloutError(f"--agent-command ended ({ended.ending}): {shown or 'it wrote nothing to stderr'}")
@@ -183,9 +177,17 @@ async def generate_online(
     current.watch.pause()
     await offers.add(offer)
     try:
-        await _wait_until_taken(offer)
+        if not await _is_set_within(offer.is_taken, REMIND_S):
+            server = opened.url.rpartition("/")[0]
+            logger.info("sample %s waits for an application: POST %s", sample.index, server)
+            await offer.is_taken.wait()
         current.watch.restart()
-        await _wait_until_ended(offer, args.session_idle_timeout)
+        idle_s, watch = args.session_idle_timeout, current.watch
+        while not await _is_set_within(offer.is_ended, idle_s - watch.idle_s):
+            if watch.idle_s >= idle_s:
+                reason = f"it was not used for {idle_s:g} s (--session-idle-timeout)"
+                opened.session.end(reason)
+                raise InfraError(f"the session of an application expired: {reason}")
     finally:
         offers.withdraw(offer)
     record_posted_result(sample, opened)
@@ -193,23 +195,6 @@ async def generate_online(
         sample.metadata[SILENT] = True
         raise RolloutError(f"the application ended sample {sample.index} without an answer of the policy")
     return sample
-
-
-async def _wait_until_taken(offer: SessionOffer) -> None:
-    if not await _is_set_within(offer.is_taken, REMIND_S):
-        server = offer.opened.url.rpartition("/")[0]
-        logger.info("sample %s waits for an application: POST %s", offer.task["sample"], server)
-        await offer.is_taken.wait()
-
-
-async def _wait_until_ended(offer: SessionOffer, idle_s: float) -> None:
-    """Wait for the end of a session. Raises InfraError if it is not used for `idle_s`."""
-    watch = policy().watch
-    while not await _is_set_within(offer.is_ended, idle_s - watch.idle_s):
-        if watch.idle_s >= idle_s:
-            reason = f"it was not used for {idle_s:g} s (--session-idle-timeout)"
-            offer.opened.session.end(reason)
-            raise InfraError(f"the session of an application expired: {reason}")
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -210,7 +210,13 @@ class EngineRollout:
                 self._issue(pool)
                 if not pool.flight.running:
                     break
-                await self._judge_next(state, pool)
+                finished = await pool.flight.next_finished(in_order=False)
+                if finished is None:  # a change of admission
+                    continue
+                self._judge(state, *finished)
+                pool.versions.pop(finished[0].index, None)
+                if state.surplus:  # a function gave the group up: it is issued again
+                    self._return_surplus(state)
             for group in pool.take_spares():
                 self._drop(state, group, "filter")
             state.data_s, pool.data_s = pool.data_s, 0.0
@@ -219,17 +225,6 @@ class EngineRollout:
                 return self._end_of_data(state)
             pool.next_rollout = rollout_id + 1
             return self._finish(state, groups, pool.lap())
-
-    async def _judge_next(self, state: _Round, pool: GroupPool) -> None:
-        """Wait for a group to be complete, or for a change of admission."""
-        finished = await pool.flight.next_finished(in_order=False)
-        if finished is None:
-            return
-        origin, group = finished
-        self._judge(state, origin, group)
-        pool.versions.pop(origin.index, None)
-        if state.surplus:  # a function gave the group up: it is issued again
-            self._return_surplus(state)
 
     def _choose(self, state: _Round, pool: GroupPool) -> list[Group] | None:
         """Return the groups of the rollout; None while more must complete."""
@@ -311,18 +306,14 @@ class EngineRollout:
             (state.spare if pool is None else pool.spare).append(group)
         else:
             self._drop(state, group, decision.reason or "filter")
-            self._check_hopeless(state)
-
-    def _check_hopeless(self, state: _Round) -> None:
-        """Raise RolloutError if the filter has dropped every group for a long time."""
-        num_seen = len(state.seen)
-        if state.kept or state.spare or num_seen < max(HOPELESS_GROUPS, HOPELESS_BATCHES * self._batch_size):
-            return
-        raise RolloutError(
-            f"rollout {state.rollout_id}: all of the first {num_seen} groups were dropped ({dict(state.drops)}), so "
-            "there is nothing to train on; check --dynamic-sampling-filter-path and the rewards it judges (--rm-type "
-            "or --custom-rm-path), or use prompts that the model sometimes solves"
-        )
+            num_seen = len(state.seen)
+            if state.kept or state.spare or num_seen < max(HOPELESS_GROUPS, HOPELESS_BATCHES * self._batch_size):
+                return
+            raise RolloutError(
+                f"rollout {state.rollout_id}: all of the first {num_seen} groups were dropped ({dict(state.drops)}), "
+                "so there is nothing to train on; check --dynamic-sampling-filter-path and the rewards it judges "
+                "(--rm-type or --custom-rm-path), or use prompts that the model sometimes solves"
+            )
 
     def _is_stale(self, group: Group, rollout_id: int) -> bool:
         bound = self._max_staleness

@@ -268,11 +268,6 @@ class EnvironmentWorkers:
 _workers: WeakKeyDictionary[asyncio.AbstractEventLoop, EnvironmentWorkers] = WeakKeyDictionary()
 
 
-def environment_workers(num: int, memory_bytes: int | None) -> EnvironmentWorkers:
-    """Return the processes of this event loop."""
-    return _workers.setdefault(asyncio.get_running_loop(), EnvironmentWorkers(num, memory_bytes))
-
-
 async def close_environment_workers() -> None:
     """Kill the processes of this event loop."""
     if (workers := _workers.pop(asyncio.get_running_loop(), None)) is not None:
@@ -282,27 +277,21 @@ async def close_environment_workers() -> None:
 @contextlib.asynccontextmanager
 async def _seat(num_workers: int, sample: Sample, args: Any) -> AsyncGenerator[tuple[Worker, int]]:
     """Provide a worker process for an episode. The wait for it does not count in the limits of the episode."""
-    memory_gib, watch = args.agent_memory_limit, policy().watch
-    workers = environment_workers(num_workers, None if memory_gib is None else int(memory_gib * 2**30))
-    watch.hold()
-    try:
+    memory_gib = args.agent_memory_limit
+    memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
+    workers = _workers.setdefault(asyncio.get_running_loop(), EnvironmentWorkers(num_workers, memory_bytes))
+    with policy().watch.held():
         async with workers.seat(alone=REISSUED in sample.metadata) as seat:
             yield seat
-    finally:
-        watch.release()
 
 
 async def _call_in_thread(function: Callable[[], Any], num_workers: int, name: str) -> Any:
     """Call a function in a thread, of which there are `num_workers`. The wait for one does not count in limits."""
     permits = _permits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(num_workers))
-    watch = policy().watch
-    watch.hold()
-    try:
+    with policy().watch.held() as release:
         async with permits:
-            watch.release()
+            release()
             value, error = await call_in_thread(function, name=name)
-    finally:
-        watch.release()
     if error is not None:
         raise error
     return value
@@ -331,14 +320,10 @@ class _ThreadEnvironment:
         return checked_observation(await self._call("reset", task, seed), self.path)
 
     async def step(self, message: Message) -> Step:
-        step_many, watch = step_many_of(self._instance), policy().watch
-        if step_many is None:
+        if (step_many := step_many_of(self._instance)) is None:
             return checked_step(await self._call("step", message), self.path)
-        watch.hold()
-        try:
-            return await self._batched(step_many).step(self._instance, message, watch.release)
-        finally:
-            watch.release()
+        with policy().watch.held() as release:
+            return await self._batched(step_many).step(self._instance, message, release)
 
     def _batched(self, step_many: StepMany) -> StepBatches:
         """Return the batches of the class, which all episodes of the run share."""
@@ -404,13 +389,8 @@ class _ProcessEnvironment:
             await self._call("close")
 
     async def _call(self, name: str, **fields: Any) -> Any:
-        watch = policy().watch
-        watch.hold()
-        try:
-            values = {**fields, "instance": self._number}
-            return await _call_worker(self._process, name, values, watch.release)
-        finally:
-            watch.release()
+        with policy().watch.held() as release:
+            return await _call_worker(self._process, name, {**fields, "instance": self._number}, release)
 
 
 PlayedEnvironment = _ThreadEnvironment | _ProcessEnvironment

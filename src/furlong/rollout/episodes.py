@@ -88,13 +88,21 @@ class EpisodeWatch:
         """Seconds since the last call of the policy; 0 during one."""
         return 0.0 if self._calls else self._now() - self._since
 
-    def hold(self) -> None:
-        """Let no time pass until `release`: the episode waits for others, such as for a free thread."""
+    @contextmanager
+    def held(self) -> Generator[Callable[[], None]]:
+        """Let no time pass until the function that it yields is called, or the block ends.
+
+        The episode waits for others, such as for a free thread.
+        """
         if self._held_at is None:
             self._held_at = monotonic()
+        try:
+            yield self.release
+        finally:
+            self.release()
 
     def release(self) -> None:
-        """Continue to count the time of the episode, without that since `hold`."""
+        """Continue to count the time of the episode, without that in which it was held."""
         if self._held_at is not None:
             waited_s, self._held_at = monotonic() - self._held_at, None
             self._started += waited_s

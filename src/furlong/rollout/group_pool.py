@@ -16,7 +16,6 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -50,9 +49,9 @@ class Flight:
 
     def submit(self, origin: Group, work: Coroutine[Any, Any, Group], name: str) -> None:
         """Start the task of a group. `origin`: the group to return if it is not completed."""
-        task = asyncio.create_task(work, name=name)
+        task, number = asyncio.create_task(work, name=name), self.submitted
         self.running[task] = origin
-        task.add_done_callback(partial(self._enqueue, self.submitted))
+        task.add_done_callback(lambda done: self.queue.put_nowait((number, done)))
         self.submitted += 1
 
     def wake(self) -> None:
@@ -79,9 +78,6 @@ class Flight:
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
-
-    def _enqueue(self, number: int, task: asyncio.Task[Group]) -> None:
-        self.queue.put_nowait((number, task))
 
 
 @dataclass

@@ -87,7 +87,11 @@ def rollout_metrics(
         seconds = statistics(s.non_generation_time for s in samples)
         metrics |= _under("perf/non_generation_time", seconds)
     if track.log_multi_turn:
-        metrics |= _under("multi_turn", _turns(samples))
+        turns = _under("raw_response_length", statistics(s.response_length for s in samples))
+        turns |= _under("wo_obs_response_length", _lengths(samples))
+        rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
+        turns |= {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
+        metrics |= _under("multi_turn", turns)
     return metrics
 
 
@@ -313,14 +317,6 @@ def _categories(samples: Sequence[Sample], key: str) -> Metrics:
             )
     counts = Counter(str(s.reward[key]) for s in scored if isinstance(s.reward, dict))
     return {category: mean(n / len(scored), len(scored)) for category, n in sorted(counts.items())}
-
-
-def _turns(samples: Sequence[Sample]) -> Metrics:
-    """Return response lengths with and without environment tokens, and `metadata["round_number"]` if set."""
-    metrics = _under("raw_response_length", statistics(s.response_length for s in samples))
-    metrics |= _under("wo_obs_response_length", _lengths(samples))
-    rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
-    return metrics | {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
 
 
 def environment_metrics(samples: Sequence[Sample], reward_key: str | None = None) -> Metrics:

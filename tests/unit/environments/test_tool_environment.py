@@ -60,15 +60,13 @@ def answers(env: ToolEnvironment, *calls: dict[str, Any]) -> list[str]:
 def test_methods_and_functions_become_schemas():
     observation = Tools().reset(Task("1+1=", tools=[{"type": "function"}]), 0)
     assert observation.tools is not None
-    assert [tool.get("function", {}).get("name") for tool in observation.tools] == [
-        "add",
-        "wait",
-        "lost",
-        "shout",
-        None,
-    ]
+    names = [tool.get("function", {}).get("name") for tool in observation.tools]
+    assert names == ["add", "wait", "lost", "shout", None]
     assert observation.tools[0]["function"]["parameters"]["required"] == ["a"]
     assert observation.messages == [{"role": "user", "content": "1+1="}]
+    prompt = [{"role": "user", "content": "1+1="}]
+    Task(prompt).messages.append({})
+    assert len(prompt) == 1, "environments append to a copy"
 
 
 def test_calls_are_answered_in_order_and_functions_run_in_a_thread():
@@ -81,14 +79,7 @@ def test_what_goes_wrong_is_text_for_the_policy_and_counted():
     env = Tools()
     env.tool_timeout_s = 0.5  # pyright: ignore
     env.max_output_chars = 1000  # pyright: ignore
-    wrong = [
-        call("sub"),
-        call("add"),
-        call("add", "not JSON"),
-        call("add", "[1]"),
-        call("add", '{"a": "x"}'),
-        call("wait"),
-    ]
+    wrong = [call("sub"), call("add"), *(call("add", each) for each in ("not JSON", "[1]", '{"a": "x"}')), call("wait")]
     texts = answers(env, *wrong)
     assert all(text.startswith("Error: ") for text in texts)
     for text, part in zip(texts, ("add, wait", "'a'", "JSON", "list", "TypeError", "0.5 s"), strict=True):

@@ -17,14 +17,7 @@ from furlong.rewards.sandbox import Limits, Sandbox
 
 pytestmark = pytest.mark.slow  # starts processes
 
-# as compiled code ends a process: functions that are looked up through ctypes.CDLL raise instead
-LEAVE = """
-import _ctypes, ctypes
-leave = ctypes.CFUNCTYPE(None, ctypes.c_int)(_ctypes.dlsym(_ctypes.dlopen(None, 2), "_exit"))
-"""
-FUNCTIONS = (
-    LEAVE
-    + """
+FUNCTIONS = """
 import asyncio, os, time
 
 def length(args, sample, **kw):
@@ -36,35 +29,15 @@ def naughty(args, sample, **kw):
             pass
     if sample.response == "sleep":
         time.sleep(60)
-    if sample.response == "close":
-        os.closerange(0, 256)
-        time.sleep(60)
     if sample.response == "exit":
-        leave(3)
-    if sample.response == "_exit":
-        os._exit(0)
-    if sample.response == "patch":
-        time.monotonic = lambda: 0.0
-    if sample.response == "segv":
-        ctypes.string_at(0)
+        os._exit(3)
     if sample.response == "sysexit":
         raise SystemExit("bye")
     if sample.response == "raise":
         raise KeyError("no such key")
-    if sample.response == "print":
-        print("this goes to stderr")
-        return 2
-    if sample.response == "read":
-        return len(input_or_empty())
     if sample.response == "eat":
         return len(bytearray(8 << 30))
-    if sample.response == "object":
-        return {"score": 1.0, "what": object()}
     return 1.0
-
-def input_or_empty():
-    import sys
-    return sys.stdin.read()
 
 async def polite(args, sample, **kw):
     if sample.response == "hang":
@@ -73,7 +46,7 @@ async def polite(args, sample, **kw):
     if sample.response == "block":
         time.sleep(60)
     if sample.response == "exit":
-        leave(3)
+        os._exit(3)
     await asyncio.sleep(60 if sample.response == "wait" else 0.005)
     return 1.0
 
@@ -116,7 +89,6 @@ def meeting(args, sample):
 def nothing():
     return 1.0
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +141,7 @@ def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
 
 def test_a_crash_is_an_outcome_with_a_reason(sandbox):
     cases = [
-        ("exit", "exit code 3"), ("segv", "SIGSEGV"), ("sysexit", "SystemExit: bye"),
+        ("exit", "exit code 3"), ("sysexit", "SystemExit: bye"),
         ("raise", "KeyError: 'no such key'"),
     ]  # fmt: skip
     for response, reason in cases:
@@ -178,27 +150,10 @@ def test_a_crash_is_an_outcome_with_a_reason(sandbox):
         assert reason in outcomes[1].reason
 
 
-def test_a_reason_names_the_line_of_user_code(sandbox):
-    reason = run(sandbox("naughty"), "raise")[0].reason
-    assert 'raise KeyError("no such key")' in reason
-    assert "my_rewards.py" in reason
-    assert "furlong/rewards" not in reason
-
-
-def test_printing_and_reading_do_not_disturb_the_pipes(sandbox):
-    assert [o.reward for o in run(sandbox("naughty"), "print", "read")] == [2.0, 0.0]
-
-
 def test_a_memory_limit_is_an_outcome(sandbox):
     outcomes = run(sandbox("naughty", memory_limit_bytes=2 << 30), "eat", "fine")
     assert outcomes[0].reason.startswith("MemoryError")
     assert outcomes[1].reward == 1.0
-
-
-def test_a_reward_without_a_json_form_is_a_failed_outcome(sandbox):
-    outcome = run(sandbox("naughty"), "object")[0]
-    assert outcome.kind == "failed"
-    assert "object has no JSON form" in outcome.reason
 
 
 def test_a_sample_without_a_json_form_is_a_failed_outcome(sandbox):
@@ -338,104 +293,3 @@ def test_workers_end_when_the_driver_is_killed(functions):
         os.kill(driver.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
-
-
-GRADERS = (
-    LEAVE
-    + """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-
-pool = None
-
-def grade(queue, answer):
-    queue.put(len(answer))
-
-def by_process(args, sample):
-    context = multiprocessing.get_context(sample.response)
-    queue = context.Queue()
-    process = context.Process(target=grade, args=(queue, sample.response))
-    process.start()
-    length = queue.get(timeout=20)
-    process.join()
-    return length
-
-def by_kept_pool(args, sample):
-    global pool
-    pool = pool or ProcessPoolExecutor(1)
-    return pool.submit(len, sample.response).result(20)
-
-def leaves_processes(args, sample):
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
-    pids = [str(process.pid) for process in multiprocessing.active_children()]
-    open(sample.response, "w").write(" ".join([str(os.getpid()), *pids]))
-    if sample.label == "dies":
-        leave(0)
-    time.sleep(600)
-"""
-)
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Return the processes that do not end within five seconds."""
-    deadline = time.monotonic() + 5
-    left = pids
-    while left and time.monotonic() < deadline:
-        time.sleep(0.01)
-        left = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-    return left
-
-
-@pytest.fixture
-def graders(tmp_path):
-    """The path of a file with functions that start processes."""
-    path = tmp_path / "graders_of_test.py"
-    path.write_text(GRADERS)
-    return path
-
-
-def test_graders_may_start_processes(graders):
-    for name, responses in (("by_process", ["fork", "spawn"]), ("by_kept_pool", ["a", "bc"])):
-        sandbox = Sandbox(f"{graders}:{name}", limits=Limits(timeout_s=30, num_workers=1))
-        outcomes = run(sandbox, *responses)
-        sandbox.close()
-        assert [o.reward for o in outcomes] == [len(response) for response in responses]
-
-
-@pytest.mark.parametrize("label", ["dies", "hangs"])
-def test_processes_of_a_grader_end_with_its_worker(graders, tmp_path, label):
-    sandbox = Sandbox(f"{graders}:leaves_processes", limits=Limits(timeout_s=0.6, num_workers=1))
-    (outcome,) = asyncio.run(sandbox.score([Sample(response=str(tmp_path / "pids"), label=label)]))
-    assert outcome.kind == {"dies": "failed", "hangs": "timed_out"}[label]
-    pids = list(map(int, (tmp_path / "pids").read_text().split()))
-    assert len(pids) == 2
-    assert alive(pids) == []
-    sandbox.close()
-
-
-def test_processes_of_a_grader_end_with_a_killed_driver(graders, tmp_path):
-    pids = tmp_path / "pids"
-    text = (
-        "import asyncio\nfrom furlong.core.sample import Sample\nfrom furlong.rewards.sandbox import Sandbox\n"
-        f"sandbox = Sandbox({str(graders) + ':leaves_processes'!r})\n"
-        f"asyncio.run(sandbox.score([Sample(response={str(pids)!r})]))"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", text])
-    deadline = time.monotonic() + 60
-    while not (pids.exists() and pids.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    driver.kill()
-    driver.wait()
-    assert alive(list(map(int, pids.read_text().split()))) == []
-
-
-def test_closing_while_the_exit_of_a_worker_is_awaited_is_no_error(sandbox):
-    async def main():
-        box = sandbox("naughty", num_workers=1)
-        call = asyncio.create_task(box.score([Sample(response="close")]))
-        await asyncio.sleep(0.5)  # the pipe of the worker has ended, the process has not
-        await asyncio.to_thread(box.close)
-        await asyncio.gather(call, return_exceptions=True)
-
-    asyncio.run(main())
