@@ -121,7 +121,6 @@ def _watch(spec: dict[str, Any], child: subprocess.Popen[bytes], wake: int) -> t
 
 
 def _reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Collect ended children, orphans included. Returns the exit code of the command if it is among them."""
     code = None
     while True:
         try:
@@ -135,7 +134,6 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _exceeded(limits: dict[str, Any]) -> str:
-    """Describe the limit that the processes of the command exceed; "" if there is none."""
     processes = _listed_children()
     if limits["max_processes"] and len(processes) > limits["max_processes"]:
         return f"{len(processes)} processes, the limit is {limits['max_processes']}"

@@ -239,7 +239,6 @@ class Supervisor:
 
 
 async def _tail(stream: asyncio.StreamReader, count: int) -> bytes:
-    """Read a stream to its end, and return its last `count` bytes."""
     kept = bytearray()
     while part := await stream.read(1 << 16):
         kept += part

@@ -200,7 +200,6 @@ class Worker:
             await self._supervisor.process.stdin.drain()
 
     async def _read(self) -> None:
-        """Settle calls until the process ends, and fail those that are left."""
         source = self._supervisor.process.stdout
         assert source is not None
         try:
@@ -417,7 +416,6 @@ class WorkerSide:
         os._exit(1)  # a task of user code has ended the loop
 
     def _listen(self, begin: Callable[[Message], object]) -> None:
-        """Read messages until the run ends."""
         try:
             with os.fdopen(self._source, "rb", closefd=False) as source:
                 while head := source.read(_HEADER.size):
@@ -449,7 +447,6 @@ class WorkerSide:
             self._withdrawn.add(number)
 
     def _locate(self) -> None:
-        """Report which call runs now, and the line of user code in it."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
         number, thread = self._current, threading.main_thread()
         if number is None:

@@ -77,7 +77,6 @@ class NemoGym:
         await self._client.aclose()
 
     def _response(self) -> dict[str, Any]:
-        """Return the episode in the form of OpenAI's responses."""
         params: dict[str, Any] = self._row["responses_create_params"]
         return {
             "id": "resp_0", "object": "response", "created_at": 0.0, "model": "policy", "output": self._output,

@@ -129,7 +129,6 @@ class Rubric:
         return [self._total(sample, [column[i] for column in columns]) for i, sample in enumerate(samples)]
 
     def _total(self, sample: Sample, row: Sequence[float | str]) -> float | Outcome:
-        """Record the values of the parts, and return their sum."""
         values: dict[str, float] = {}
         failed: dict[str, str] = {}
         for part, value in zip(self._parts, row, strict=True):
@@ -148,7 +147,6 @@ class Rubric:
 
 
 def _part(function: Any, weight: Any) -> _Part:
-    """Check one part. Raises ConfigError."""
     name = getattr(function, "__name__", type(function).__name__)
     form = "write def NAME(episode) or def NAME(episodes), and (NAME, weight) for another weight than 1"
     if not callable(function):
@@ -167,23 +165,19 @@ def _part(function: Any, weight: Any) -> _Part:
 async def _column(part: _Part, episodes: Sequence[Episode]) -> list[float | str]:
     """Return the part's value for each episode, or why it has none."""
     if part.is_of_group:
-        value = await _called(part, list(episodes))
-        if isinstance(value, _FailureError):
-            return [str(value)] * len(episodes)
+        value, failure = await _called(part, list(episodes))
+        if failure:
+            return [failure] * len(episodes)
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(episodes):
             return [f"returned {value!r:.80}; return one number for each of the {len(episodes)} episodes"] * len(
                 episodes
             )
         return [_number(each) for each in value]
-    values = await asyncio.gather(*(_called(part, episode) for episode in episodes))
-    return [str(value) if isinstance(value, _FailureError) else _number(value) for value in values]
+    answers = await asyncio.gather(*(_called(part, episode) for episode in episodes))
+    return [failure or _number(value) for value, failure in answers]
 
 
-class _FailureError(Exception):
-    """A function of a rubric raised."""
-
-
-async def _called(part: _Part, argument: Any) -> Any:
+async def _called(part: _Part, argument: Any) -> tuple[Any, str]:
     try:
         value = part.function(argument)
         if is_async(part.function) or isinstance(value, Awaitable):
@@ -191,8 +185,8 @@ async def _called(part: _Part, argument: Any) -> Any:
     except BaseException as error:
         if not is_raised_by_user(error):
             raise
-        return _FailureError(f"raised {describe_exception(error)}")
-    return value.tolist() if hasattr(value, "tolist") else value
+        return None, f"raised {describe_exception(error)}"
+    return value.tolist() if hasattr(value, "tolist") else value, ""
 
 
 def _number(value: Any) -> float | str:

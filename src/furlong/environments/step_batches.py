@@ -103,7 +103,6 @@ class StepBatches:
         return await waiting.answer
 
     async def _collect(self) -> None:
-        """Run batches until no step waits."""
         try:
             while self._waiting:
                 await asyncio.sleep(WINDOW_S)

@@ -77,7 +77,6 @@ class ToolEnvironment:
         return {tool.__name__: getattr(self, tool.__name__, tool) for tool in self.tools}
 
     async def _answer(self, name: str, arguments: Any) -> str:
-        """Return the text of one call's result."""
         self.num_calls += 1
         try:
             text = await self._call(name, arguments)
@@ -122,7 +121,6 @@ class _RefusedCallError(Exception):
 
 
 def _decoded(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call, which are JSON text in OpenAI's form."""
     try:
         values = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError as error:

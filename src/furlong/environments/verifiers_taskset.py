@@ -25,6 +25,7 @@ from furlong.errors import ConfigError, InfraError, RolloutError
 MAX_TASKS = 1_000_000  # that are kept of a taskset
 TASKSET = "taskset"
 _INFRA = ("SandboxError", "TunnelError", "InterceptionError", "ProviderError")
+_servers: set[asyncio.Task[None]] = set()
 _served: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[Any]]] = WeakKeyDictionary()
 
 
@@ -59,7 +60,6 @@ class VerifiersTaskset:
         return {"reward": float(sum(trace.reward for trace in traces)), INFO: metrics, "task": row % len(tasks)}
 
     def _raise(self, episode: Any) -> None:
-        """Raise InfraError or RolloutError for the first error of an episode."""
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not errors:
             return
@@ -67,7 +67,6 @@ class VerifiersTaskset:
         raise (InfraError if errors[0].type in _INFRA else RolloutError)(text)
 
     async def _environment(self) -> tuple[Any, list[Any]]:
-        """Return the environment, which the episodes of a run share, and its tasks."""
         by_key = _served.setdefault(asyncio.get_running_loop(), {})
         if self._key not in by_key:
             by_key[self._key] = asyncio.ensure_future(self._open())
@@ -95,35 +94,22 @@ class VerifiersTaskset:
 
     async def _open(self) -> tuple[Any, list[Any]]:
         made, tasks = await asyncio.to_thread(self.load)
-        await _serving.enter(made)
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(_serve(made, started))
+        _servers.add(task)
+        task.add_done_callback(_servers.discard)
+        await started
         return made, tasks
 
 
-class _Serving:
-    """The shared servers of environments, which a task per event loop holds open until the loop ends."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def enter(self, made: Any) -> None:
-        """Start the servers of an environment. They end when the event loop cancels its tasks."""
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._hold(made, started))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await started
-
-    async def _hold(self, made: Any, started: asyncio.Future[None]) -> None:
-        try:
-            async with made.serving():
-                started.set_result(None)
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.Event().wait()
-        except Exception as error:
-            if not started.done():
-                started.set_exception(InfraError(f"verifiers cannot serve: {type(error).__name__}: {error}"))
-            else:
-                raise
-
-
-_serving = _Serving()
+async def _serve(made: Any, started: asyncio.Future[None]) -> None:
+    """Run the servers of an environment, until the event loop cancels its tasks."""
+    try:
+        async with made.serving():
+            started.set_result(None)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+    except Exception as error:
+        if started.done():
+            raise
+        started.set_exception(InfraError(f"verifiers cannot serve: {type(error).__name__}: {error}"))

@@ -221,7 +221,6 @@ def parts_of(text: str) -> AnswerParts | None:
 
 
 def _is_group(text: str) -> bool:
-    """Return whether the bracket at the start closes at the end."""
     depth = 0
     for match in _TOKEN.finditer(text):
         if match[0] in _OPENING:

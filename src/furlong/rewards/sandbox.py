@@ -169,7 +169,6 @@ class Sandbox:
         return [o for outcomes, _ in answers for o in outcomes], [c for _, changes in answers for c in changes]
 
     async def _call(self, samples: Sequence[Sample], permits: asyncio.Semaphore) -> Scored:
-        """Make one call. Repeat it if another call in the same worker ended the worker."""
         fields = {"samples": [sample.to_dict() for sample in samples]}
         try:
             while True:

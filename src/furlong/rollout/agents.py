@@ -256,7 +256,6 @@ class AgentHooks:
 
 
 def _assigned(owner: Any) -> dict[str, Any]:
-    """Return the attributes of a class, and the names of its module."""
     module = sys.modules.get(str(getattr(owner, "__module__", "")))
     return dict(vars(owner)) | ({} if module is None else dict(vars(module)))
 

@@ -191,7 +191,6 @@ class EngineRollout:
                 self._start(pool.flight, group, pool.next_rollout)
 
     def _issue(self, pool: GroupPool) -> None:
-        """Start as many groups as may start."""
         while (room := pool.room) and not pool.data_ended:
             started = time.perf_counter()
             groups = self._source.next_groups(room)
@@ -227,7 +226,6 @@ class EngineRollout:
             return self._finish(state, groups, pool.lap())
 
     def _choose(self, state: _Round, pool: GroupPool) -> list[Group] | None:
-        """Return the groups of the rollout; None while more must complete."""
         if self._stale == "drop":
             for group in [group for group in pool.ready if self._is_stale(group, state.rollout_id)]:
                 pool.ready.remove(group)
@@ -331,7 +329,6 @@ class EngineRollout:
         self._ledger.dropped(group, reason)
 
     async def _stop(self, state: _Round) -> None:
-        """Abort what is still running and return it to the source."""
         flight = state.flight
         flight.is_collecting = False
         for group in state.spare:

@@ -82,7 +82,6 @@ def seed_of_task(rollout_seed: int, group_index: int | None) -> int:
 
 
 async def _play(environment: PlayedEnvironment, sample: Sample, seed: int, *, is_scored: bool) -> None:
-    """Alternate between the policy and the environment until one of them ends the episode."""
     prompt = sample.prompt
     task = Task(prompt if isinstance(prompt, str) else list(prompt), sample.label, sample.metadata, sample.tools)
     observation = await environment.reset(task, seed)
@@ -326,7 +325,6 @@ class _ThreadEnvironment:
             return await self._batched(step_many).step(self._instance, message, release)
 
     def _batched(self, step_many: StepMany) -> StepBatches:
-        """Return the batches of the class, which all episodes of the run share."""
         by_class = _batches.setdefault(asyncio.get_running_loop(), {})
         if type(self._instance) not in by_class:
             load, name = policy().load, f"environment {self._name}"

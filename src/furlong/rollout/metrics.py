@@ -96,7 +96,6 @@ def rollout_metrics(
 
 
 def _episodes(samples: Sequence[Sample]) -> Metrics:
-    """Measure the sessions of agents: {} without any."""
     episodes: list[dict[str, Any]] = [s.metadata[EPISODE] for s in samples if EPISODE in s.metadata]
     if not episodes:
         return {}
@@ -200,7 +199,6 @@ def _under(prefix: str, metrics: Metrics) -> Metrics:
 
 
 def _shape(samples: Sequence[Sample]) -> Metrics:
-    """Return length, truncation and repetition of responses; samples without a response are left out."""
     seen = [s for s in samples if s.status not in (Status.ABORTED, Status.FAILED) or s.response_length]
     if not seen:
         return {}
@@ -232,7 +230,6 @@ def _rewards(group: Group, reward_key: str | None) -> Floats:
 
 
 def _by_baseline(groups: Sequence[Group], reward_key: str | None) -> list[Floats]:
-    """Return the rewards that are compared with each other: those of each role of a prompt."""
     parts = [part for group in groups for part in by_role(group.samples).values()]
     return [np.array([scalar_reward(s, reward_key) for s in part if s.reward is not None]) for part in parts]
 
@@ -306,7 +303,6 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
 
 
 def _categories(samples: Sequence[Sample], key: str) -> Metrics:
-    """Return the share of each value of `key` in dict rewards."""
     scored = [s for s in samples if s.reward is not None]
     for s in scored:
         if not isinstance(s.reward, dict) or key not in s.reward:

@@ -275,7 +275,6 @@ def shortened(params: SamplingParams, limit: int) -> SamplingParams:
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:
-    """Return one completion of two, the second being the continuation of the first."""
     return dataclasses.replace(
         rest,
         tokens=[*first.tokens, *rest.tokens],

@@ -122,7 +122,6 @@ class FunctionRollout:
         return batch
 
     def _checked(self, group: Any) -> list[Sample]:
-        """Return the checked samples of a group. Raises RolloutError for an invalid group."""
         samples = _flat(group)
         for sample in samples:
             if sample.status is Status.FAILED:
@@ -279,7 +278,6 @@ class SplitRollout:
 
 
 def _flat(group: Any) -> list[Sample]:
-    """Return the samples of a group, flattening fanned-out samples."""
     members: list[Any] = list(group) if isinstance(group, list | tuple) else [None]
     samples: list[Any] = []
     for each in members:

@@ -218,7 +218,6 @@ def _mask(sample: Sample, *, mask_truncated: bool) -> NDArray[np.uint8]:
 
 
 def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
-    """Return a loss mask as an array. Raises DataError unless it has 0 or 1 for each response token."""
     try:
         values = np.asarray(mask)
     except (TypeError, ValueError, RuntimeError) as error:

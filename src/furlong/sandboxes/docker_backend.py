@@ -97,7 +97,6 @@ class DockerSandbox:
                 await asyncio.shield(self._call(["rm", "--force", container]))
 
     async def _repeated(self, script: str, data: bytes, path: str) -> bytes:
-        """Run a script that may be repeated, in a new attempt when the daemon fails."""
         done, kept = Ended(None, "not started"), self._spec.limits.file_bytes
         for _ in range(ATTEMPTS):
             done = await self._call(["exec", "-i", self._opened(), "/bin/sh", "-c", script], data, output_bytes=kept)
