@@ -12,8 +12,6 @@ import faulthandler
 import logging
 import os
 import re
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -37,18 +35,12 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a cancelled run to end; then its process is killed
 BLOCKED_S = 5.0  # beyond the first time that user code is seen to block the event loop
-DUMP_S = 10.0  # for the stack traces of another process
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
 CALLERS = ("furlong-trainer", "MainThread", "asyncio_")  # threads that call user code
 AWAITED = {"(rewards/": "REW03", "(sglang/http_": "ENG06"}  # part of a function's place, and the row of such a wait
 ENGINE_CALLS = ("Policy.generate", "generate_turn")
-WAITING = (  # files in which idle threads wait
-    "threading.py",
-    "queue.py",
-    "selectors.py",
-    "concurrent/futures/thread.py",
-)
+WAITING = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py")  # where idle threads wait
 
 Depths = Callable[[], Mapping[str, int]]
 OnHang = Literal["warn", "stop-user-code", "stop"]
@@ -120,9 +112,7 @@ class HangWatchdog:
 
     def _watch(self) -> None:
         probe = None
-        last = reported = noted = longest_pause_s = (
-            0.0  # times of heartbeats: the last one, and those that were reported
-        )
+        last = reported = noted = longest_pause_s = 0.0  # times of the last heartbeat, and of reported ones
         while not self._done.wait(min(self._seconds / 4, 5.0)):
             self._await_lock()
             if probe is None and self._loop is not None:
@@ -159,18 +149,17 @@ class HangWatchdog:
             logger.error("no progress for %s s while the run is built: %s; all stack traces are in %s",
                          fields["seconds"], fields["doing"], fields["report"])  # fmt: skip
 
-    def _user_code(self) -> str | None:
-        """Return where user code stands that the run waits for; None if it waits for something else.
+    def _waits_for_user_code(self) -> bool:
+        """Whether the run waits for user code.
 
         A function that keeps sending requests is not waited for, nor is one whose siblings have requests in flight.
         """
         if heartbeat.notes().get("request", 0) > self._requests:
-            return None
-        for name in CALLERS:
-            if (busy := _busy_frames(name)) is not None and is_user_file(busy[0].f_code.co_filename):
-                return _place(busy[0])
-        waits = list(self._user_waits())
-        return str(waits[0]) if waits and not any(wait.for_engine for wait in waits) else None
+            return False
+        if any((busy := _busy_frames(name)) and is_user_file(busy[0].f_code.co_filename) for name in CALLERS):
+            return True
+        waits = self._user_waits()
+        return bool(waits) and not any(wait.for_engine for wait in waits)
 
     def _await_lock(self) -> None:
         """Have the stacks printed, and the process exit without --on-hang warn, if this is not called again in time.
@@ -193,7 +182,7 @@ class HangWatchdog:
     def _report(self, seconds: float) -> bool:
         """Report a hang; returns whether it ends the run."""
         is_ending = (self._stops == "stop" and self._observer is not None) or (
-            self._stops != "warn" and self._user_code() is not None
+            self._stops != "warn" and self._waits_for_user_code()
         )
         others = self._other_stacks()
         doing, probable = self._activity(describe_ranks(others))
@@ -211,8 +200,10 @@ class HangWatchdog:
             file.write(f"\nthreads of this process ({os.getpid()}):\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\nchild processes:\n")
             for child in psutil.Process().children(recursive=True):
-                file.write(f"\nprocess {child.pid}:\n{stacks_of(child)}\n")
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    file.write(f"  {child.pid}: {' '.join(child.cmdline())}\n")
             for name, text in others.items():
                 file.write(f"\n{name}:\n{text}\n")
         self._notify(
@@ -273,7 +264,7 @@ class HangWatchdog:
             )
         if in_engine:
             return in_engine, "HANG01"
-        if threads := user_code_in_threads():
+        if threads := _user_code_in_threads():
             return f"user code runs in threads of its own: {'; '.join(threads[:3])}", "HANG01"
         lines = self._waits()
         row = next((row for part, row in AWAITED.items() if any(part in line for line in lines)), None)
@@ -313,27 +304,14 @@ def task_wait(task: asyncio.Task[Any]) -> TaskWait:
     return TaskWait(place, is_user, for_engine)
 
 
-def user_code_in_threads() -> list[str]:
-    """Return the innermost places of user code in threads of its own, such as those of environments."""
-    places: list[str] = []
-    for innermost in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
-        frame: FrameType | None = innermost
-        while frame is not None and not is_user_file(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is not None and not innermost.f_code.co_filename.endswith(WAITING):
-            places.append(_place(frame))
-    return places
-
-
 def busy_in(thread_name: str) -> str | None:
     """Return where a thread of this process is busy; None if it is idle or does not exist.
 
     That is the innermost function of the user or of furlong, and what it calls in a library, such as an operator.
     """
-    found = _busy_frames(thread_name)
-    if found is None:
+    if (frames := _busy_frames(thread_name)) is None:
         return None
-    frame, innermost = found
+    frame, innermost = frames
     return _place(frame) if frame is innermost else f"{_place(frame)}, calling {innermost.f_code.co_qualname}"
 
 
@@ -342,37 +320,27 @@ def _busy_frames(thread_name: str) -> tuple[FrameType, FrameType] | None:
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  documented, for debuggers
     frames.pop(threading.get_ident(), None)  # a cycle with this function's own frame would keep all of them
     for thread in threading.enumerate():
-        if not thread.name.startswith(thread_name) or thread.ident not in frames:
-            continue
-        innermost = frames[thread.ident]
-        if innermost.f_code.co_filename.endswith(WAITING):
+        innermost = frames.get(thread.ident or 0) if thread.name.startswith(thread_name) else None
+        if innermost is None or innermost.f_code.co_filename.endswith(WAITING):
             continue
         frame: FrameType | None = innermost
         while frame is not None and is_library_file(frame.f_code.co_filename) and not is_event_loop(frame):
             frame = frame.f_back
-        if frame is not None and is_event_loop(frame):
-            continue  # between two tasks
-        return frame or innermost, innermost
+        if frame is None or not is_event_loop(frame):  # which is between two tasks
+            return frame or innermost, innermost
     return None
 
 
-def stacks_of(process: psutil.Process) -> str:
-    """Return the command and stack traces of another process, read by py-spy if it is installed."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.Error as error:
-        return f"(gone: {error})"
-    local = Path(sys.executable).with_name("py-spy")
-    tool = str(local) if local.exists() else shutil.which("py-spy")
-    if tool is None:
-        return f"{command}\n(install py-spy to see its stack traces)"
-    try:
-        done = subprocess.run(
-            [tool, "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=DUMP_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"{command}\n(py-spy did not answer within {DUMP_S:g} s)"
-    return f"{command}\n{done.stdout or done.stderr}"
+def _user_code_in_threads() -> list[str]:
+    """Return the innermost places of user code in threads of its own, such as those of environments."""
+    places: list[str] = []
+    for innermost in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
+        frame: FrameType | None = innermost
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None and not innermost.f_code.co_filename.endswith(WAITING):
+            places.append(_place(frame))
+    return places
 
 
 def _place(frame: FrameType) -> str:
@@ -381,52 +349,29 @@ def _place(frame: FrameType) -> str:
 
 
 WORK = "cluster/rank_actor.py"  # frames above it execute a call of the driver
-FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
-WAITS = ("torch/distributed/",)  # an innermost function there waits for other ranks
-
-
-@dataclass(frozen=True)
-class RankActivity:
-    """Return a rank's innermost function, and the innermost furlong function that called it."""
-
-    where: str
-    caller: str
-    waits: bool
-
-    def text(self) -> str:
-        """Describe it, as in `waits in all_reduce (...), from optim_step (...)`."""
-        caller = f", from {self.caller}" if self.caller and self.caller != self.where else ""
-        return f"{'waits in' if self.waits else 'is in'} {self.where}{caller}"
-
-
-def rank_activity(stacks: str) -> RankActivity | None:
-    """Parse faulthandler's stack traces of a rank; None if no thread executes a call of the driver."""
-    for thread in re.split(r"\n\s*\n|(?=^(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE):
-        if WORK not in thread:
-            continue
-        frames = [(m["path"], m["line"], m["name"]) for m in FRAME.finditer(thread)]
-        caller = next((f for f in frames if "/furlong/" in f[0] and WORK not in f[0]), None)
-        return RankActivity(
-            where=_frame_place(frames[0]),
-            caller="" if caller is None else _frame_place(caller),
-            waits=any(part in frames[0][0] for part in WAITS),
-        )
-    return None
+FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
+COLLECTIVES = "torch/distributed/"  # an innermost function there waits for other ranks
 
 
 def describe_ranks(stacks: Mapping[str, str]) -> str:
-    """Describe all ranks in one line, those that the others wait for first; "" if the driver called none."""
-    activities = {name: rank_activity(text) for name, text in stacks.items()}
-    silent = [f"{name} {text.strip()}" for name, text in stacks.items() if text.startswith("(")]
-    busy = [f"{name} {each.text()}" for name, each in activities.items() if each is not None and not each.waits]
+    """Describe faulthandler's stack traces of ranks in one line, those that the others wait for first.
+
+    Returns "" if no rank executes a call of the driver. A text in parentheses says why a rank has no stack trace.
+    """
+    silent, busy = list[str](), list[str]()
     waiting: dict[str, list[str]] = {}
-    for name, each in activities.items():
-        if each is not None and each.waits:
-            waiting.setdefault(each.text(), []).append(name.partition(",")[0])
-    parts = [*silent, *busy, *(f"{', '.join(names)}: {text}" for text, names in waiting.items())]
-    return "; ".join(parts)
-
-
-def _frame_place(frame: tuple[str, str, str]) -> str:
-    path, line, name = frame
-    return f"{name} ({'/'.join(Path(path).parts[-2:])}:{line})"
+    for name, text in stacks.items():
+        if text.startswith("("):
+            silent.append(f"{name} {text.strip()}")
+        threads = re.split(r"\n\s*\n|(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
+        frames = next((FRAME.findall(thread) for thread in threads if WORK in thread), [])
+        if not frames:
+            continue
+        own = next((frame for frame in frames if "/furlong/" in frame[0] and WORK not in frame[0]), frames[0])
+        where, caller = (f"{f} ({'/'.join(Path(path).parts[-2:])}:{line})" for path, line, f in (frames[0], own))
+        where += f", from {caller}" if caller != where else ""
+        if COLLECTIVES in frames[0][0]:
+            waiting.setdefault(where, []).append(name.partition(",")[0])
+        else:
+            busy.append(f"{name} is in {where}")
+    return "; ".join([*silent, *busy, *(f"{', '.join(names)}: waits in {at}" for at, names in waiting.items())])

@@ -21,18 +21,11 @@ from torch import Tensor
 from furlong.core.batch import FloatArray, IntArray, RolloutBatch
 from furlong.core.metric import Metrics, maximum, mean
 from furlong.core.sample import UNKNOWN_VERSION
-from furlong.diagnosis.monitors.numeric_monitors import NUMERIC
 from furlong.interfaces import SamplingParams, TokenStats
 
 Cause = Literal[
-    "stale_version",
-    "sampling_transform",
-    "flat",
-    "quantization",
-    "routing",
-    "numerics",
-    "unexplained",
-]
+    "stale_version", "sampling_transform", "flat", "quantization", "routing", "numerics", "unexplained"
+]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FLOOR = 1e-4  # smaller gaps are float noise and ignored
 EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
@@ -75,11 +68,10 @@ def attribute(
     """Attribute each token's gap to the first cause that applies, in the order of `CAUSES`.
 
     A token is stale if older weights sampled it, and rerouted if trainer and engine chose different experts.
-    `transformed_R` has the trainer's log-probs under other sampling parameters: the closest one applies if it
-    explains most of the remaining gap. Log-probs are flat if all tokens have the same. `quantized_R` has the
-    trainer's log-probs with the engine's quantized weights: quantization applies where they explain most of the
-    gap. The rest is numerics (precision and kernels) up to `NUMERIC`, and unexplained above; all of it is numerics
-    if both compute in bfloat16 and its mean is at most `rounding_limit`.
+    `transformed_R` has the trainer's log-probs under other sampling parameters: the closest one applies if it explains
+    most of the remaining gap. Log-probs are flat if all tokens have the same. `quantized_R` has the trainer's log-probs
+    with the engine's quantized weights: quantization applies where they explain most of the gap. The rest is numerics
+    if its mean is at most `rounding_limit`, which bfloat16 explains, and otherwise unexplained.
     """
     gap_R = np.abs(engine_R - trainer_R)
     gap_R = np.where(gap_R < FLOOR, 0.0, gap_R)
@@ -102,7 +94,7 @@ def attribute(
     take("quantization", is_explained_R)
     take("routing", none_R if is_rerouted_R is None else is_rerouted_R)
     is_rounding = bool(left_R.any()) and float(gap_R[left_R].mean()) <= rounding_limit
-    take("numerics", ~none_R if is_rounding else gap_R <= NUMERIC)
+    take("numerics", ~none_R if is_rounding else none_R)
     take("unexplained", ~none_R)
     return Attribution(shares, name, rounding_limit)
 
@@ -122,14 +114,13 @@ def _best_transform(
     return name, np.abs(engine_R - transformed_R[name]) <= EXPLAINED * gap_R
 
 
-def transforms(
-    logits_RV: Tensor, tokens_R: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0
-) -> dict[str, Floats]:
+def transforms(logits_RV: Tensor, tokens_R: Tensor, sampling: SamplingParams) -> dict[str, Floats]:
     """Compute log-probs of `tokens_R` under other sampling parameters, by name of the transform.
 
     These are other temperatures, and the distribution after top-k, top-p and min-p if enabled (a token outside of it
-    keeps its plain log-prob). `logits_RV` are the trainer's, divided by `temperature`.
+    keeps its plain log-prob). `logits_RV` are the trainer's, divided by the temperature.
     """
+    temperature = sampling.temperature
     logits_RV = logits_RV.double()
     index_R1 = tokens_R[:, None]
     transformed: dict[str, Floats] = {}
@@ -137,9 +128,14 @@ def transforms(
         if abs(other - temperature) > 1e-6:
             scaled_RV = (logits_RV * (temperature / other)).log_softmax(-1)
             transformed[f"temperature {other:g}"] = scaled_RV.gather(1, index_R1)[:, 0].cpu().numpy()
-    if top_p < 1 or top_k > 0 or min_p > 0:
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
         plain_RV = logits_RV.log_softmax(-1)
-        kept_RV = _kept(plain_RV.exp(), top_p=top_p, top_k=top_k, min_p=min_p)
+        ordered_RV, order_RV = plain_RV.exp().sort(-1, descending=True)
+        kept_RV = (ordered_RV.cumsum(-1) - ordered_RV) < sampling.top_p
+        if sampling.top_k > 0:
+            kept_RV[:, sampling.top_k :] = False
+        kept_RV &= ordered_RV >= sampling.min_p * ordered_RV[:, :1]
+        kept_RV = torch.zeros_like(kept_RV).scatter(1, order_RV, kept_RV)
         cut_R = plain_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1).gather(1, index_R1)[:, 0]
         is_in_R = kept_RV.gather(1, index_R1)[:, 0]
         transformed["after top-p, top-k, min-p"] = (
@@ -160,16 +156,6 @@ def rounding_limit(logits_RV: Tensor, tokens_R: Tensor) -> float:
     chosen_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
     moved_R = (1 - 2 * chosen_R + probs_RV.square().sum(-1)).clamp(min=0).sqrt()
     return ROUNDINGS * float((BF16_ROUNDING * logits_RV.std(-1) * moved_R).mean())
-
-
-def _kept(probs_RV: Tensor, *, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Return which tokens the filters keep, [R, V]."""
-    ordered_RV, order_RV = probs_RV.sort(-1, descending=True)
-    kept_RV = (ordered_RV.cumsum(-1) - ordered_RV) < top_p
-    if top_k > 0:
-        kept_RV[:, top_k:] = False
-    kept_RV &= ordered_RV >= min_p * ordered_RV[:, :1]
-    return torch.zeros_like(kept_RV).scatter(1, order_RV, kept_RV)
 
 
 logger = logging.getLogger(__name__)
@@ -263,7 +249,7 @@ class LogProbSelfTest:
         if versions is not None:
             is_stale = ((versions != batch.rollout_id) & (versions != UNKNOWN_VERSION))[keep]
 
-        sampling, others, is_rerouted, limit = self.sampling, {}, None, 0.0
+        others, is_rerouted, limit = dict[str, Floats](), None, 0.0
         if look is not None:
             stats = look(rows)
             assert stats.logits_RV is not None
@@ -275,14 +261,7 @@ class LogProbSelfTest:
             tokens_R = torch.from_numpy(tokens[keep]).long().to(logits_RV.device)
             if self.is_bfloat16:
                 limit = rounding_limit(logits_RV, tokens_R)
-            others = transforms(
-                logits_RV,
-                tokens_R,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-            )
+            others = transforms(logits_RV, tokens_R, self.sampling)
         quantized_R = None if look_quantized is None else look_quantized(rows)
         return attribute(
             part.columns["rollout_log_probs"][keep].astype(np.float64),

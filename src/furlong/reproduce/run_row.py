@@ -18,6 +18,7 @@ import torch
 
 from furlong.errors import ConfigError, DataError, RolloutError
 from furlong.files.atomic import write_atomically
+from furlong.reproduce.curves import Panel, svg_of
 from furlong.reproduce.intervals import accuracy_interval
 from furlong.reproduce.rows import (
     ResultRow,
@@ -29,7 +30,6 @@ from furlong.reproduce.rows import (
     shown_command,
     write_data,
 )
-from furlong.tools.run_plot import Panel, svg_of
 from furlong.tracking.rollout_dump import load_samples
 from furlong.tracking.run_files import read_steps
 

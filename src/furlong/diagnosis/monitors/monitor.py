@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.catalogue import Diagnosis, Severity, diagnosis
-from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import first_quantized, quantized_kv_cache, trained_model
-from furlong.config.facts import max_staleness
 from furlong.config.sections import Config
-from furlong.core.algorithms import ALGORITHMS
 from furlong.core.model_config import read_json
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
@@ -99,25 +96,12 @@ class RunFacts:
     @property
     def first_step(self) -> int:
         """The step of the first batch, unless the run resumes."""
-        start = 0 if self.config.checkpoint.load is not None else self.config.data.start_rollout_id or 0
-        return start + 1
+        return 1 if self.config.checkpoint.load is not None else 1 + (self.config.data.start_rollout_id or 0)
 
     @property
     def num_samples(self) -> int:
         """Samples per rollout."""
         return self.config.data.rollout_batch_size * self.config.data.n_samples_per_prompt
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.config.train.num_steps_per_rollout or 1
-
-    @property
-    def max_staleness(self) -> float:
-        """The most rollouts that a policy can lag behind; infinite without training or with recorded rollouts."""
-        if self.config.debug.debug_rollout_only or self.config.debug.load_debug_rollout_data:
-            return math.inf
-        return max_staleness(self.config)
 
     @property
     def has_old_policy(self) -> bool:
@@ -137,29 +121,6 @@ class RunFacts:
             "--rollout-function-path": rollout.rollout_function_path,
         }
         return next((flag for flag, value in flags.items() if value), None)
-
-    @property
-    def has_reward_server(self) -> bool:
-        """Whether rewards come from --rm-url."""
-        reward = self.config.reward
-        return reward.custom_rm_path is None and (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
-
-    @property
-    def can_run_ahead(self) -> bool:
-        """Whether --async-buffer-size could let rollouts run ahead of training, and does not yet."""
-        config = self.config
-        return not (config.rollout.async_buffer_size or config.cluster.colocate or config.debug.debug_rollout_only)
-
-    @property
-    def compares_in_groups(self) -> bool:
-        """Whether a reward's baseline is its prompt group. Assumed of algorithms that this process does not know."""
-        row = ALGORITHMS.get(self.config.algo.advantage_estimator)
-        return self.config.algo.rewards_normalization and (row is None or row.baseline != "none")
-
-    @property
-    def normalizes_spread(self) -> bool:
-        """Whether advantages are divided by a standard deviation."""
-        return self.config.algo.grpo_std_normalization or self.config.algo.normalize_advantages
 
     @property
     def transport(self) -> str:
@@ -252,7 +213,7 @@ class StepContext:
     @property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of this rollout; with another batch size than the flags if it was made before a resume."""
-        return int(self.row.get("train/num_steps", self.facts.steps_per_rollout))
+        return int(self.row.get("train/num_steps", self.facts.config.train.num_steps_per_rollout or 1))
 
     @property
     def trains_foreign_tokens(self) -> bool:

@@ -16,7 +16,6 @@ KL_JITTER, KL_WRONG = 1e-4, 1.0
 # precision, furlong's own engine and trainer measure 1e-7 (float32), in bfloat16 at most 7e-3 with trained models, and
 # up to 0.1 with random ones of large logits (`self_test.rounding_limit`).
 GAP_WARNING, GAP_ERROR = 0.03, 0.1
-NUMERIC = 1.0  # a larger gap on a token is not numerics: equal weights in bfloat16 differ by at most 0.1 or so
 # The same on tokens of an older policy, averaged over steps: how far the policy has moved since. The quickstart's model
 # over 40 rollouts with 1 to 5 in flight: below 0.1 it learned as in a synchronous run, from 0.2 on less or not at all.
 DRIFT, DRIFT_ROWS = 0.2, 8
@@ -87,11 +86,11 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     }
     largest = now.row.get("selftest/logp_max_diff")
     by_size = sorted(shares.items(), key=lambda item: -item[1])
-    labels = {"numerics": f"{kv_cache} KV cache and numerics"} if (kv_cache := now.facts.quantized_kv_cache) else {}
-    causes = ", ".join(f"{labels.get(name, name.replace('_', ' '))} {share:.0%}" for name, share in by_size)
-    cause, remedy = _mismatch_cause(now, [name for name, _ in by_size])
+    causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
+    first = by_size[0][0] if by_size else ""
+    cause, remedy = _mismatch_cause(now, first)
     severity: Severity = "error" if gap > GAP_ERROR else "warning"
-    if gap <= GAP_ERROR and by_size and by_size[0][0] in ("numerics", "quantization") and now.facts.config.algo.use_tis:
+    if gap <= GAP_ERROR and first in ("numerics", "quantization", "unexplained") and now.facts.config.algo.use_tis:
         severity = "info"  # which importance sampling corrects
     return now.alert(
         "NUM02",
@@ -172,49 +171,34 @@ MISMATCH_REMEDIES = {
     "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
     "and `furlong doctor --explain SYNC04`)",
     "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
-    "kv_cache": "use --sglang-kv-cache-dtype auto (in --sglang-config: kv_cache_dtype of the group), or correct the "
-    "difference with --use-tis",
-    "external_kv_cache": "start the engines' servers with --kv-cache-dtype auto, or correct the difference with "
-    "--use-tis",
     "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
-    "numerics": "use the same precision in engine and trainer (--embedded-dtype auto), or correct with --use-tis",
-    "unexplained": "compare the weights with --check-weight-update-equal; if they are equal, look at what sets "
-    "rollout_log_probs and the prompt in your functions, and at the engine's sampling parameters",
+    "numerics": "correct the difference with --use-tis, or compute in float32 (--embedded-dtype float32, --fp32)",
+    "unexplained": "use the same precision in engine and trainer (--embedded-dtype auto), and compare the weights with "
+    "--check-weight-update-equal; if both are equal, look at what sets rollout_log_probs and the prompt in your "
+    "functions, and at the engine's sampling parameters; --use-tis corrects small differences",
 }
 
 
-def _mismatch_cause(now: StepContext, by_size: list[str]) -> tuple[str | None, str]:
-    """Return the cause (None: the catalogue's) and the remedy. `by_size` are the self-test's causes, largest first."""
-    first = by_size[0] if by_size else ""
-    if first == "numerics" and now.row.get(GAP, 0.0) > NUMERIC:
-        first = "unexplained"
-    kv_cache = now.facts.quantized_kv_cache
-    is_external = now.facts.config.cluster.engine == "external"
-    flag = "--kv-cache-dtype" if is_external else "--sglang-kv-cache-dtype"
+def _mismatch_cause(now: StepContext, first: str) -> tuple[str | None, str]:
+    """Return the cause (None: the catalogue's) and the remedy. `first`: the largest share, "" without a self-test."""
+    config, first = now.facts.config, first or "unexplained"
+    causes, remedy = list[str](), MISMATCH_REMEDIES[first]
     if first == "quantization":
-        cause = "The engine computes with quantized weights, the trainer does not."
-        if kv_cache:
-            cause += f" Apart from that, the engine rounds keys and values to {kv_cache} ({flag})."
-        return cause, MISMATCH_REMEDIES[first]
-    if kv_cache and first in ("numerics", ""):
-        return (
-            f"The engine rounds keys and values to {kv_cache} ({flag}); the trainer does not.",
-            MISMATCH_REMEDIES["external_kv_cache" if is_external else "kv_cache"],
-        )
-    if first == "unexplained":
-        cause = (
-            "Gaps above 1 per token are not numerics: the engine has other weights, or the log-probs, the tokens or "
-            "their context are not those of the engine's completion."
-        )
-        least = now.facts.config.rollout.rollout_min_new_tokens
-        if least and now.facts.config.cluster.engine != "embedded":
-            cause += f" Or --rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs."
-        if kv_cache:
-            cause += f" Or {flag} {kv_cache}: try auto, which does not round keys and values."
-        return cause, MISMATCH_REMEDIES[first]
-    if first:
-        return None, MISMATCH_REMEDIES[first]
-    return None, "find the cause with --debug-determinism and --check-weight-update-equal; --use-tis corrects the rest"
+        causes.append("The engine computes with quantized weights, the trainer does not.")
+    elif first == "numerics":
+        causes.append("Engine and trainer compute in bfloat16, whose rounding explains a gap of this size.")
+    kv_cache = now.facts.quantized_kv_cache
+    if kv_cache and first in ("quantization", "numerics", "unexplained"):
+        is_external = config.cluster.engine == "external"
+        flag = "--kv-cache-dtype" if is_external else "--sglang-kv-cache-dtype"
+        causes.append(f"The engine rounds keys and values to {kv_cache} ({flag}); the trainer does not.")
+        where = "start the engines' servers with" if is_external else "use"
+        group = "" if is_external else " (in --sglang-config: kv_cache_dtype of the group)"
+        remedy = f"{where} {flag} auto{group}; {remedy}"
+    least = config.rollout.rollout_min_new_tokens
+    if first == "unexplained" and least and config.cluster.engine != "embedded":
+        causes.append(f"--rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs.")
+    return " ".join(causes) or None, remedy
 
 
 def unlikely_responses(now: StepContext) -> Alert | None:
@@ -290,20 +274,16 @@ def gradient(now: StepContext) -> Alert | None:
 
 
 def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> Alert:
-    spread = now.row.get("rollout/reward_range", 0.0)
-    cause, remedy = (
-        None,
-        (
-            "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
-            "--label-key"
-        ),
+    spread, algo = now.row.get("rollout/reward_range", 0.0), now.facts.config.algo
+    remedy = (
+        "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
+        "--label-key"
     )
+    cause = None
     if name == "train/ppo_kl":
-        cause, remedy = (
-            "Two passes over the same weights differ: kernels, or a split over ranks.",
-            f"{remedy}; try --fp32",
-        )
-    elif not now.facts.normalizes_spread and spread > WIDE_REWARDS:
+        cause = "Two passes over the same weights differ: kernels, or a split over ranks."
+        remedy += "; try --fp32"
+    elif not (algo.grpo_std_normalization or algo.normalize_advantages) and spread > WIDE_REWARDS:
         cause = (
             f"Rewards spread over {spread:.4g} and are not divided by their standard deviation, so the gradient grows "
             "with them."

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from furlong.config.checks.value_checks import BOXED
+from furlong.config.facts import max_staleness
+from furlong.core.algorithms import ALGORITHMS
 from furlong.diagnosis.monitors.monitor import HISTORY, Alert, Row, RunFacts, StepContext, StepMonitor
 from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
-TRUNCATED, TRUNCATED_SAMPLES = (
-    0.9,
-    32,
-)  # share of the first samples; tight limits of healthy recipes truncate 0.3 to 0.7
+TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
 SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
 ENDED, BROKEN_ROWS = 0.1, 8  # share cut off at first, and steps in a row later, of a policy that training broke
 NO_SPREAD_STEPS, NO_SPREAD_SAMPLES = 3, 64  # in a row; at 10 % right answers, 64 are equal once in 700 times
@@ -148,7 +148,10 @@ def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
 
 
 def _compares_in_groups(row: Row, facts: RunFacts) -> bool:
-    return (facts.compares_in_groups and "rollout/zero_std_frac" in row) or "rollout/reward_range" not in row
+    algo = facts.config.algo
+    row_of = ALGORITHMS.get(algo.advantage_estimator)  # None for one that this process does not know
+    in_groups = algo.rewards_normalization and (row_of is None or row_of.baseline != "none")
+    return (in_groups and "rollout/zero_std_frac" in row) or "rollout/reward_range" not in row
 
 
 def _rows_without_spread(now: StepContext, reward: float) -> int:
@@ -297,22 +300,22 @@ def reward_wait(now: StepContext) -> Alert | None:
     if any(s < max(REWARD_SHARE * whole, REWARD_LEAST_S) for s, whole in zip(waits, wholes, strict=True)):
         return None
     seconds, whole = sum(waits) / REWARD_ROWS, sum(wholes) / REWARD_ROWS
-    timed_out, facts = now.row.get("rollout/reward_timed_out", 0.0), now.facts
-    reward, timeout_s = facts.config.reward, facts.config.fault.reward_timeout
+    timed_out, config = now.row.get("rollout/reward_timed_out", 0.0), now.facts.config
+    reward, timeout_s = config.reward, config.fault.reward_timeout
     workers = f"raise --num-reward-workers (now {reward.num_reward_workers}), up to the number of free CPUs"
     remedies = [
         f"lower --reward-timeout (now {timeout_s:g} s) if calls hang: {timed_out:.0f} of this step used all of it"
         if timed_out
         else "",
         "use a faster server at --rm-url, or several behind that address"
-        if facts.has_reward_server
+        if reward.custom_rm_path is None and (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
         else workers + (", if the function computes" if reward.custom_rm_path else ""),
         "if it waits for a server or a process, make it an `async def` function: a worker then has many calls in "
         "flight instead of one"
         if reward.custom_rm_path
         else "",
         "use --async-buffer-size 1, which scores a rollout while the previous one is trained on"
-        if facts.can_run_ahead
+        if not (config.rollout.async_buffer_size or config.cluster.colocate or config.debug.debug_rollout_only)
         else "",
     ]
     return now.alert(
@@ -347,9 +350,10 @@ def data_wait(now: StepContext) -> Alert | None:
 def staleness(now: StepContext) -> Alert | None:
     """ASYNC01: staleness of the trained tokens against the bound that the flags promise."""
     oldest, mean = now.row.get("rollout/staleness/max"), now.row.get("rollout/staleness/mean")
-    bound, rollout = now.facts.max_staleness, now.facts.config.rollout
-    if oldest is None or mean is None:
+    config, rollout = now.facts.config, now.facts.config.rollout
+    if oldest is None or mean is None or config.debug.debug_rollout_only or config.debug.load_debug_rollout_data:
         return None
+    bound = max_staleness(config)
     # Partial rollouts carry tokens over, so the bound then applies to the mean.
     age = mean if rollout.partial_rollout else oldest
     if age <= bound + (1 if rollout.partial_rollout else 0):

@@ -10,14 +10,13 @@ from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import config_from_values
-from furlong.config.flag_spec import FlagSpec, flag_specs
+from furlong.config.flag_spec import flag_specs
 from furlong.config.flag_values import value_from_yaml
 from furlong.config.sections import Config, by_field
 from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import CONNECTED, MonitorSuite, RunFacts
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, read_intact_rows, read_sections, read_steps, torn_lines
-from furlong.version import __version__
 
 IN_FLIGHT = 4  # steps of a run in progress that may be in its events and not yet in its metrics
 SHOWN = 8  # damaged lines or flags that are listed
@@ -43,9 +42,7 @@ class RecordedRun:
         """Read a folder. Raises ConfigError, which calls it `name`, if it has no readable config.json of a run."""
         sections = read_sections(folder, name)
         events = read_intact_rows(folder / EVENTS, "event")[0]
-        start = next((event for event in reversed(events) if event["event"] == "start"), None)
-        is_same_version = start is not None and start.get("version") == __version__
-        config, problems = config_from_sections(sections, is_complete=is_same_version)
+        config, problems = config_from_sections(sections)
         run = RecordedRun(folder, config, read_steps(folder), events, [])
         if problems:
             run.problems.append(f"{CONFIG}: {abbreviate(problems, SHOWN, separator='; ')}")
@@ -123,35 +120,19 @@ class RecordedRun:
         ]
 
 
-def config_from_sections(
-    sections: Mapping[str, Mapping[str, Any]], *, is_complete: bool = False
-) -> tuple[Config, list[str]]:
+def config_from_sections(sections: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
     """Return the flags of a `config.json`, section -> field -> value, and what is wrong with them.
 
-    A flag with a value of another type has its default. Flags that this version lacks are ignored, because another
-    version may have written the file. `is_complete`: this version did, so that a missing flag is a problem.
+    A flag that is missing or has a value of another type has its default. Flags that this version lacks are ignored.
     """
     flags, values, problems = by_field(sections), dict[str, Any](), list[str]()
     for name, spec in flag_specs(Config).items():
-        if name not in flags:
-            if is_complete and not spec.is_secret:
-                problems.append(f"{spec.section}.{name} is missing")
-            continue
-        try:
-            values[name] = _checked(spec, flags[name])
-        except ValueError as error:
-            problems.append(f"{spec.section}.{name} {error}")
+        if name in flags:
+            try:
+                values[name] = value_from_yaml(spec, flags[name])
+            except ValueError as error:
+                problems.append(f"{spec.section}.{name} {error}")
     return config_from_values(values), problems
-
-
-def _checked(spec: FlagSpec, recorded: Any) -> Any:
-    """Return a recorded value. Raises ValueError if it has another type, or is outside of the flag's interval."""
-    value = value_from_yaml(spec, recorded)
-    if spec.within is not None and value is not None and value != spec.default:  # a required flag's is outside
-        numbers: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
-        if wrong := [number for number in numbers if number not in spec.within]:
-            raise ValueError(f"is {wrong[0]}, expected a number in {spec.within.text}")
-    return value
 
 
 def _damaged_lines(folder: Path) -> list[str]:

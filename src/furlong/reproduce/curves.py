@@ -1,4 +1,4 @@
-"""Curves of runs as an SVG picture, drawn without a plotting library."""
+"""Curves of a row's runs as an SVG picture, drawn without a plotting library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-
-from furlong.core.text import did_you_mean
-from furlong.errors import ConfigError
-from furlong.tracking.console import is_eval_mean
-from furlong.tracking.run_files import read_steps
 
 Points = Sequence[tuple[int, float]]
 
@@ -20,7 +14,6 @@ LEGEND_LINE = 20
 DIGIT = 8  # width of a digit, rounded up
 COLORS = ("#00796b", "#c2410c", "#1d4ed8", "#a21caf", "#4d7c0f", "#be123c", "#0e7490", "#6d28d9")
 TEXT, GRID = "#3d4650", "#d5dae0"  # readable on white
-REWARD, LOSS = "rollout/raw_reward", "train/nll"
 
 
 @dataclass(frozen=True)
@@ -29,35 +22,6 @@ class Panel:
 
     metric: str
     curves: Mapping[str, Points]
-
-
-def panels_of(folders: Sequence[Path], metrics: Sequence[str] = ()) -> list[Panel]:
-    """Read the curves of runs; by default reward (or the loss of SFT) and evaluations.
-
-    Raises ConfigError if no run has recorded a step, and for a metric that none of them has.
-    """
-    rows = {str(folder): read_steps(folder) for folder in folders}
-    known = sorted({name for steps in rows.values() for _, values in steps for name in values})
-    if not known:
-        shown = ", ".join(map(str, folders))
-        raise ConfigError(f"{shown}: no recorded step in metrics.jsonl; give a run directory (--output-dir)")
-    problems: list[str] = []
-    for name in metrics:
-        if name not in known:
-            _, hint = did_you_mean(name, known)
-            problems.append(
-                f"--metric {name}: no run has recorded it; {hint or f'use one of {len(known)}, such as {known[0]}'}"
-            )
-    if problems:
-        raise ConfigError(*problems)
-    chosen = list(metrics) or [name for name in (REWARD, LOSS) if name in known] + list(filter(is_eval_mean, known))
-    return [
-        Panel(
-            name,
-            {run: [(step, values[name]) for step, values in steps if name in values] for run, steps in rows.items()},
-        )
-        for name in chosen or known[:1]
-    ]
 
 
 def svg_of(panels: Sequence[Panel]) -> str:
