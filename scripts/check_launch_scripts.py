@@ -31,7 +31,7 @@ from launch_standins import Flags, model_config, rewrite_paths, write_model, wri
 
 ADDED = ("--train-backend", "megatron", "--engine", "sglang")
 HIDDEN = ("slime", "train.py", "train_async.py", ".git", "runs")  # of the checkout: furlong takes their place
-LIMIT_S = 180
+LIMIT_S = 600
 WORKERS = 2
 
 # Reasons that other work removes, or that are meant: what a problem contains, by its category. The first that matches.
