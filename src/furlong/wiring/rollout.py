@@ -25,7 +25,7 @@ from furlong.config.environment_specs import parse_env_workers, parse_environmen
 from furlong.config.evaluation import EvalSpec
 from furlong.config.facts import is_started, max_staleness, returns_routes, routing_of, shares_groups
 from furlong.config.hooks import Hooks, usable_hooks
-from furlong.config.sections import Config, SessionFlags
+from furlong.config.sections import Config, RolloutFlags, SessionFlags
 from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.sample import Group, Sample
@@ -180,7 +180,7 @@ def _engine_rollout(
     if shares_groups(config):
         pool = GroupPool(batch_size=batch_size, max_staleness=max_staleness(config), stale=flags.stale_tokens)
     return EngineRollout(
-        generation=_generation(context, engine),
+        generation=_generation(context, engine, flags),
         source=source,
         ledger=ledger,
         conversion=_conversion(context),
@@ -229,11 +229,13 @@ def _report(context: RunContext) -> SampleReport:
     return SampleReport(config.track, context.hooks, reward_key=config.reward.reward_key, args=context.args)
 
 
-def _generation(context: RunContext, engine: Engine, *, evaluation: bool = False) -> Generation:
+def _generation(
+    context: RunContext, engine: Engine, trained: RolloutFlags, *, evaluation: bool = False
+) -> Generation:
     config, rollout, reward = context.config, context.config.rollout, context.config.reward
     max_new_tokens = rollout.rollout_max_response_len
     if max_new_tokens is None:
-        max_new_tokens = rollout.rollout_max_context_len or context.context_len
+        max_new_tokens = trained.rollout_max_context_len or context.context_len  # also where a set has its own context
         logger.info("responses have at most %d tokens, by the context: no --rollout-max-response-len", max_new_tokens)
     scored = GroupReward(  # custom functions run in the sandbox, loaded by path
         rm_type=reward.rm_type,
@@ -273,7 +275,7 @@ def _generation(context: RunContext, engine: Engine, *, evaluation: bool = False
         timeout_s=config.fault.generate_timeout,
         args=context.args,
         vocab_size=context.vocab_size,
-        max_tokens=max(rollout.rollout_max_context_len or 0, context.context_len),
+        max_tokens=max(trained.rollout_max_context_len or 0, context.context_len),
         chat_format=chat_format,
         load=context.load,
         session_settings=session_settings(config.session, context.hooks),
@@ -307,7 +309,7 @@ def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalS
 
     if (path := config.rollout.custom_generate_function_path) != trained.custom_generate_function_path:
         hooks = dataclasses.replace(hooks, custom_generate_function=load_function(str(path)))
-    generation = _generation(context, engine, evaluation=True)
+    generation = _generation(context, engine, trained, evaluation=True)
     return EvalSet(
         name=spec.name,
         groups=groups,

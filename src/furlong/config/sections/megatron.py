@@ -199,8 +199,7 @@ class MoeFlags:
         None,
         "Log the fraction of the engine's expert choices that the trainer shares (`train/routing_agreement`). "
         "Default: on with --use-rollout-routing-replay and with an embedded engine in this process.",
-        needs="loss_type!=sft_loss",
-        excludes="use_rollout_routing_replay",
+        needs="loss_type!=sft_loss; use_rollout_routing_replay!=True",
     )
 
 
