@@ -84,30 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
         return 2
     module, _, function = command.target.partition(":")
-
-    def call() -> int:
-        check_encoding(words)
-        return getattr(import_module(module), function)(words[1:])
-
-    return _run(f"furlong {words[0]}", call, owns_process=argv is None)
-
-
-def check_encoding(words: Sequence[str]) -> None:
-    """Raise ConfigError for words beyond ASCII if Python does not decode them as UTF-8.
-
-    Libraries in C++ and Rust read paths as UTF-8 and would look for other files.
-    """
-    encoding = sys.getfilesystemencoding()
-    wrong = [word for word in words if not word.isascii()]
-    if encoding != "utf-8" and wrong:
-        shown = wrong[0].encode(encoding, "surrogateescape").decode("utf-8", "replace")
-        raise ConfigError(_locale_problem(encoding, shown))
-
-
-def _locale_problem(encoding: str, path: str) -> str:
-    return (
-        f"the locale decodes file names as {encoding}, but {path!a} is not ASCII; set PYTHONUTF8=1, or a "
-        "UTF-8 locale such as LC_ALL=C.UTF-8"
+    return _run(
+        f"furlong {words[0]}",
+        lambda: getattr(import_module(module), function)(words[1:]),
+        owns_process=argv is None,
     )
 
 
@@ -129,7 +109,11 @@ def _exit_code(name: str, command: Callable[[], int]) -> int:
         encoding = sys.getfilesystemencoding()
         if encoding == "utf-8" or error.object.isascii():
             raise
-        print(redact_credentials(problems_text(ConfigError(_locale_problem(encoding, error.object)))), file=sys.stderr)
+        problem = (
+            f"the locale decodes file names as {encoding}, but {error.object!a} is not ASCII; set PYTHONUTF8=1, or a "
+            "UTF-8 locale such as LC_ALL=C.UTF-8"
+        )
+        print(redact_credentials(problems_text(ConfigError(problem))), file=sys.stderr)
         return 2
     except FurlongError as error:
         notes = getattr(error, "__notes__", [])
@@ -184,12 +168,7 @@ def main_train(argv: Sequence[str] | None = None) -> int:
 
 def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-
-    def call() -> int:
-        check_encoding(words)
-        return train(words, preset)
-
-    return _run("furlong", call, owns_process=argv is None)
+    return _run("furlong", lambda: train(words, preset), owns_process=argv is None)
 
 
 def _usage() -> str:

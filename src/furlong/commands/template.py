@@ -53,7 +53,8 @@ def template(words: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from furlong.data.chat import TEMPLATE_ERRORS, require_template
+    from furlong.core.chat_template import TEMPLATE_ERRORS
+    from furlong.data.prompt import require_template
     from furlong.models.tokenizer import load_tokenizer, read_template
     from furlong.tools.template_test import (
         Template,

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from furlong.commands.output import command_parser, show
+from furlong.view.page_app import serve_page
 from furlong.view.page_file import write_page
-from furlong.view.page_server import serve_page
 from furlong.view.run_reader import open_runs
 
 

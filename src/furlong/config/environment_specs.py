@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
-from urllib.parse import parse_qsl
 
 from furlong.config.checks.value_checks import prompt_file_problem
 from furlong.config.sections import Config
+from furlong.config.task_specs import query_values
 from furlong.core.json_values import written_value
-from furlong.core.text import shortened
 from furlong.core.user_code import message_of
 from furlong.core.user_modules import split_path
 from furlong.errors import ConfigError
@@ -105,16 +104,9 @@ def _spec(entry: str) -> EnvironmentSpec:
     path = class_path(entry)
     try:
         _, attributes = split_path(path)
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ConfigError:
         raise ConfigError(f"{where} does not name a class; {FORM}") from None
-    except ValueError:
-        raise ConfigError(f"{where}: {shortened(query)} is not of the form key=value&key=value; {FORM}") from None
-    values: dict[str, str] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ConfigError(f"{where}: {key} is given twice, {values[key]} and {value}; give it once")
-        values[key] = value
+    values = query_values(where, query, FORM)
     last = re.sub(r"[^A-Za-z0-9_.-]+", "-", target).strip("-") if plug is not None else attributes[-1]
     name = values.get("name", last)
     if not name or not all(character.isalnum() or character in "_-." for character in name):
@@ -182,13 +174,16 @@ def environment_problems(config: Config) -> Iterator[str]:
 def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
     """Yield why a class cannot be the environment of `spec`."""
     where, name = f"--environment {spec.path}", getattr(made, "__qualname__", repr(made))
-    batches = getattr(made, "step_many", None) is not None
-    needed = ("reset",) if batches else ("reset", "step")
+    together = inspect.getattr_static(made, "step_many", None)
+    needed = ("reset", "step") if together is None else ("reset",)
     methods = [method for method in needed if not callable(getattr(made, method, None))]
     if methods and not callable(getattr(made, "run", None)):
         yield f"{where}: {name} has no {' and no '.join(methods)}; write a class with reset and step, or with run"
-    if batches:
-        yield from _step_many_problems(f"{where}: {name}", made)
+    if together is not None and not isinstance(together, staticmethod | classmethod):
+        yield (
+            f"{where}: {name}.step_many belongs to one instance, but gets the (environment, message) of several; make "
+            "it a staticmethod or a classmethod"
+        )
     try:
         parameters = inspect.signature(made).parameters
         reserved = [key for key in OWN_KEYS if key in parameters]
@@ -206,9 +201,6 @@ def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
         yield f"{where}: {name}{inspect.signature(made)} cannot be called with {dict(spec.arguments)}: {error}; {FORM}"
     except ValueError:
         pass  # a builtin without a signature
-    rubric = getattr(made, "rubric", None)
-    if rubric is not None and not callable(rubric):
-        yield f"{where}: {name}.rubric is {type(rubric).__name__}; set it to a furlong.environments.Rubric, or None"
     if callable(schemas := getattr(made, "tool_schemas", None)) and not methods:
         try:
             schemas(made.__new__(made))
@@ -216,14 +208,3 @@ def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
             yield from (f"{where}: {problem}" for problem in error.problems)
         except Exception as error:  # noqa: BLE001  user code
             yield f"{where}: the tools of {name} raised {type(error).__name__}: {message_of(error)}; fix them"
-
-
-def _step_many_problems(where: str, made: Any) -> Iterator[str]:
-    """Yield why `step_many` of a class cannot be called with the steps of several environments."""
-    if callable(getattr(made, "run", None)):
-        yield f"{where} has both run and step_many, but step_many is not called where run leads; remove one of them"
-    elif not isinstance(inspect.getattr_static(made, "step_many"), staticmethod | classmethod):
-        yield (
-            f"{where}.step_many belongs to one instance, but gets the (environment, message) of several; make it a "
-            "staticmethod or a classmethod"
-        )

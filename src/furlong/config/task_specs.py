@@ -119,13 +119,7 @@ def _task(part: str, text: str, shared: dict[str, int]) -> TaskSpec:
     if config is None:
         _, hint = did_you_mean(name, sorted(_configs()))
         raise ConfigError(f"{text}: {name or 'nothing'} is not a task of reasoning-gym; {hint or _FORM}")
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-    except ValueError:
-        raise ConfigError(f"{text}: {shortened(query)} is not of the form key=value&key=value; {_FORM}") from None
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ConfigError(f"{text}: a key is given several times for {name}; give it once")
+    values = query_values(text, query, _FORM)
     weight = _whole(text, "weight", values.pop("weight", "1"), least=1, most=MAX_WEIGHT)
     for key, least in (("size", 1), ("seed", 0)):
         if key in values:
@@ -146,6 +140,20 @@ def _task(part: str, text: str, shared: dict[str, int]) -> TaskSpec:
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"{text}: {error or type(error).__name__}; change the options") from error
     return TaskSpec(name, options, weight, system_prompt)
+
+
+def query_values(where: str, query: str, form: str) -> dict[str, str]:
+    """Return the values of `key=value&key=value`. Raises ConfigError for another form, and for a key given twice."""
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ConfigError(f"{where}: {shortened(query)} is not of the form key=value&key=value; {form}") from None
+    values: dict[str, str] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(f"{where}: {key} is given twice, {values[key]} and {value}; give it once")
+        values[key] = value
+    return values
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
-from furlong.data.chat import Messages, double_template_problem, render_chat, rendered_prompts
+from furlong.data.prompt import Messages, double_template_problem, render_chat, rendered_prompts
 from furlong.models.hf_folder import check_folder, end_ids
 from furlong.models.tokenizer import SHIPPED, load_tokenizer, read_template
 

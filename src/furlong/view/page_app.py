@@ -1,16 +1,21 @@
-"""The web application of the run page. Read-only: every route is a GET, and needs the token."""
+"""The server of the run page. Read-only: every route is a GET, and needs the token."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
+import secrets
+import socket
 import threading
-from collections.abc import AsyncGenerator, Sequence
+import webbrowser
+from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib import resources
 from typing import Any
 
 import orjson
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -19,6 +24,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from furlong.core.addresses import bound_socket, host_and_port
 from furlong.errors import ConfigError, DataError
 from furlong.view.run_pages import RunPages
 from furlong.view.run_reader import RunReader
@@ -26,6 +32,9 @@ from furlong.view.run_reader import RunReader
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # between two looks at the files of runs
+MAX_CONNECTIONS = 64
+EXIT_S = 3  # for answers to end once the server exits
+MAX_HEADER_BYTES = 16 * 1024
 STATIC = resources.files("furlong.view") / "static"
 TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html; charset=utf-8"}
 FILES = (
@@ -165,3 +174,51 @@ def _json(value: Any) -> Response:
 
 async def _explain(_: Request, error: Exception) -> Response:
     return Response(orjson.dumps({"error": str(error)}), 400, media_type="application/json")
+
+
+class _Server(uvicorn.Server):
+    """A server that ends the streams of changes when it exits; uvicorn would wait for them and then cancel them."""
+
+    def __init__(self, config: uvicorn.Config, pages: PageApp) -> None:
+        super().__init__(config)
+        self._pages = pages
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams, then the server."""
+        self._pages.end_streams()
+        await super().shutdown(sockets)
+
+
+def serve_page(
+    runs: Sequence[RunReader], *, host: str, port: int, opens_browser: bool, announce: Callable[[str], None]
+) -> None:
+    """Serve the runs, and pass the address, which contains the token, to `announce`. Returns after a signal.
+
+    Raises EngineError if the address cannot be bound.
+    """
+    listener = bound_socket(host, port)
+    token, bound_port = secrets.token_urlsafe(18), listener.getsockname()[1]
+    pages = PageApp(runs, token, cookie=f"furlong_view_{bound_port}")  # cookies do not distinguish ports
+    config = uvicorn.Config(
+        pages.app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=EXIT_S,
+    )
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{host_and_port(shown, bound_port)}/?token={token}"
+    pages.start()
+    try:
+        announce(url)
+        if opens_browser:
+            webbrowser.open(url)
+        with contextlib.suppress(KeyboardInterrupt):
+            _Server(config, pages).run(sockets=[listener])
+    finally:
+        pages.close()
+        listener.close()

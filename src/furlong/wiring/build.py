@@ -50,7 +50,7 @@ from furlong.tracking.trackers import (
 )
 from furlong.training.local_trainer import FrozenTrainer
 from furlong.wiring.cluster import Cluster, build_cluster, build_ray_trainer
-from furlong.wiring.context import RunContext
+from furlong.wiring.context import RunContext, close_all, start_functions
 from furlong.wiring.engine import ServingParts, Start, build_serving, warn_of_sharing
 from furlong.wiring.rollout import (
     MODEL,
@@ -89,32 +89,24 @@ class Built:
     hooks: AgentHooks | None = None
 
     async def start(self) -> None:
-        """Load reward functions, and start what runs elsewhere: what cannot be ends the run before it begins."""
-        for reward in self.rewards:
-            await reward.start()
-        if self.hooks is not None:
-            await self.hooks.set_up()
-        for listener in self.listeners:
-            await listener.start()
+        """Start functions and what runs elsewhere: what cannot be ends the run before it begins."""
+        await start_functions(self.rewards, self.hooks, self.listeners)
         for stage in self.starting:
             await asyncio.gather(*(start() for start in stage))
 
     async def close(self) -> None:
         """Stop all threads and processes, even if one raises."""
-        async with contextlib.AsyncExitStack() as stack:  # the last one first
-            if self.cluster is not None:
-                stack.callback(self.cluster.close)
-            if self.hooks is not None:
-                stack.push_async_callback(self.hooks.tear_down)
-            for reward in self.rewards:
-                stack.push_async_callback(reward.close)
-            stack.callback(self.parts.source.close)
-            if self.checkpoints.inputs is not None:
-                stack.callback(self.checkpoints.inputs.close)
-            stack.push_async_callback(self.parts.trainer.close)
-            stack.push_async_callback(self.serving.close)
-            for listener in self.listeners:
-                stack.push_async_callback(listener.close)
+        inputs, hooks, cluster = self.checkpoints.inputs, self.hooks, self.cluster
+        await close_all(
+            *(listener.close for listener in self.listeners),
+            self.serving.close,
+            self.parts.trainer.close,
+            None if inputs is None else inputs.close,
+            self.parts.source.close,
+            *(reward.close for reward in self.rewards),
+            None if hooks is None else hooks.tear_down,
+            None if cluster is None else cluster.close,
+        )
 
     def queues(self) -> dict[str, int]:
         """Return the number of running and waiting requests of the engine in this process."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,14 @@ from furlong.models.hf_config import context_length, vocabulary_size
 from furlong.models.tokenizer import load_tokenizer, read_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
+from furlong.rollout.agents import AgentHooks
 from furlong.rollout.episodes import EpisodeLoad
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 from furlong.tracking.trackers import TRAINED, SampleTables
 
 if TYPE_CHECKING:
+    from furlong.sessions.served_model import Gateway
     from furlong.sessions.session_server import SessionServer
 
 logger = logging.getLogger(__name__)
@@ -103,6 +107,31 @@ class RunContext:
         if device == self.device:
             return self
         return dataclasses.replace(self, device=device, dtype=_training_dtype(self.config, device))
+
+
+async def start_functions(
+    rewards: Sequence[GroupReward], hooks: AgentHooks | None, listeners: Sequence[Gateway | SessionServer]
+) -> None:
+    """Load reward functions, set up agents, and answer their requests."""
+    for reward in rewards:
+        await reward.start()
+    if hooks is not None:
+        await hooks.set_up()
+    for listener in listeners:
+        await listener.start()
+
+
+async def close_all(*closes: Callable[[], Any] | None) -> None:
+    """Call these in order, even if one raises; a result that can be awaited is."""
+
+    async def call(close: Callable[[], Any]) -> None:
+        if inspect.isawaitable(result := close()):
+            await result
+
+    async with contextlib.AsyncExitStack() as stack:  # the last one first
+        for close in reversed(closes):
+            if close is not None:
+                stack.push_async_callback(call, close)
 
 
 def read_tokenizer(model_dir: Path, template: str | None) -> Any:

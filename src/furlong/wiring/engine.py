@@ -29,7 +29,7 @@ from furlong.training.ranks import Ranks
 from furlong.weight_sync.memory_sync import MemorySync
 from furlong.weight_sync.remote_sync import TIMEOUT_S, LocalSync, RemoteSync
 from furlong.wiring.cluster import Cluster
-from furlong.wiring.context import RunContext
+from furlong.wiring.context import RunContext, close_all
 from furlong.wiring.training import TrainingParts, build_transport, engine_scheme
 
 SPARE_FILES = 256  # open files of this process besides connections
@@ -59,12 +59,12 @@ class ServingParts:
 
     async def close(self) -> None:
         """Close weight sync, engine and supervisor, in this order; all of them, even if one raises."""
-        async with contextlib.AsyncExitStack() as stack:  # in reverse order
-            if self.supervisor is not None:
-                stack.push_async_callback(self.supervisor.close)
-            if self.engine is not None:
-                stack.push_async_callback(self.engine.close)
-            stack.push_async_callback(self.sync.close)
+        engine, supervisor = self.engine, self.supervisor
+        await close_all(
+            self.sync.close,
+            None if engine is None else engine.close,
+            None if supervisor is None else supervisor.close,
+        )
 
 
 def build_serving(

@@ -31,7 +31,7 @@ from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.sample import Group, Sample
 from furlong.core.user_functions import load_function
 from furlong.core.user_modules import import_module_of
-from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
+from furlong.data.custom_source import CustomDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.mixture import MixturePart, PromptMixture
@@ -58,7 +58,7 @@ from furlong.rollout.user_samples import complete_request
 from furlong.sessions.session import SessionSettings
 from furlong.tools.template_test import suggested_template
 from furlong.tracking.rollout_dump import RolloutDumps
-from furlong.wiring.context import RunContext
+from furlong.wiring.context import RunContext, close_all, start_functions
 
 if TYPE_CHECKING:
     from furlong.sessions.served_model import Gateway
@@ -71,15 +71,11 @@ logger = logging.getLogger(__name__)
 
 def build_source(context: RunContext, ledger: FileLedger) -> DataSource:
     """Build the data source: the user's own, none, or prompts from a file."""
-    config, data = context.config, context.config.data
+    data = context.config.data
     if context.hooks.data_source is not None:
         return CustomDataSource(
             context.hooks.data_source(context.args), tokenizer=context.tokenizer, rollout_seed=data.rollout_seed
         )
-    if config.debug.load_debug_rollout_data is not None:
-        return EmptyDataSource()
-    if data.rollout_global_dataset and data.prompt_data is None:
-        return EmptyDataSource()  # evaluation only; any other run needs prompts (validated)
     return RolloutDataSource(
         _prompts(context),
         n_samples_per_prompt=data.n_samples_per_prompt,
@@ -101,7 +97,7 @@ def prompt_paths(config: Config) -> list[str]:
 
 def _prompts(context: RunContext) -> Prompts:
     data = context.config.data
-    if not data.rollout_global_dataset:
+    if not context.reads_prompt_file:  # dumps, or evaluation only; any other run needs prompts (validated)
         return EmptyPrompts()
     specs, paths = parse_environments(context.config.session.environment), prompt_paths(context.config)
     if len(paths) == 1:
@@ -229,9 +225,7 @@ def _report(context: RunContext) -> SampleReport:
     return SampleReport(config.track, context.hooks, reward_key=config.reward.reward_key, args=context.args)
 
 
-def _generation(
-    context: RunContext, engine: Engine, trained: RolloutFlags, *, evaluation: bool = False
-) -> Generation:
+def _generation(context: RunContext, engine: Engine, trained: RolloutFlags, *, evaluation: bool = False) -> Generation:
     config, rollout, reward = context.config, context.config.rollout, context.config.reward
     max_new_tokens = rollout.rollout_max_response_len
     if max_new_tokens is None:
@@ -439,23 +433,17 @@ class Evaluation:
 
     async def start(self) -> None:
         """Load reward functions and answer requests of agents."""
-        for reward in self.context.rewards:
-            await reward.start()
-        if self.hooks is not None:
-            await self.hooks.set_up()
-        if self.server is not None:
-            await self.server.start()
+        listeners = [] if self.server is None else [self.server]
+        await start_functions(self.context.rewards, self.hooks, listeners)
 
     async def close(self) -> None:
         """Stop processes and connections."""
-        async with contextlib.AsyncExitStack() as stack:
-            if self.hooks is not None:
-                stack.push_async_callback(self.hooks.tear_down)
-            for reward in self.context.rewards:
-                stack.push_async_callback(reward.close)
-            stack.push_async_callback(self.engine.close)
-            if self.server is not None:
-                stack.push_async_callback(self.server.close)
+        await close_all(
+            None if self.server is None else self.server.close,
+            self.engine.close,
+            *(reward.close for reward in self.context.rewards),
+            None if self.hooks is None else self.hooks.tear_down,
+        )
 
 
 def build_evaluation(config: Config, specs: Sequence[EvalSpec], endpoint: EndpointOptions | None) -> Evaluation:

@@ -103,22 +103,21 @@ tis_batch_normalize: true
 SLIME_FUNCTION = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 
 
-@pytest.mark.parametrize(("mode", "low"), [("truncate", 0.0), ("clip", 0.5), ("mask", 0.5)])
-def test_keys_of_slimes_mis_yaml_are_flags(tmp_path, mode, low):
-    (tmp_path / "mis.yaml").write_text(MIS.format(mode=mode))
-    words = ["--custom-config-path", str(tmp_path / "mis.yaml"), "--custom-tis-function-path", SLIME_FUNCTION]
-    resolved, problems = examine(words)
-    algo = resolved.config.algo
-    assert [problem for problem in problems if "tis" in problem or "rs-" in problem or "rs_" in problem] == []
-    assert (algo.tis_clip, algo.tis_clip_low, algo.tis_veto) == (4.0, low, 1e-4)
-    assert algo.rejection_bounds == (0.5, 4.0)
-    assert function_paths(resolved.config)["custom_tis_function"] == ()
-    assert [notice for notice in notices(resolved.config) if SLIME_FUNCTION in notice]
+def test_keys_of_slimes_mis_yaml_are_flags(tmp_path):
+    for mode, low in [("truncate", 0.0), ("clip", 0.5), ("mask", 0.5)]:
+        (tmp_path / "mis.yaml").write_text(MIS.format(mode=mode))
+        words = ["--custom-config-path", str(tmp_path / "mis.yaml"), "--custom-tis-function-path", SLIME_FUNCTION]
+        resolved, problems = examine(words)
+        algo = resolved.config.algo
+        assert [problem for problem in problems if "tis" in problem or "rs-" in problem or "rs_" in problem] == []
+        assert (algo.tis_clip, algo.tis_clip_low, algo.tis_veto) == (4.0, low, 1e-4)
+        assert algo.rejection_bounds == (0.5, 4.0)
+        assert function_paths(resolved.config)["custom_tis_function"] == ()
+        assert [notice for notice in notices(resolved.config) if SLIME_FUNCTION in notice]
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
+def test_bounds_that_contradict_each_other_are_refused():
+    for words, problem in [
         ("--use-tis --tis-clip 3 --tis-upper-bound 4", "names of one setting"),
         ("--use-tis --use-rs --tis-veto 0.1 --rs-veto-threshold 0.2", "names of one setting"),
         ("--use-tis --tis-mode clip --tis-clip-low 0.1 --tis-lower-bound 0.2", "names of one setting"),
@@ -126,11 +125,9 @@ def test_keys_of_slimes_mis_yaml_are_flags(tmp_path, mode, low):
         ("--use-tis --tis-level geometric --tis-batch-normalize", "not defined"),
         ("--use-rs", "--use-tis"),
         ("--use-tis --rs-level sequence", "--use-rs"),
-    ],
-)
-def test_bounds_that_contradict_each_other_are_refused(words, problem):
-    _, problems = examine(words.split())
-    assert [each for each in problems if problem in each]
+    ]:
+        _, problems = examine(words.split())
+        assert [each for each in problems if problem in each]
 
 
 def test_unset_bounds_of_rejection_are_those_of_the_weights():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from furlong.config.checks.engine_checks import engine_problems
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import parse
@@ -82,9 +80,8 @@ def groups(*rows: str, more: str = "") -> str:
     return f"sglang:\n  - name: default\n    server_groups:{lines}\n{more}"
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
+def test_an_invalid_file_names_the_place_and_the_fix(tmp_path):
+    for text, words, message in [
         ("sglang: 3", (), "write `sglang: [{name: ..., server_groups: [...]}]`"),
         (groups(ONE, more="  - {name: judge, model_path: /no}\n"), (), "model judge: no `server_groups`"),
         (groups(ONE, more=JUDGE.format("/no/such")), (), "model judge: model_path /no/such: no such directory"),
@@ -114,16 +111,13 @@ def groups(*rows: str, more: str = "") -> str:
         (SPLIT, ("--engine", "embedded"), "which the embedded engine does not"),
         (SPLIT, ("--prefill-num-servers", "1"), "--prefill-num-servers 1 and --sglang-config"),
         (SPLIT, ("--engine", "external"), "has no effect with --engine external; remove --sglang-config"),
-    ],
-)
-def test_an_invalid_file_names_the_place_and_the_fix(tmp_path, text, words, message):
-    config = config_of(tmp_path, text, *words)
-    assert [problem for problem in (*declared_problems(config), *engine_problems(config)) if message in problem]
+    ]:
+        config = config_of(tmp_path, text, *words)
+        assert [problem for problem in (*declared_problems(config), *engine_problems(config)) if message in problem]
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
+def test_an_engine_is_cut_in_ways_in_which_it_gets_weights():
+    for words, problem in [
         ("--sglang-pp-size 3", "--sglang-pp-size 3 does not divide the 4 GPUs of an engine"),
         ("--sglang-pp-size 2", "--sglang-pp-size 2 with --update-weight-transport nccl"),
         ("--sglang-pp-size 2 --update-weight-transport disk", ""),
@@ -138,10 +132,8 @@ def test_an_invalid_file_names_the_place_and_the_fix(tmp_path, text, words, mess
         ("--sglang-speculative-algorithm NGRAM --update-weight-transport disk --debug-rollout-only", ""),
         ("--sglang-tokenizer-worker-num 4", "--sglang-tokenizer-worker-num 4: "),
         ("--sglang-tokenizer-worker-num 4 --debug-rollout-only", ""),
-    ],
-)
-def test_an_engine_is_cut_in_ways_in_which_it_gets_weights(words, problem):
-    argv = ["--engine", "sglang", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4", *words.split()]
-    found = list(engine_problems(parse(argv).config))
-    assert len(found) == bool(problem), found
-    assert all(text.startswith(problem) for text in found), found
+    ]:
+        argv = ["--engine", "sglang", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4", *words.split()]
+        found = list(engine_problems(parse(argv).config))
+        assert len(found) == bool(problem), found
+        assert all(text.startswith(problem) for text in found), found

@@ -49,9 +49,8 @@ def test_values_of_a_set_that_cannot_be_are_named(config, write):
             eval_specs(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_file_of_another_form_is_refused(config, write):
+    for text, message in [
         ("eval: [", r"eval.yaml is not YAML: .*write `eval: \{defaults"),
         ("- a", r"contains a list; write `eval: \{defaults"),
         ("sets: []", r"contains the keys sets; write `eval: \{defaults"),
@@ -59,12 +58,10 @@ def test_values_of_a_set_that_cannot_be_are_named(config, write):
         ("eval: {defaults: 3, datasets: [{}]}", "`defaults` is 3, expected keys and values"),
         ("eval: {datasets: [file.jsonl]}", "dataset 1 is 'file.jsonl', expected keys and values"),
         ("eval: {datasets: [], datasets: []}", "duplicate key datasets"),
-    ],
-)
-def test_file_of_another_form_is_refused(config, write, text, message):
-    write(text)
-    with pytest.raises(ConfigError, match=rf"(?s){message}"):
-        eval_specs(config)
+    ]:
+        write(text)
+        with pytest.raises(ConfigError, match=rf"(?s){message}"):
+            eval_specs(config)
 
 
 def test_names_are_given_once(config, write, tmp_path):

@@ -148,9 +148,8 @@ def test_values_that_yaml_cannot_read_are_problems_of_the_file(tmp_path: Path) -
         assert "FILE" in problems(tmp_path, f"lr: {value}")[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_json_flag_with_values_that_no_json_should_have_is_a_problem() -> None:
+    for text, words in [
         ('{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
         ('{"a": [NaN]}', "'NaN' is not a finite number"),
         ('{"a": -Infinity}', "'-Infinity' is not a finite number"),
@@ -158,15 +157,13 @@ def test_values_that_yaml_cannot_read_are_problems_of_the_file(tmp_path: Path) -
         ('\ufeff{"a": 1}', "BOM"),
         ('{"a": ' + "9" * 5000 + "}", "digits"),
         ("[1]", "expected a JSON object"),
-    ],
-)
-def test_a_json_flag_with_values_that_no_json_should_have_is_a_problem(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(["--apply-chat-template-kwargs", text])
-    (problem,) = caught.value.problems
-    assert problem.startswith("--apply-chat-template-kwargs")
-    assert words in problem
-    assert len(problem) < 500
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            parse(["--apply-chat-template-kwargs", text])
+        (problem,) = caught.value.problems
+        assert problem.startswith("--apply-chat-template-kwargs")
+        assert words in problem
+        assert len(problem) < 500
 
 
 def test_an_option_of_an_environment_that_json_cannot_hold_is_a_problem() -> None:

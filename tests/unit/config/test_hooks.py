@@ -129,9 +129,8 @@ class AsyncCallable:
     async def __call__(self, args: Any, sample: Any, sampling_params: Any) -> Any: ...
 
 
-@pytest.mark.parametrize(
-    ("hook", "function"),
-    [
+def test_signatures_of_slime_and_trl_are_accepted() -> None:
+    for hook, function in [
         ("custom_generate_function", generate),
         ("custom_generate_function", generate_with_evaluation),
         ("custom_generate_function", AsyncCallable()),
@@ -151,10 +150,8 @@ class AsyncCallable:
         ("custom_pg_loss_reducer_function", reducer),
         ("custom_rollout_log_function", log_rollout),
         ("data_source", Source),
-    ],
-)
-def test_signatures_of_slime_and_trl_are_accepted(hook: str, function: Callable[..., Any]) -> None:
-    assert check_signature(HOOKS[hook], function) is None
+    ]:
+        assert check_signature(HOOKS[hook], function) is None
 
 
 def sync_generate(args: Any, sample: Any, sampling_params: Any) -> Any: ...
@@ -163,9 +160,8 @@ def one_argument(args: Any) -> Any: ...
 def swapped(sample: Any, args: Any) -> Any: ...
 
 
-@pytest.mark.parametrize(
-    ("hook", "function", "message"),
-    [
+def test_a_function_that_cannot_be_called_is_a_problem() -> None:
+    for hook, function, message in [
         (
             "custom_generate_function",
             sync_generate,
@@ -182,13 +178,11 @@ def swapped(sample: Any, args: Any) -> Any: ...
         ("custom_rm", swapped, "has args in another position; write def fn(args, sample)"),
         ("custom_tis_function", one_argument, "got an unexpected keyword argument 'pg_loss'"),
         ("data_source", one_argument, "one_argument has no get_samples, add_samples, save, load, __len__"),
-    ],
-)
-def test_a_function_that_cannot_be_called_is_a_problem(hook: str, function: Callable[..., Any], message: str) -> None:
-    problem = check_signature(HOOKS[hook], function)
-    assert problem is not None
-    assert message in problem
-    assert problem.startswith(HOOKS[hook].flag)
+    ]:
+        problem = check_signature(HOOKS[hook], function)
+        assert problem is not None
+        assert message in problem
+        assert problem.startswith(HOOKS[hook].flag)
 
 
 def test_reward_styles_are_detected_from_parameter_names() -> None:
@@ -204,10 +198,10 @@ def test_every_path_flag_has_a_hook_and_every_hook_a_field() -> None:
     assert {f"{name}_path" for name in HOOKS if name not in others} <= set(SPECS)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("match", "16"), ("leaves", "longst"), ("tool_parser", "qwen4")])
-def test_a_word_that_selects_nothing_and_is_no_function_is_a_problem(flag: str, value: str) -> None:
-    [problem] = load_hooks(config_from_values({f"session_{flag}": value}))[1]
-    assert f"--session-{flag.replace('_', '-')} {value} is none of " in problem
+def test_a_word_that_selects_nothing_and_is_no_function_is_a_problem() -> None:
+    for flag, value in [("match", "16"), ("leaves", "longst"), ("tool_parser", "qwen4")]:
+        [problem] = load_hooks(config_from_values({f"session_{flag}": value}))[1]
+        assert f"--session-{flag.replace('_', '-')} {value} is none of " in problem
 
 
 def test_words_that_select_something_of_furlong_are_no_functions() -> None:

@@ -28,9 +28,8 @@ def configured(tmp_path):
 MEGATRON = {"train_backend": "megatron"}
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "said"),
-    [
+def test_a_flag_that_would_do_nothing_is_refused(configured):
+    for family, values, said in [
         ("qwen3", {"use_routing_replay": True}, "no experts"),
         ("qwen3", {"use_rollout_routing_replay": True}, "no experts"),
         ("qwen3_moe", {"use_routing_replay": True, "loss_type": "sft_loss"}, "--loss-type sft_loss"),
@@ -40,32 +39,26 @@ MEGATRON = {"train_backend": "megatron"}
         ("qwen3_moe", {"moe_grouped_gemm": True, "fp32": True, **MEGATRON}, "--fp32"),
         ("qwen3_moe", {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1, **MEGATRON}, "no effect"),
         ("qwen3_moe", {"moe_router_enable_expert_bias": True, **MEGATRON}, "routers of qwen3_moe"),
-    ],
-)
-def test_a_flag_that_would_do_nothing_is_refused(configured, family, values, said):
-    config = configured(family, **values)
-    (problem,) = [*declared_problems(config), *model_problems(config)]
-    assert said in problem
-    assert "--" in problem
+    ]:
+        config = configured(family, **values)
+        (problem,) = [*declared_problems(config), *model_problems(config)]
+        assert said in problem
+        assert "--" in problem
 
 
-@pytest.mark.parametrize(
-    ("family", "values"),
-    [
+def test_flags_that_fit_are_no_problem(configured):
+    for family, values in [
         ("qwen3", {}),
         ("qwen3_moe", {"use_routing_replay": True, "use_rollout_routing_replay": True}),
         ("gpt_oss", {"log_routing_agreement": True}),
         ("qwen3_moe", {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3, **MEGATRON}),
         ("glm4_moe", {"moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 1e-3, **MEGATRON}),
-    ],
-)
-def test_flags_that_fit_are_no_problem(configured, family, values):
-    assert list(model_problems(configured(family, **values))) == []
+    ]:
+        assert list(model_problems(configured(family, **values))) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "expected"),
-    [
+def test_engines_return_routed_experts_only_if_they_are_used(configured):
+    for family, values, expected in [
         ("qwen3", {}, False),
         ("qwen3_moe", {}, True),  # it costs the engine of this process next to nothing
         ("qwen3_moe", {"log_routing_agreement": False}, False),
@@ -73,13 +66,11 @@ def test_flags_that_fit_are_no_problem(configured, family, values):
         ("qwen3_moe", {"rollout_num_gpus": 1, "log_routing_agreement": True}, True),
         ("qwen3_moe", {"rollout_num_gpus": 1, "use_rollout_routing_replay": True}, True),
         ("qwen3_moe", {"loss_type": "sft_loss"}, False),
-    ],
-)
-def test_engines_return_routed_experts_only_if_they_are_used(configured, family, values, expected):
-    assert returns_routes(configured(family, **values)) is expected
+    ]:
+        assert returns_routes(configured(family, **values)) is expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
-def test_the_shape_of_routing_is_read_from_every_familys_config(family):
-    assert RoutingShape.of(family_config(family).to_dict()) == RoutingShape(2, 2, 4)
-    assert RoutingShape.of(family_config(family).to_dict() | {"num_hidden_layers": None}) is None
+def test_the_shape_of_routing_is_read_from_every_familys_config():
+    for family in ["qwen3_moe", "glm4_moe", "gpt_oss"]:
+        assert RoutingShape.of(family_config(family).to_dict()) == RoutingShape(2, 2, 4)
+        assert RoutingShape.of(family_config(family).to_dict() | {"num_hidden_layers": None}) is None

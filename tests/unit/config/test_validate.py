@@ -56,60 +56,30 @@ def test_problems_of_reading_and_of_checking_come_together(run: list[str]) -> No
 
 # One row per rule: flags added to the documented command, and what the one problem names, separated by |.
 RULES = [
-    ("--rollout-temperature 0", "--rollout-temperature 0.0 | (0, inf)"),
     ("--rollout-top-p 0", "--rollout-top-p 0.0 | (0, 1]"),
-    ("--rollout-top-p 1.1", "--rollout-top-p 1.1 | (0, 1]"),
     ("--rollout-top-p 0.95", "--rollout-top-p 0.95 | --rollout-temperature | --eval-top-p"),
     ("--rollout-top-p 0.9 --rollout-top-k 20 --rollout-min-p 0.01", "--rollout-top-p 0.9 | top-k 20 | min-p 0.01"),
-    ("--rollout-top-k 0", "--rollout-top-k 0"),
-    ("--eval-pass-k 0", "--eval-pass-k 0 | [1, inf)"),
-    ("--eval-pass-k 2", "--eval-pass-k 2 | --n-samples-per-eval-prompt | 1"),
     ("--tis-clip 3", "--tis-clip 3.0 | --use-tis"),
-    ("--opsm-delta 0.1", "--opsm-delta 0.1 | --use-opsm"),
     ("--colocate --engine sglang --update-weight-mode delta", "--update-weight-mode delta | --colocate | host memory"),
-    (
-        "--colocate --engine sglang --update-weight-mode delta --update-weight-transport disk",
-        "--update-weight-mode delta | --colocate",
-    ),
     (
         "--save-debug-rollout-data d/{rollout_id}.x --save-debug-train-data ./d/../d/{rollout_id}.x",
         "--save-debug-train-data | --save-debug-rollout-data | same file",
     ),
     ("--use-opsm", "--use-opsm"),
     ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 | --use-kl-loss"),
-    ("--wandb-project x", "--wandb-project x | --use-wandb"),
     ("--wandb-key abc", "--wandb-key | --use-wandb"),
-    ("--save-interval 5", "--save-interval 5 | --save"),
     ("--output-dir=", "--output-dir ''"),
-    ("--ckpt-step 5", "--ckpt-step 5 | --load"),
-    ("--micro-batch-size 1 --balance-by-flops", "--balance-by-flops | --use-dynamic-batch-size"),
     ("--max-tokens-per-gpu 64", "--max-tokens-per-gpu 64 | --use-dynamic-batch-size"),
     ("--use-dynamic-batch-size", "--use-dynamic-batch-size | --max-tokens-per-gpu"),
-    ("--use-dynamic-batch-size --max-tokens-per-gpu 9 "
-     "--micro-batch-size 2",
-     "--use-dynamic-batch-size | --micro-batch-size 2"),
     ("--micro-batch-size 3", "--micro-batch-size 3 | --global-batch-size 256 | 1 or 2 or 4"),
     ("--bf16 --fp32", "--bf16 | --fp32"),
-    ("--over-sampling-batch-size 8", "--over-sampling-batch-size 8 | --rollout-batch-size 32"),
     ("--min-lr 1", "--min-lr 1.0 | --lr 1e-06"),
-    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1 | --lr-warmup-iters 2"),
     ("--lr-warmup-iters 200", "--lr-warmup-iters 200 | --lr-decay-iters | 100"),
-    ("--lr-warmup-init 1", "--lr-warmup-init 1.0 | --lr 1e-06"),
-    ("--use-stateless-adam", "--use-stateless-adam | --no-save-optim"),
     ("--use-stateless-adam --no-save-optim --optimizer sgd", "--use-stateless-adam | --optimizer | sgd"),
-    ("--freeze-params-name-list a "
-     "--only-train-params-name-list b",
-     "--only-train-params-name-list b | --freeze-params-name-list a"),
-    ("--use-kl-loss --kl-loss-coef 1 --kl-coef 1 --advantage-estimator reinforce_plus_plus "
-     "--normalize-advantages",
-     "--kl-coef 1.0 | --kl-loss-coef 1.0"),
     ("--kl-coef 0.1", "--kl-coef 0.1 | --advantage-estimator grpo"),
-    ("--ref-update-interval 2", "--ref-update-interval 2 | --use-kl-loss"),
     ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator reinforce_plus_plus"),
-    ("--advantage-estimator reinforce_plus_plus_baseline", "--advantage-estimator reinforce_plus_plus_baseline"),
     ("--n-samples-per-prompt 1 --global-batch-size 32", "--advantage-estimator grpo | --n-samples-per-prompt 1"),
     ("--gamma 0.9", "--gamma 0.9 | --advantage-estimator grpo"),
-    ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs | --use-tis"),
     ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 | --tis-clip 2.0"),
     ("--use-tis --tis-clip-low 0.5 --tis-mode truncate", "--tis-clip-low 0.5 | --tis-mode truncate"),
     ("--keep-old-actor", "--keep-old-actor"),
@@ -125,34 +95,21 @@ RULES = [
     ("--n-samples-per-prompt 1 --global-batch-size 32 --disable-rewards-normalization "
      "--dynamic-sampling-filter-path furlong.rollout.filters.check_reward_nonzero_std",
      "--dynamic-sampling-filter-path | --n-samples-per-prompt 1"),
-    ("--keep-old-actor --use-rollout-logprobs --async-buffer-size 1", "--use-rollout-logprobs | --keep-old-actor"),
     ("--loss-constant-len 9 --calculate-per-token-loss", "--loss-constant-len 9 | --calculate-per-token-loss"),
-    ("--loss-constant-len 9 "
-     "--custom-pg-loss-reducer-function-path m.f",
-     "--custom-pg-loss-reducer-function-path m.f | --loss-constant-len 9"),
     ("--eps-clip-c 3 --advantage-estimator cispo", "--eps-clip-c 3.0 | --advantage-estimator cispo"),
     ("--advantage-estimator dr_grpo", "--advantage-estimator dr_grpo"),
     ("--advantage-estimator dr_grpo --calculate-per-token-loss", "--calculate-per-token-loss | dr_grpo"),
     ("--advantage-estimator dapo --loss-constant-len 9", "--loss-constant-len 9 | dapo"),
     ("--loss-type custom_loss", "--loss-type custom_loss"),
-    ("--custom-loss-function-path m.f", "--custom-loss-function-path m.f | --loss-type | custom_loss | policy_loss"),
     ("--overlong-buffer-len 9", "--overlong-buffer-len 9 | --rollout-max-response-len"),
     ("--overlong-buffer-len 9 --rollout-max-response-len 9", "--overlong-buffer-len 9 | --rollout-max-response-len 9"),
-    ("--overlong-buffer-len 4 --rollout-max-response-len 9 "
-     "--mask-truncated",
-     "--mask-truncated | --overlong-buffer-len 4"),
     ("--rollout-max-response-len 8 --rollout-max-context-len 8", "--rollout-max-response-len 8"),
-    ("--rollout-max-prompt-len 8 --seq-length 8", "--rollout-max-prompt-len 8"),
-    ("--rollout-min-new-tokens 9 --rollout-max-response-len 8", "--rollout-min-new-tokens 9"),
     ("--eval-interval 1", "--eval-interval 1 | --eval-prompt-data"),
     ("--rm-type mth", "--rm-type mth | math?"),
     ("--rm-type boxed_maths", "--rm-type boxed_maths | boxed_math?"),
     ("--rm-type remote_rm", "--rm-type remote_rm | --rm-url"),
-    ("--rm-url http://x", "--rm-url http://x | --rm-type | remote_rm"),
     ("--rm-type remote_rm --rm-url me:secret@x/score", "--rm-url ***@x/score is not a URL"),
     ("--rm-type remote_rm --rm-url http://me:s#c@x", "--rm-url ***@x is not a URL"),
-    ("--custom-rm-path m.f", "--rm-type math | --custom-rm-path m.f"),
-    ("--group-rm", "--group-rm | --custom-rm-path"),
     ("--load nowhere", "--load nowhere"),
     ("--debug-train-only", "--debug-train-only | --load-debug-rollout-data"),
     ("--save-debug-train-data x.safetensors", "--save-debug-train-data x.safetensors"),
@@ -163,11 +120,8 @@ RULES = [
     ("--actor-num-gpus-per-node 2 --rollout-num-gpus 1 "
      "--save-debug-train-data d/{rollout_id}",
      "--save-debug-train-data d/{rollout_id} | 2"),
-    ("--save-debug-rollout-data d/{rollout_id} --save-debug-train-data d/./{rollout_id}",
-     "--save-debug-train-data d/./{rollout_id} | --save-debug-rollout-data d/{rollout_id}"),
     ("--load-debug-rollout-data d/{rollout_id} --save-debug-train-data d/{rollout_id}",
      "--save-debug-train-data d/{rollout_id} | --load-debug-rollout-data d/{rollout_id}"),
-    ("--debug-rollout-only --load-debug-rollout-data r_{rollout_id}", "-only | --load-debug-rollout-data"),
     ('--apply-chat-template-kwargs {"a":1}', "--apply-chat-template-kwargs {'a': 1} | --apply-chat-template"),
     ("--num-rollout 0", "--num-rollout 0"),
     ("--eval-interval 1 --eval-prompt-data a", "--eval-prompt-data a | no file a"),
@@ -221,19 +175,17 @@ def test_the_batch_equation_is_shown_with_three_settings_that_fit(run: list[str]
         assert problems([*run, *option.split()]) == []
 
 
-@pytest.mark.parametrize(
-    ("batch", "n", "size", "steps"), [(32, 8, 250, None), (6, 4, None, 5), (7, 3, 6, 2), (1, 1, 4, 4)]
-)
-def test_the_proposed_batch_settings_fit(batch: int, n: int, size: int | None, steps: int | None) -> None:
-    options = nearest_batch_settings(batch, n, size, steps)
-    assert len(set(options)) == len(options) >= 1
-    for option in options:
-        words = option.split()
-        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
-        samples = given.get("--rollout-batch-size", batch) * n
-        step_count = given.get("--num-steps-per-rollout", steps)
-        assert samples % given["--global-batch-size"] == 0
-        assert step_count is None or samples == given["--global-batch-size"] * step_count
+def test_the_proposed_batch_settings_fit() -> None:
+    for batch, n, size, steps in [(32, 8, 250, None), (6, 4, None, 5), (7, 3, 6, 2), (1, 1, 4, 4)]:
+        options = nearest_batch_settings(batch, n, size, steps)
+        assert len(set(options)) == len(options) >= 1
+        for option in options:
+            words = option.split()
+            given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+            samples = given.get("--rollout-batch-size", batch) * n
+            step_count = given.get("--num-steps-per-rollout", steps)
+            assert samples % given["--global-batch-size"] == 0
+            assert step_count is None or samples == given["--global-batch-size"] * step_count
 
 
 def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp_path: Path) -> None:
@@ -266,11 +218,11 @@ def test_explicit_default_is_not_a_flag_without_effect(run: list[str]) -> None:
     assert problems([*run, *given.split(), *engines.split()]) == []
 
 
-@pytest.mark.parametrize("key", ["hidden-word\n", "hidden\r-word", " hidden-word", "hidden-wörd"])
-def test_unsendable_key_is_reported_without_showing_it(run: list[str], key: str) -> None:
-    (problem,) = problems([*run, "--engine", "sglang", "--rollout-num-gpus", "1", "--sglang-api-key", key])
-    assert problem.startswith("--sglang-api-key")
-    assert "hidden" not in problem
+def test_unsendable_key_is_reported_without_showing_it(run: list[str]) -> None:
+    for key in ["hidden-word\n", "hidden\r-word", " hidden-word", "hidden-wörd"]:
+        (problem,) = problems([*run, "--engine", "sglang", "--rollout-num-gpus", "1", "--sglang-api-key", key])
+        assert problem.startswith("--sglang-api-key")
+        assert "hidden" not in problem
 
 
 def test_responses_that_nothing_scores_are_a_problem(run: list[str]) -> None:
@@ -304,10 +256,10 @@ def test_every_problem_is_returned_not_only_the_first(run: list[str]) -> None:
     assert len(problems([*run, *added.split()])) == 6
 
 
-@pytest.mark.parametrize("flags", ["--debug-rollout-only", "--eval-top-p 0.9 --rollout-top-p 1"])
-def test_a_truncated_distribution_is_only_refused_where_it_is_trained_on(flags: str, run: list[str]) -> None:
-    words = [*run, "--rollout-top-p", "0.9", *flags.split()]
-    assert not [problem for problem in problems(words) if "part of the vocabulary" in problem]
+def test_a_truncated_distribution_is_only_refused_where_it_is_trained_on(run: list[str]) -> None:
+    for flags in ["--debug-rollout-only", "--eval-top-p 0.9 --rollout-top-p 1"]:
+        words = [*run, "--rollout-top-p", "0.9", *flags.split()]
+        assert not [problem for problem in problems(words) if "part of the vocabulary" in problem]
 
 
 def refusals(argv: list[str]) -> list[str]:
@@ -318,11 +270,11 @@ def refusals(argv: list[str]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("agent", ["--agent-function-path a.py:f", "--agent-command ./a", "--environment a.py:G"])
-def test_a_prompt_is_not_rendered_before_its_session_renders_it(run: list[str], agent: str) -> None:
-    (problem,) = refusals([*run, *agent.split(), "--apply-chat-template"])
-    assert f"{agent} and --apply-chat-template" in problem
-    assert refusals([*run, *agent.split(), "--apply-chat-template-kwargs", '{"enable_thinking": false}']) == []
+def test_a_prompt_is_not_rendered_before_its_session_renders_it(run: list[str]) -> None:
+    for agent in ["--agent-function-path a.py:f", "--agent-command ./a", "--environment a.py:G"]:
+        (problem,) = refusals([*run, *agent.split(), "--apply-chat-template"])
+        assert f"{agent} and --apply-chat-template" in problem
+        assert refusals([*run, *agent.split(), "--apply-chat-template-kwargs", '{"enable_thinking": false}']) == []
 
 
 def test_sessions_that_other_machines_can_take_need_a_key(run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

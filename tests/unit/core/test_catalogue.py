@@ -36,11 +36,11 @@ def untaken(flags: set[str]) -> set[str]:
     return {flag for flag in flags - taken if program_of(flag) is None or not find(flag)}
 
 
-@pytest.mark.parametrize("id", CATALOGUE)
-def test_every_flag_in_a_row_is_accepted(id: str) -> None:
-    row = CATALOGUE[id]
-    assert untaken(flags_in(f"{row.title} {row.checked} {row.remedy}")) == set()
-    assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
+def test_every_flag_in_a_row_is_accepted() -> None:
+    for id in CATALOGUE:
+        row = CATALOGUE[id]
+        assert untaken(flags_in(f"{row.title} {row.checked} {row.remedy}")) == set()
+        assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
 
 
 @pytest.mark.slow

@@ -32,17 +32,14 @@ def turn(arguments) -> dict:
     return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
-@pytest.mark.parametrize(
-    ("source", "rendered"),
-    [(SERIALIZES, '{"a": 1}'), (ITERATES, "a=1;"), (APPENDS, '<{"a":1}>'), (TESTS, '{"a":1}')],
-)
-def test_arguments_reach_each_kind_of_template_in_its_form(source, rendered):
-    assert apply_template(Template(source), [turn('{"a":1}')]) == rendered
+def test_arguments_reach_each_kind_of_template_in_its_form():
+    for source, rendered in [(SERIALIZES, '{"a": 1}'), (ITERATES, "a=1;"), (APPENDS, '<{"a":1}>'), (TESTS, '{"a":1}')]:
+        assert apply_template(Template(source), [turn('{"a":1}')]) == rendered
 
 
-@pytest.mark.parametrize(("arguments", "rendered"), [("not json", '"not json"'), ("", "{}"), ("[1]", '"[1]"')])
-def test_arguments_that_are_no_json_object_stay_text(arguments, rendered):
-    assert apply_template(Template(SERIALIZES), [turn(arguments)]) == rendered
+def test_arguments_that_are_no_json_object_stay_text():
+    for arguments, rendered in [("not json", '"not json"'), ("", "{}"), ("[1]", '"[1]"')]:
+        assert apply_template(Template(SERIALIZES), [turn(arguments)]) == rendered
 
 
 def test_an_error_of_the_template_itself_propagates():

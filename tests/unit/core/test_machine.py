@@ -52,23 +52,23 @@ def test_cgroup_cpu_quota(files, quota, tmp_path):
     assert cpu_quota(cgroup(tmp_path, **files)) == quota
 
 
-@pytest.mark.parametrize("limit", ["1000\n", "max\n", None])
-def test_memory_use_of_the_control_group_or_the_machine(limit, tmp_path):
-    for name, text in (
-        ("memory.max", limit),
-        ("memory.current", "600\n"),
-        ("memory.stat", "anon 9\ninactive_file 100\n"),
-    ):
-        if limit is not None:
-            (tmp_path / name).write_text(text)
-    (tmp_path / "meminfo").write_text("MemTotal:  400 kB\nMemFree:  9 kB\nMemAvailable:  300 kB\n")
-    memory = MemoryUse.of_machine(tmp_path, tmp_path / "meminfo")
-    assert memory is not None
-    is_group = limit == "1000\n"
-    assert (memory.share, memory.whose) == ((0.5, "the control group") if is_group else (0.25, "the machine"))
-    assert MemoryUse.of_machine(tmp_path / "none", tmp_path / "none") is None
-    assert available_memory(tmp_path, tmp_path / "meminfo") == (500 if is_group else 300 * 1024)
-    assert available_memory(tmp_path / "none", tmp_path / "none") is None
+def test_memory_use_of_the_control_group_or_the_machine(tmp_path):
+    for limit in ["1000\n", "max\n", None]:
+        for name, text in (
+            ("memory.max", limit),
+            ("memory.current", "600\n"),
+            ("memory.stat", "anon 9\ninactive_file 100\n"),
+        ):
+            if limit is not None:
+                (tmp_path / name).write_text(text)
+        (tmp_path / "meminfo").write_text("MemTotal:  400 kB\nMemFree:  9 kB\nMemAvailable:  300 kB\n")
+        memory = MemoryUse.of_machine(tmp_path, tmp_path / "meminfo")
+        assert memory is not None
+        is_group = limit == "1000\n"
+        assert (memory.share, memory.whose) == ((0.5, "the control group") if is_group else (0.25, "the machine"))
+        assert MemoryUse.of_machine(tmp_path / "none", tmp_path / "none") is None
+        assert available_memory(tmp_path, tmp_path / "meminfo") == (500 if is_group else 300 * 1024)
+        assert available_memory(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_memory_use_of_the_process():
@@ -93,9 +93,8 @@ def test_num_threads_takes_precedence(tmp_path):
     assert (threads.count, threads.reason) == (3, "--num-threads")
 
 
-@pytest.mark.parametrize(
-    ("cpus", "quota", "load", "parts", "count"),
-    [
+def test_threads_are_chosen_from_cpus_quota_and_load(tmp_path):
+    for cpus, quota, load, parts, count in [
         (8, "max 100000", 0.0, 1, 8),
         (8, "max 100000", 0.0, 2, 4),
         (8, "max 100000", 3.2, 1, 5),
@@ -103,12 +102,10 @@ def test_num_threads_takes_precedence(tmp_path):
         (8, "50000 100000", 0.0, 1, 1),
         (2, "max 100000", 7.0, 2, 1),
         (64, "1600000 100000", 4.0, 3, 4),
-    ],
-)
-def test_threads_are_chosen_from_cpus_quota_and_load(cpus, quota, load, parts, count, tmp_path):
-    threads = choose_threads(None, num_parts=parts, cgroup=cgroup(tmp_path, v2=quota), load=load, cpus=cpus)
-    assert threads.count == count
-    assert f"{cpus} CPUs" in threads.reason
+    ]:
+        threads = choose_threads(None, num_parts=parts, cgroup=cgroup(tmp_path, v2=quota), load=load, cpus=cpus)
+        assert threads.count == count
+        assert f"{cpus} CPUs" in threads.reason
 
 
 def test_deterministic_settings_are_restored(monkeypatch):

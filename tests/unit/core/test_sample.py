@@ -13,16 +13,16 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import DataError
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]
-)
-def test_a_server_response_is_appended_as_in_slime(kind, status):
-    sample = Sample(tokens=[5])
-    meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
-    sample.append_response_tokens("args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True)
-    assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
-    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
-    assert sample.weight_versions == ["7"]
+def test_a_server_response_is_appended_as_in_slime():
+    for kind, status in [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)]:
+        sample = Sample(tokens=[5])
+        meta_info = {"finish_reason": {"type": kind}, "weight_version": "7"}
+        sample.append_response_tokens(
+            "args", tokens=[6], log_probs=[-1.0], text="a", meta_info=meta_info, trainable=True
+        )
+        assert (sample.status, sample.weight_versions, sample.response) == (status, ["7"], "a")
+        sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info=meta_info, update_terminal_info=False)
+        assert sample.weight_versions == ["7"]
 
 
 def test_a_response_may_start_with_environment_tokens():
@@ -53,9 +53,8 @@ def test_tensors_arrays_and_absent_values_are_accepted():
     assert (sample.status, sample.weight_versions) == (Status.TRUNCATED, ["4"])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_an_invalid_append_leaves_the_sample_unchanged():
+    for wrong, message in [
         ({}, "2 trainable tokens without log-probs"),
         ({"log_probs": [-1.0]}, "2 tokens but 1 log-probs"),
         ({"log_probs": [-1.0, -2.0], "version": [3]}, "2 tokens but 1 weight versions"),
@@ -66,15 +65,13 @@ def test_tensors_arrays_and_absent_values_are_accepted():
         ),
         ({"log_probs": [-1.0, -2.0], "meta_info": {"finish_reason": "eos"}}, "'eos', which is none of stop"),
         ({"log_probs": [-1.0, -2.0], "meta_info": {"routed_experts": "not base64"}}, "not base64 of int32"),
-    ],
-)
-def test_an_invalid_append_leaves_the_sample_unchanged(wrong, message):
-    sample = Sample(tokens=[1])
-    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
-    before = copy.deepcopy(sample.to_dict())
-    with pytest.raises(DataError, match=message):
-        sample.append_response_tokens(tokens=[6, 7], **wrong)
-    assert sample.to_dict() == before
+    ]:
+        sample = Sample(tokens=[1])
+        sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+        before = copy.deepcopy(sample.to_dict())
+        with pytest.raises(DataError, match=message):
+            sample.append_response_tokens(tokens=[6, 7], **wrong)
+        assert sample.to_dict() == before
 
 
 SHAPE = RoutingShape(num_layers=3, top_k=2, num_experts=8)
@@ -118,18 +115,15 @@ def test_routes_of_replies_and_of_completions_can_be_mixed():
     assert np.array_equal(SHAPE.checked(sample.rollout_routed_experts, "x"), routes[:4])
 
 
-@pytest.mark.parametrize(
-    ("rows", "start", "message"),
-    [
+def test_routed_experts_of_another_number_of_tokens_are_refused():
+    for rows, start, message in [
         (3, 0, "18 routed experts from token 0 on, but the sample has 6 tokens"),
         (1, 4, "6 routed experts from token 4 on.*experts for 0 before"),
         (0, 0, "0 routed experts"),
-    ],
-)
-def test_routed_experts_of_another_number_of_tokens_are_refused(rows, start, message):
-    text = text_from_routes(np.zeros((rows, 3, 2), np.int16))
-    sample = Sample(tokens=[1, 2, 3, 4])
-    meta_info = {"routed_experts": text, "routed_experts_start_len": start}
-    with pytest.raises(DataError, match=message):
-        sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], meta_info=meta_info)
-    assert (sample.response_length, sample.rollout_routed_experts) == (0, None)
+    ]:
+        text = text_from_routes(np.zeros((rows, 3, 2), np.int16))
+        sample = Sample(tokens=[1, 2, 3, 4])
+        meta_info = {"routed_experts": text, "routed_experts_start_len": start}
+        with pytest.raises(DataError, match=message):
+            sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], meta_info=meta_info)
+        assert (sample.response_length, sample.rollout_routed_experts) == (0, None)

@@ -95,19 +95,17 @@ def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_pa
         open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
 
 
-@pytest.mark.parametrize(
-    ("column", "value"), [("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]), ("metadata", "[1]")]
-)
-def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path, column: str, value: Any) -> None:
-    tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
-    location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
-    write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
-    table = pq.read_table(file)
-    rows = table.to_pylist()
-    rows[1][column] = value
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
-    with pytest.raises(DataError, match=r"tokens\.parquet row 1: .*tokenize"):
-        open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
+def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path) -> None:
+    for column, value in [("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]), ("metadata", "[1]")]:
+        tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
+        location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
+        write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
+        table = pq.read_table(file)
+        rows = table.to_pylist()
+        rows[1][column] = value
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
+        with pytest.raises(DataError, match=r"tokens\.parquet row 1: .*tokenize"):
+            open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
 
 
 def test_a_tokenized_file_with_other_columns_is_refused(tmp_path: Path) -> None:
@@ -189,11 +187,11 @@ def test_an_undamaged_file_of_each_format_has_the_same_rows(tmp_path: Path) -> N
     assert len(rows[0]) == len(ROWS)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_reading_starts_at_any_row(kind: str, tmp_path: Path) -> None:
-    file = WRITERS[kind](tmp_path)
-    reader = open_reader(PromptDataPath(file if kind != "arrow" else file.parent), FORM)
-    rows = list(reader.read(Cursor()))
-    for start in (0, 1, 15, 16, 17, 39):
-        cursor = rows[start - 1].after if start else Cursor()
-        assert list(reader.read(cursor)) == rows[start:]
+def test_reading_starts_at_any_row(tmp_path: Path) -> None:
+    for kind in ["jsonl", "parquet", "arrow"]:
+        file = WRITERS[kind](tmp_path)
+        reader = open_reader(PromptDataPath(file if kind != "arrow" else file.parent), FORM)
+        rows = list(reader.read(Cursor()))
+        for start in (0, 1, 15, 16, 17, 39):
+            cursor = rows[start - 1].after if start else Cursor()
+            assert list(reader.read(cursor)) == rows[start:]

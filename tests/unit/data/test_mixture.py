@@ -67,14 +67,14 @@ def test_without_shuffling_each_part_keeps_the_order_of_its_file(folder: Path):
     assert own == [number % 6 for number in range(len(own))]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 7, 14, 15, 16, 40])
-def test_a_resumed_mixture_continues_the_same_order(folder: Path, taken: int):
-    whole = source(mixture(folder))
-    whole.next_groups(taken)
-    state = json.loads(json.dumps(whole.state()))
-    resumed = source(mixture(folder))
-    resumed.restore(state)
-    assert drawn(resumed.next_groups(40)) == drawn(whole.next_groups(40))
+def test_a_resumed_mixture_continues_the_same_order(folder: Path):
+    for taken in [0, 1, 7, 14, 15, 16, 40]:
+        whole = source(mixture(folder))
+        whole.next_groups(taken)
+        state = json.loads(json.dumps(whole.state()))
+        resumed = source(mixture(folder))
+        resumed.restore(state)
+        assert drawn(resumed.next_groups(40)) == drawn(whole.next_groups(40))
 
 
 def test_a_mixture_with_other_weights_or_data_is_not_resumed(folder: Path):

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
-from furlong.data.chat import double_template_problem, message_problem
 from furlong.data.dataset import open_prompts
-from furlong.data.prompt import PromptFormat
+from furlong.data.prompt import PromptFormat, double_template_problem, message_problem
 from furlong.data.source import PromptTable
 from furlong.errors import ConfigError, DataError
 
@@ -187,11 +186,11 @@ def test_long_prompts_are_dropped_and_counted_once(
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == ["dropped 3 of 10 prompts longer than 7 tokens"]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_data_without_usable_prompts_is_an_error(tmp_path: Path, streaming: bool) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
-    with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens"):
-        draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
+def test_data_without_usable_prompts_is_an_error(tmp_path: Path) -> None:
+    for streaming in [False, True]:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
+        with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens"):
+            draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
 
 
 def test_the_chat_template_is_applied_with_tools_and_kwargs(tmp_path: Path) -> None:
@@ -247,9 +246,8 @@ def test_integers_beyond_64_bits_stay_exact(tmp_path: Path) -> None:
     assert prompts[0].label == 2**90 + 1
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
+def test_message_lists_are_checked() -> None:
+    for value, expected in [
         ([{"role": "user", "content": "x"}], None),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None),
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], None),
@@ -260,32 +258,27 @@ def test_integers_beyond_64_bits_stay_exact(tmp_path: Path) -> None:
         ([{"role": "user"}], "has content nothing"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], r"message 1 \(user\) has content int 3"),
         ([{"role": "user", "content": ["x"]}], "typed parts"),
-    ],
-)
-def test_message_lists_are_checked(value: Any, expected: str | None) -> None:
-    problem = message_problem(value)
-    if expected is None:
-        assert problem is None
-    else:
-        assert problem is not None
-        assert re.search(expected, problem), problem
+    ]:
+        problem = message_problem(value)
+        if expected is None:
+            assert problem is None
+        else:
+            assert problem is not None
+            assert re.search(expected, problem), problem
 
 
-@pytest.mark.parametrize(
-    ("prompts", "is_double"),
-    [
+def test_a_rendered_prompt_is_detected() -> None:
+    for prompts, is_double in [
         (["what is 2+2?", "why <b>?"], False),
         (["ok", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"], True),
         ([[{"role": "user", "content": "hi"}]], False),
         ([[{"role": "user", "content": "<|im_start|>user\nhi"}]], True),
-    ],
-)
-def test_a_rendered_prompt_is_detected(prompts: Any, is_double: bool) -> None:
-    problem = double_template_problem(prompts, TOKENIZER)
-    assert (problem is not None) == is_double
-    if problem is not None:
-        remedy = "remove --apply-chat-template" if len(prompts) == 1 else "store all prompts in one form"
-        assert remedy in problem
+    ]:
+        problem = double_template_problem(prompts, TOKENIZER)
+        assert (problem is not None) == is_double
+        if problem is not None:
+            remedy = "remove --apply-chat-template" if len(prompts) == 1 else "store all prompts in one form"
+            assert remedy in problem
 
 
 def test_a_rendered_prompt_is_detected_by_plain_text_marks() -> None:

@@ -23,10 +23,10 @@ def test_a_slice_suffix_is_split_from_the_path(text: str, path: str, start: int 
     assert PromptDataPath.parse(text) == PromptDataPath(Path(path), start, stop)
 
 
-@pytest.mark.parametrize("text", ["a.jsonl@[1:2:3]", "a.jsonl@[x:]", "a.jsonl@[1:2", "a.jsonl@[5]", "a.jsonl@[-:2]"])
-def test_an_invalid_slice_is_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a slice"):
-        PromptDataPath.parse(text)
+def test_an_invalid_slice_is_rejected() -> None:
+    for text in ["a.jsonl@[1:2:3]", "a.jsonl@[x:]", "a.jsonl@[1:2", "a.jsonl@[5]", "a.jsonl@[-:2]"]:
+        with pytest.raises(ConfigError, match="is not a slice"):
+            PromptDataPath.parse(text)
 
 
 def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:

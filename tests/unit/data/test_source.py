@@ -37,16 +37,16 @@ def ten(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", numbered_rows(10))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_every_row_is_issued_once_per_epoch(ten: Path, streaming: bool) -> None:
-    data = source(ten, streaming=streaming, shuffle=True, num_epoch=3)
-    groups = [g for _ in range(5) for g in data.next_groups(7)]
-    assert [g.index for g in groups] == list(range(30))
-    epochs = [[g.row for g in groups if g.epoch == e] for e in range(3)]
-    assert all(sorted(rows) == list(range(10)) for rows in epochs)
-    assert len({tuple(rows) for rows in epochs}) == 3
-    assert data.next_groups(1) == []
-    assert data.groups_per_epoch == 10
+def test_every_row_is_issued_once_per_epoch(ten: Path) -> None:
+    for streaming in [False, True]:
+        data = source(ten, streaming=streaming, shuffle=True, num_epoch=3)
+        groups = [g for _ in range(5) for g in data.next_groups(7)]
+        assert [g.index for g in groups] == list(range(30))
+        epochs = [[g.row for g in groups if g.epoch == e] for e in range(3)]
+        assert all(sorted(rows) == list(range(10)) for rows in epochs)
+        assert len({tuple(rows) for rows in epochs}) == 3
+        assert data.next_groups(1) == []
+        assert data.groups_per_epoch == 10
 
 
 def test_a_stream_without_shuffle_is_in_file_order_and_learns_its_length(ten: Path) -> None:
@@ -149,20 +149,17 @@ def _other(path: Path, **changes: Any) -> RolloutDataSource:
     return source(path, **{"shuffle": True, **changes})
 
 
-@pytest.mark.parametrize(
-    ("difference", "changes"),
-    [
+def test_another_order_is_rejected_by_name(ten: Path) -> None:
+    for difference, changes in [
         ("shuffle was True, is False", {"shuffle": False}),
         ("rollout_seed was 42, is 1", {"rollout_seed": 1}),
         ("streaming was False, is True", {"streaming": True}),
         ("label_key was 'label', is None", {"prompt_format": PromptFormat()}),
         ("max_prompt_len was None, is 3", {"prompt_format": PromptFormat(label_key="label", max_prompt_len=3)}),
-    ],
-)
-def test_another_order_is_rejected_by_name(ten: Path, difference: str, changes: dict[str, Any]) -> None:
-    state = _other(ten).state()
-    with pytest.raises(CheckpointError, match=difference):
-        _other(ten, **changes).restore(state)
+    ]:
+        state = _other(ten).state()
+        with pytest.raises(CheckpointError, match=difference):
+            _other(ten, **changes).restore(state)
 
 
 def test_other_data_is_rejected_by_name(ten: Path, tmp_path: Path) -> None:
@@ -184,23 +181,23 @@ def test_more_samples_per_prompt_after_a_resume_keep_indices_unique(ten: Path) -
     assert [s.index for s in resumed.next_groups(1)[0]] == [6, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_returned_groups_are_resized_after_a_resume(ten: Path, number: int) -> None:
-    data = source(ten, n_samples_per_prompt=3)
-    taken = data.next_groups(2)
-    taken[1].samples[0].append_response_tokens(tokens=[7], log_probs=[-0.5])
-    data.return_groups(taken[1:])
-    resumed = source(ten, n_samples_per_prompt=number)
-    resumed.restore(json.loads(json.dumps(data.state())))
-    old, new = resumed.next_groups(2)
-    kept = taken[1].samples[:number]
-    assert (old.index, old.row, old.samples[: len(kept)]) == (1, 1, kept)
-    assert len(old.samples) == len(new.samples) == number
-    assert [s.index for s in [*old.samples[len(kept) :], *new]] == list(range(6, 6 + 2 * number - len(kept)))
-    for sample in old.samples[1:]:
-        assert sample.seed == sample_seed(42, sample.index)
-        assert (sample.tokens, sample.response_length, sample.label) == (kept[0].tokens[:-1], 0, kept[0].label)
-        assert (sample.group_index, sample.rollout_id, sample.prompt) == (1, sample.index, kept[0].prompt)
+def test_returned_groups_are_resized_after_a_resume(ten: Path) -> None:
+    for number in [1, 2, 5]:
+        data = source(ten, n_samples_per_prompt=3)
+        taken = data.next_groups(2)
+        taken[1].samples[0].append_response_tokens(tokens=[7], log_probs=[-0.5])
+        data.return_groups(taken[1:])
+        resumed = source(ten, n_samples_per_prompt=number)
+        resumed.restore(json.loads(json.dumps(data.state())))
+        old, new = resumed.next_groups(2)
+        kept = taken[1].samples[:number]
+        assert (old.index, old.row, old.samples[: len(kept)]) == (1, 1, kept)
+        assert len(old.samples) == len(new.samples) == number
+        assert [s.index for s in [*old.samples[len(kept) :], *new]] == list(range(6, 6 + 2 * number - len(kept)))
+        for sample in old.samples[1:]:
+            assert sample.seed == sample_seed(42, sample.index)
+            assert (sample.tokens, sample.response_length, sample.label) == (kept[0].tokens[:-1], 0, kept[0].label)
+            assert (sample.group_index, sample.rollout_id, sample.prompt) == (1, sample.index, kept[0].prompt)
 
 
 def test_invalid_counts_are_rejected(ten: Path) -> None:
@@ -241,20 +238,17 @@ def test_a_group_removed_by_the_filter_is_reported_as_dropped(ten: Path) -> None
     assert len(data.state()["returned"]) == 1
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_a_buffer_filter_that_duplicates_or_invents_groups_is_rejected(ten: Path) -> None:
+    for fault in [
         lambda args, rollout_id, buffer, n: buffer[:1],  # left in the buffer too
         lambda args, rollout_id, buffer, n: [buffer.pop(), buffer.pop()],  # more than asked
         lambda args, rollout_id, buffer, n: [list(buffer.pop())],  # a copy
         lambda args, rollout_id, buffer, n: None,
-    ],
-)
-def test_a_buffer_filter_that_duplicates_or_invents_groups_is_rejected(ten: Path, fault: Any) -> None:
-    data = source(ten, buffer_filter=fault)
-    data.return_groups(data.next_groups(3))
-    with pytest.raises(DataError, match="--buffer-filter-path"):
-        data.next_groups(1)
+    ]:
+        data = source(ten, buffer_filter=fault)
+        data.return_groups(data.next_groups(3))
+        with pytest.raises(DataError, match="--buffer-filter-path"):
+            data.next_groups(1)
 
 
 # --- custom sources ---------------------------------------------------------------------------------------------------

@@ -93,9 +93,8 @@ def test_a_slice_and_a_system_prompt() -> None:
     assert "<answer>" in rows[0].text[0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_wrong_task_is_named_with_the_reason() -> None:
+    for text, words in [
         ("chain_summ", "did you mean chain_sum"),
         ("", "nothing is not a task"),
         ("gcd+", "nothing is not a task"),
@@ -110,13 +109,11 @@ def test_a_slice_and_a_system_prompt() -> None:
         ("gcd?seed=1+chain_sum?seed=2", "seed is given twice, 1 and 2"),
         ("gcd+gcd?weight=2", "twice with equal options"),
         ("gcd?system_prompt=mine", "system_prompt=mine is not one of"),
-    ],
-)
-def test_a_wrong_task_is_named_with_the_reason(text: str, words: str) -> None:
-    problem = tasks_problem("--prompt-data", f"reasoning-gym:{text}")
-    assert problem is not None
-    assert words in problem
-    assert problem.startswith("--prompt-data reasoning-gym:")
+    ]:
+        problem = tasks_problem("--prompt-data", f"reasoning-gym:{text}")
+        assert problem is not None
+        assert words in problem
+        assert problem.startswith("--prompt-data reasoning-gym:")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +126,15 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     parse_tasks.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("response", "answers"),
-    [
+def test_answers_are_read_from_tags_boxes_or_the_end() -> None:
+    for response, answers in [
         ("<think>1 or 2</think> <answer>3</answer> or <answer> 4 </answer>", ["4"]),
         ("so \\boxed{4}.", ["4"]),
         ("<think><answer>1</answer></think>\nThe sum:\n is **12**.", ["The sum:\n is **12**.", "is **12**.", "12"]),
         ("<think>never ends", ["<think>never ends", "ends"]),
         ("", []),
-    ],
-)
-def test_answers_are_read_from_tags_boxes_or_the_end(response: str, answers: list[str]) -> None:
-    assert answers_from(response) == answers
+    ]:
+        assert answers_from(response) == answers
 
 
 def test_a_row_of_other_data_is_named() -> None:

@@ -56,21 +56,18 @@ def test_limit_and_slice_apply_as_for_the_original(tmp_path, tokenizer):
     assert [p.row for p in open_prompts(f"{path}@[0:3]", tokenizer=tokenizer, prompt_format=short)] == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
+def test_other_settings_are_rejected_by_name(tmp_path, tokenizer):
+    for form, words in [
         (PromptFormat(label_key="label"), "chat_template was"),
         (PromptFormat(apply_chat_template=True), "label_key was 'label', is None"),
         (
             PromptFormat(label_key="label", apply_chat_template=True, apply_chat_template_kwargs={"no_think": True}),
             r"apply_chat_template_kwargs was \{\}, is \{'no_think': True\}",
         ),
-    ],
-)
-def test_other_settings_are_rejected_by_name(form, words, tmp_path, tokenizer):
-    path, _ = tokenized(tmp_path, tokenizer, rows=[{"input": "a", "label": "1"}])
-    with pytest.raises(ConfigError, match=words):
-        open_prompts(str(path), tokenizer=tokenizer, prompt_format=form)
+    ]:
+        path, _ = tokenized(tmp_path, tokenizer, rows=[{"input": "a", "label": "1"}])
+        with pytest.raises(ConfigError, match=words):
+            open_prompts(str(path), tokenizer=tokenizer, prompt_format=form)
 
 
 def test_another_tokenizer_is_rejected(tmp_path, tokenizer):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import furlong
-from furlong.cli import _exit_code, check_encoding, main
+from furlong.cli import _exit_code, main
 from furlong.config.command_line import Resolved, load
 from furlong.config.evaluation import KEYS
 from furlong.config.flag_spec import flag_specs
@@ -377,14 +377,6 @@ def test_credentials_in_urls_are_written_nowhere(tmp_path: Path, capsys: pytest.
         assert "127.0.0.1:9/score?api_key=***&n=1" in text
         assert "hunter2" not in text
         assert "tok3n" not in text
-
-
-def test_words_beyond_ascii_need_a_utf8_locale(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_encoding(["--load", "dé"])
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
-    check_encoding(["--load", "de"])
-    with pytest.raises(ConfigError, match=r"as ascii, but 'd\\xe9' .*PYTHONUTF8=1"):
-        check_encoding(["--load", "d\udcc3\udca9"])
 
 
 def test_paths_beyond_ascii_in_a_file_need_a_utf8_locale(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -20,9 +20,8 @@ from furlong.config.checks.value_checks import prompt_file_problem, unreadable_f
 from furlong.config.evaluation import used_eval_specs
 from furlong.config.hooks import Hooks, load_hooks
 from furlong.config.sections import Config
-from furlong.data.chat import can_render
 from furlong.data.dataset import open_rows
-from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
+from furlong.data.prompt import Prompt, PromptFormat, RejectedRow, can_render
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import Cursor, JsonLines, RawRow, RowReader, read_slice
 from furlong.data.tokenized import read_tokenizer_settings

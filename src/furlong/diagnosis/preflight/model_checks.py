@@ -12,7 +12,7 @@ from typing import Any
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.chat_template import TEMPLATE_ERRORS
 from furlong.core.model_config import read_json
-from furlong.data.chat import message_problem, syntax_problem
+from furlong.data.prompt import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.hf_folder import COMPLETE, check_folder, template_file

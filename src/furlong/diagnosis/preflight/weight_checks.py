@@ -13,7 +13,7 @@ from furlong.config.evaluation import used_eval_specs
 from furlong.core.garbage import import_without_gc
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
-from furlong.data.chat import syntax_problem
+from furlong.data.prompt import syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import folder_problems
