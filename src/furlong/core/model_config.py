@@ -111,7 +111,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}; download it again or check its permissions"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; download or write it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} contains a {type(content).__name__}, not an object; download or write it again")

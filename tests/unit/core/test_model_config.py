@@ -93,7 +93,7 @@ def test_the_stop_tokens_of_generation_config_are_checked(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"5", b"\xff{}", '{"a": 1}'.encode("utf-16"), b"[" * 3000, b'{"a":' * 150 + b"1" + b"}" * 150],
+    [b"", b"{", b"[]", b"5", b"\xff{}", b"[" * 99_999],
 )
 def test_other_content_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
