@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from furlong.commands.quantize import ALL_BUT_EXPERTS
 
+from furlong.commands.weight_folders import ALL_BUT_EXPERTS
 from furlong.errors import ConfigError
 from furlong.models.hf_model import build_empty, named_tensors, shapes_on_disk
 from furlong.models.untrained_tensors import WITH_VISION, stored_name
