@@ -84,7 +84,7 @@ BUDGET = {
     "furlong": 1400,
     "inference": 10000,
     "loop": 1300,
-    "models": 3500,
+    "models": 3450,
     "quantization": 1500,
     "quickstart": 500,
     "reproduce": 700,
@@ -97,10 +97,10 @@ BUDGET = {
     "slime_api": 1600,
     "tools": 4100,
     "tracking": 1000,
-    "training": 9400,
+    "training": 9000,
     "transfer": 800,
     "view": 1600,
-    "weight_sync": 2200,
+    "weight_sync": 2050,
     "wiring": 2000,
 }
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -290,11 +291,11 @@ class RankSync:
                 if has_part:
                     await self._transport.send(WeightSource(opening), servers, version, sent)
                 else:
-                    await in_thread(lambda: _read_all(iter(weights.open())))
+                    await in_thread(lambda: deque(weights.open(), maxlen=0))
             except BaseException:
                 if self._world_size > 1 and has_part:  # the transport may have failed before it read anything
                     rest = iter(weights.open()) if opened is None else opened
-                    await in_thread(lambda: _read_all(rest))
+                    await in_thread(lambda: deque(rest, maxlen=0))
                 raise
         assert sent.is_read or self._rank > 0  # transports read their source to the end
         if self._rank == 0 and not sent.num_tensors:
@@ -309,11 +310,6 @@ class RankSync:
     async def close_sync(self) -> None:
         """Release the transport's resources."""
         await self._transport.close(self._connect)
-
-
-def _read_all(tensors: Iterator[NamedTensor]) -> None:
-    for _ in tensors:
-        pass
 
 
 class LocalSync(RemoteSync):

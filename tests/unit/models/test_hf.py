@@ -119,12 +119,6 @@ def test_a_family_with_its_own_attention_is_refused(tmp_path):
         hf.load_model(tmp_path)
 
 
-def test_dropout_and_router_noise_are_off():
-    config = family_config("qwen3")
-    config.attention_dropout = 0.1
-    assert hf.build_model(config, seed=0).config.attention_dropout == 0.0
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_is_loaded_by_transformers_and_the_exported_names_are_those_on_disk(family, tmp_path):
     model = hf.build_model(family_config(family), seed=1, dtype=torch.bfloat16)

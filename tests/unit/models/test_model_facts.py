@@ -59,7 +59,7 @@ DELTA = {
 MIXED = ["linear_attention", "full_attention"]
 CONFIGS = {
     **dict.fromkeys(("bart", "mbart", "pegasus", "whisper"), DECODER),
-    **dict.fromkeys(("bert", "roberta", "gpt_neox_japanese", "modernbert-decoder", "bloom", "doge"), ENCODER),
+    **dict.fromkeys(("bert", "roberta", "gpt_neox_japanese", "modernbert-decoder", "doge"), ENCODER),
     "qwen3_next": ENCODER | DELTA | {"layer_types": MIXED, "head_dim": 8},
     "lfm2": ENCODER | {"layer_types": ["conv", "full_attention"]},
     "llama4_text": ENCODER | {"attention_chunk_size": 5, "num_local_experts": 2, "head_dim": 8},
@@ -157,7 +157,6 @@ def test_a_wrapped_decoder_and_a_router_with_a_threshold_agree_in_packed_rows(fa
         ("roberta", r"\(lm_head\.dense"),
         ("modernbert-decoder", r"\(lm_head\.dense"),
         ("gpt_neox_japanese", "packed attention"),
-        ("bloom", "packed attention"),
         ("mamba", "no num_attention_heads"),
     ],
 )

@@ -20,29 +20,6 @@ def test_constant_with_warmup_starts_at_its_initial_rate():
     assert [schedule.lr(k) for k in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
-def test_linear_and_cosine_follow_their_closed_forms_and_stay_at_the_minimum():
-    for style, left in (("linear", lambda r: 1 - r), ("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2)):
-        schedule = Schedule(
-            OptimFlags(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_iters=10, lr_decay_iters=110)
-        )
-        for k in (10, 35, 60, 110):
-            assert schedule.lr(k) == pytest.approx(0.1 + 0.9 * left((k - 10) / 100))
-        assert schedule.lr(111) == schedule.lr(10**6) == 0.1
-
-
-def test_inverse_square_root_follows_its_closed_form_down_to_the_minimum():
-    schedule = Schedule(OptimFlags(lr=1.0, min_lr=0.2, lr_decay_style="inverse-square-root", lr_warmup_iters=4))
-    assert schedule.lr(4) == 1.0
-    assert schedule.lr(16) == pytest.approx(0.5)
-    assert schedule.lr(10_000) == 0.2
-
-
-def test_the_end_of_the_run_is_the_default_end_of_the_decay_and_the_warmup_can_be_a_fraction_of_it():
-    schedule = Schedule(OptimFlags(lr=1.0, lr_decay_style="linear", lr_warmup_fraction=0.1), total_steps=100)
-    assert schedule.lr(5) == pytest.approx(0.5)
-    assert schedule.lr(100) == pytest.approx(0.0)
-
-
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(

@@ -252,15 +252,6 @@ def test_replay_without_a_record_is_an_error(folders, rollouts):
         backend(folders["qwen3_moe"], "rollout").log_probs(pack_micro_batch(batch, [0]))
 
 
-def test_a_row_that_names_an_expert_twice_is_an_error(folders, rollouts):
-    batch = rollouts["qwen3_moe"]
-    routes = batch.routed_experts.copy()
-    routes[1, 1] = 0
-    micro = pack_micro_batch(dataclasses.replace(batch, routed_experts=routes), [0])
-    with pytest.raises(TrainerError, match=r"\[0, 0\] in layer 1\b"):
-        backend(folders["qwen3_moe"], "rollout").log_probs(micro)
-
-
 def test_agreement_is_the_share_of_choices_in_common(folders, rollouts):
     batch = rollouts["qwen3_moe"]
     routes = batch.routed_experts.copy()

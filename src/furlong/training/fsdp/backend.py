@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -332,15 +332,18 @@ class FsdpBackend(Backend):
 
         With `later`, only copy them to host memory.
         """
-        _save(
-            folder,
-            self.actor.model,
-            self.optimizer,
-            self.sharding,
-            frozen={role: self._models[role].model for role in sorted(self._models.diverged)},
-            with_moments=not self.settings.checkpoint.no_save_optim,
-            later=later,
-        )
+        model, optimizer, sharding = self.actor.model, self.optimizer, self.sharding
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            with optimizer.loaded():
+                yield from _whole(model, _policy_tensors(model, optimizer, sharding), sharding)
+
+        tensors = {WEIGHTS: weights()}
+        if not self.settings.checkpoint.no_save_optim:
+            tensors[OPTIMIZER] = _moments(model, optimizer)
+        for role in sorted(self._models.diverged):
+            tensors[f"trainer_{role}"] = _whole(model, dict(hf.named_tensors(self._models[role].model)), sharding)
+        trainer_files.save(folder, tensors, sharding.ranks, meta={"num_steps": optimizer.num_steps}, later=later)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with any number of ranks; bit-identical with the same number.
@@ -348,16 +351,22 @@ class FsdpBackend(Backend):
         Raises CheckpointError on all ranks if the checkpoint is incomplete, of another model, or unreadable on one.
         """
         reshard(self.actor)
+        model, optimizer = self.actor.model, self.optimizer
+        with_moments = not self.settings.checkpoint.no_load_optim
         with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
-            _load_policy(
-                folder,
-                meta,
-                self.actor.model,
-                self.optimizer,
-                self.sharding,
-                with_moments=not self.settings.checkpoint.no_load_optim,
-            )
+            with optimizer.loaded():
+                with _reader(folder, meta, WEIGHTS, model) as reader:
+                    reader.copy_into(_policy_tensors(model, optimizer, self.sharding), self.sharding)
+                optimizer.write_back()
+            optimizer.zero_grad()
+            optimizer.reset()
+            optimizer.num_steps = int(meta["num_steps"])
+            if meta["has_optimizer"] and with_moments:
+                with _reader(folder, meta, OPTIMIZER, model) as reader:
+                    optimizer.restore(reader)
+            elif with_moments:
+                logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
         for role in meta["roles"]:
             self.copy_weights("actor", role)  # also what checkpoints do not contain, such as rotary frequencies
             with self.ranks.agreed():
@@ -442,52 +451,6 @@ def choose_trained(
 
 
 # -- checkpoints, under Hugging Face names and shapes; with several ranks every function is a collective
-
-
-def _save(
-    folder: Path,
-    model: PreTrainedModel,
-    optimizer: MasterOptimizer,
-    sharding: Sharding,
-    *,
-    frozen: Mapping[Role, PreTrainedModel],
-    with_moments: bool,
-    later: PendingFiles | None = None,
-) -> None:
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        with optimizer.loaded():
-            yield from _whole(model, _policy_tensors(model, optimizer, sharding), sharding)
-
-    tensors = {WEIGHTS: weights()}
-    if with_moments:
-        tensors[OPTIMIZER] = _moments(model, optimizer)
-    for role, other in frozen.items():
-        tensors[f"trainer_{role}"] = _whole(model, dict(hf.named_tensors(other)), sharding)
-    trainer_files.save(folder, tensors, sharding.ranks, meta={"num_steps": optimizer.num_steps}, later=later)
-
-
-def _load_policy(
-    folder: Path,
-    meta: dict[str, Any],
-    model: PreTrainedModel,
-    optimizer: MasterOptimizer,
-    sharding: Sharding,
-    *,
-    with_moments: bool,
-) -> None:
-    with optimizer.loaded():
-        with _reader(folder, meta, WEIGHTS, model) as reader:
-            reader.copy_into(_policy_tensors(model, optimizer, sharding), sharding)
-        optimizer.write_back()
-    optimizer.zero_grad()
-    optimizer.reset()
-    optimizer.num_steps = int(meta["num_steps"])
-    if meta["has_optimizer"] and with_moments:
-        with _reader(folder, meta, OPTIMIZER, model) as reader:
-            optimizer.restore(reader)
-    elif with_moments:
-        logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
 
 def _load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel, sharding: Sharding) -> None:
