@@ -35,7 +35,7 @@ def ids_of(state, text):
 
 
 async def generate_with_search(args, sample: Sample, sampling_params) -> Sample:
-    """Ask with text, call a search server between the turns, and set every field at the end."""
+    """Call a search server between the turns, and set every field at the end."""
     assert not args.partial_rollout
     state = GenerateState(args)
     prompt_ids = ids_of(state, sample.prompt)
@@ -44,9 +44,8 @@ async def generate_with_search(args, sample: Sample, sampling_params) -> Sample:
     text, tokens, mask, log_probs = "", [], [], []
     params = {**sampling_params, "max_new_tokens": 3, "stop": [*(sampling_params.get("stop") or []), "</search>"]}
     for turn in range(TURNS):
-        output = await post(
-            router(args), {"text": sample.prompt + text, "sampling_params": params, "return_logprob": True}
-        )
+        body = {"input_ids": prompt_ids + tokens, "sampling_params": params, "return_logprob": True}
+        output = await post(router(args), body)
         meta = output["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             sample.status = Sample.Status.ABORTED
@@ -177,8 +176,10 @@ async def generate_with_user(args, sample: Sample, sampling_params: dict) -> Sam
     text, result = sample.prompt, Interaction()
     prompt_ids = ids_of(state, text)
     for _ in range(TURNS):
-        output = await post(router(args), {"text": text, "sampling_params": sampling_params | {"max_new_tokens": 3}})
-        answer = ids_of(state, output["text"])
+        params = sampling_params | {"max_new_tokens": 3}
+        body = {"input_ids": prompt_ids + result.tokens, "sampling_params": params, "return_logprob": True}
+        output = await post(router(args), body)
+        answer = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
         user = ids_of(state, OBSERVATION)
         text += output["text"] + OBSERVATION
         result.tokens += answer + user

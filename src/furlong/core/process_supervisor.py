@@ -1,9 +1,9 @@
 """Supervisor of one command: starts it within limits, and ends every process that it started.
 
-Run as a script, without furlong or site-packages: `python -I -S process_supervisor.py SPEC`. SPEC is JSON with the
-fields of `SupervisorSpec`. The command inherits stdin, stdout, stderr and the environment. The descriptor `control` is
-a pipe whose end ends the command. The descriptor `report` gets one line of JSON when the command starts and one when
-all processes have ended.
+Run as a script, without furlong or site-packages: `python -I -S process_supervisor.py SPEC`. SPEC is JSON of
+`supervised_process.Supervisor`. The command inherits stdin, stdout, stderr and the environment. The descriptor
+`control` is a pipe whose end ends the command. The descriptor `report` gets one line of JSON when the command starts
+and one when all processes have ended. The directory `deletes` is deleted then.
 
 With `isolate` (Linux) the command runs in its own user, process, mount, IPC and network namespaces, so the kernel kills
 what it started. Otherwise, and where the kernel refuses, orphans are adopted and killed one by one.
@@ -98,8 +98,6 @@ def _run(spec: dict[str, Any], missing: dict[str, str], *, has_namespace: bool) 
         os.dup2(null, number)
     code, reason = _watch(spec, child, wake)
     left = 0 if has_namespace else _kill_descendants(child)
-    if spec["deletes"]:
-        shutil.rmtree(spec["deletes"], ignore_errors=True)
     _write(spec["report"], {"code": code, "reason": reason, "left": left})
     return 0
 
@@ -312,4 +310,8 @@ def _write(report: int, record: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    given = json.loads(sys.argv[1])
+    ended = main(given)
+    if given["deletes"]:
+        shutil.rmtree(given["deletes"], ignore_errors=True)
+    sys.exit(ended)

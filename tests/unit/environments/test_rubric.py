@@ -85,12 +85,13 @@ def test_a_group_function_with_another_number_of_values_fails_the_group():
     assert [isinstance(each, Outcome) and "one returned" in each.reason for each in outcomes] == [True, True]
 
 
-@pytest.mark.parametrize(
-    "parts", [("exact",), ((exact, "1"),), ((exact, float("inf")),), (exact, exact), (lambda episode: 0.0,), (print,)]
-)
-def test_parts_that_cannot_be_called_are_refused(parts: Any):
-    with pytest.raises(ConfigError, match="rubric"):
-        Rubric(*parts)
+def test_parts_that_cannot_be_called_are_refused():
+    cases = [
+        ("exact",), ((exact, "1"),), ((exact, float("inf")),), (exact, exact), (lambda episode: 0.0,), (print,),
+    ]  # fmt: skip
+    for parts in cases:
+        with pytest.raises(ConfigError, match="rubric"):
+            Rubric(*parts)
 
 
 def test_an_episode_has_the_answers_and_tool_calls_of_the_policy():

@@ -119,13 +119,8 @@ class AsyncBatched(Batched):
 
 
 def of(*entries: str, **args: Any) -> dict[str, Any]:
-    defaults = {
-        "custom_rm_path": None,
-        "rm_type": None,
-        "env_workers": ("thread", "2"),
-        "agent_memory_limit": None,
-        "rollout_seed": 42,
-    }
+    defaults = {"custom_rm_path": None, "rm_type": None, "env_workers": ("thread", "2")}
+    defaults |= {"agent_memory_limit": None, "rollout_seed": 42}
     return {"environment": tuple(f"{__name__}:{entry}" for entry in entries), **defaults, **args}
 
 
@@ -192,24 +187,20 @@ def test_a_limit_ends_the_episode_with_the_rewards_so_far():
     assert made[0].closed == 1
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ("Broken?where=reset", "ValueError: a bug"),
-        ("Broken?where=reset&what=text", "reset returned 5"),
-        ("Broken?where=step&what=number", "step returned 7"),
-        ("Broken?where=step&what=silent", "no messages"),
-        ("Broken?where=step&what=nan", "reward nan"),
-        ("Broken?where=step&what=tuple", "Step"),
+def test_what_an_environment_does_wrong_fails_its_sample_with_the_reason():
+    cases = [
+        ("Broken?where=reset", "ValueError: a bug"), ("Broken?where=reset&what=text", "reset returned 5"),
+        ("Broken?where=step&what=number", "step returned 7"), ("Broken?where=step&what=silent", "no messages"),
+        ("Broken?where=step&what=nan", "reward nan"), ("Broken?where=step&what=tuple", "Step"),
         ("Unrewarded", "no step returned a reward"),
-    ],
-)
-def test_what_an_environment_does_wrong_fails_its_sample_with_the_reason(entry: str, reason: str):
-    (sample,) = play(generate, say, args=of(entry))
-    assert sample.status is Status.FAILED
-    assert sample.outcome is not None
-    assert reason in sample.outcome.reason
-    assert made[0].closed == 1
+    ]  # fmt: skip
+    for entry, reason in cases:
+        made.clear()
+        (sample,) = play(generate, say, args=of(entry))
+        assert sample.status is Status.FAILED
+        assert sample.outcome is not None
+        assert reason in sample.outcome.reason
+        assert made[0].closed == 1
 
 
 def test_lost_infrastructure_is_issued_once_more():

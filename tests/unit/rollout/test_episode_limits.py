@@ -75,23 +75,20 @@ class _Ledger:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "limits", "name", "length"),
-    [
-        (endless, {"max_turns": 3}, "turns", 6),
-        (endless, {"max_episode_tokens": 5}, "tokens", 5),
+def test_a_limit_ends_the_episode_and_its_tokens_are_scored_and_trained():
+    cases = [
+        (endless, {"max_turns": 3}, "turns", 6), (endless, {"max_episode_tokens": 5}, "tokens", 5),
         (with_a_tool_that_hangs, {"tool_timeout": 0.05}, "tool_time", 4),
         (with_a_tool_that_hangs, {"episode_timeout": 0.05}, "episode_time", 4),
         (slow, {"episode_timeout": 0.2, "tool_timeout": 30.0}, "episode_time", None),
-    ],
-)
-def test_a_limit_ends_the_episode_and_its_tokens_are_scored_and_trained(function, limits, name, length):
-    metrics, samples = produce(function, **limits)
-    assert [sample.status for sample in samples] == [Status.TRUNCATED] * 4
-    assert {sample.metadata["episode_limit"] for sample in samples} == {name}
-    assert [sample.reward for sample in samples] == [0, 1, 0, 1]
-    assert length is None or {sample.response_length for sample in samples} == {length}
-    assert metrics[f"rollout/episodes/{'agent_error' if name == 'tool_time' else 'policy_limit'}"] == 4
+    ]  # fmt: skip
+    for function, limits, name, length in cases:
+        metrics, samples = produce(function, **limits)
+        assert [sample.status for sample in samples] == [Status.TRUNCATED] * 4
+        assert {sample.metadata["episode_limit"] for sample in samples} == {name}
+        assert [sample.reward for sample in samples] == [0, 1, 0, 1]
+        assert length is None or {sample.response_length for sample in samples} == {length}
+        assert metrics[f"rollout/episodes/{'agent_error' if name == 'tool_time' else 'policy_limit'}"] == 4
 
 
 def test_a_turn_that_takes_too_long_ends_the_episode_without_its_tokens():
