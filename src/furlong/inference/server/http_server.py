@@ -27,6 +27,7 @@ from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
 from furlong.inference.server.web import ServerLimits, build_server, flag_of, limits_from
+from furlong.inference.server.weights_api import threads_in_groups
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -111,8 +112,8 @@ async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, ag
 
 
 def _end_process() -> None:
-    """End the process: a model step, a weight load or a process group did not end in time."""
-    logger.warning("the server did not exit within %g s of the signal; ending the process", EXIT_S)
+    """End the process without its exit handlers: a model step, a weight load or a process group does not end."""
+    tracer.stop()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -256,4 +257,6 @@ def main(words: Sequence[str], agents: AgentEndpoints | None = None) -> int:
     )
     name = args.served_model_name or args.model_path.name
     asyncio.run(_serve(engine, name, args, agents))
+    if threads_in_groups():
+        _end_process()
     return 0

@@ -10,27 +10,45 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import contextlib
 import logging
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import safetensors.torch
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.rendezvous import rendezvous
 
+from furlong.core.addresses import host_and_port
 from furlong.core.weights import NamedTensor, dtype_of
+from furlong.errors import EngineError
 from furlong.files.delta import Delta
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.embedded.model_loading import check_weight_files, source_from_folder
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import MAX_INT64, Name, convert, quote, version_label
-from furlong.inference.server.weight_groups import DEFAULT_NAME, WeightGroups
+from furlong.transfer.process_group import join_group, wire_view
 from furlong.transfer.shared_memory import open_shared
+from furlong.transfer.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
 INCOMPLETE = "incomplete"  # label of released or partially replaced weights, which cannot be the base of a delta
+DEFAULT_NAME = "weight_update_group"
+GROUP_TIMEOUT = timedelta(seconds=300)  # for all members to join, and of a broadcast
+LEAVE_S = 10.0  # to leave a group
+REDIAL_S = 0.1  # between attempts to reach the store of a group
+MAX_GROUPS = 16  # joined or being joined
+MAX_WORLD_SIZE = 65536
+GROUP_THREAD = "furlong-group"  # name of the threads that are in torch.distributed
 BUCKET_S = 300.0  # for the next tensors of an incomplete version; after that, waiting requests fail
 
 
@@ -60,6 +78,19 @@ class _FromGroup(_Update, kw_only=True):
     names: list[Name]
     dtypes: list[str]
     shapes: list[list[Any]]
+    group_name: Name = DEFAULT_NAME
+
+
+class _Join(msgspec.Struct):
+    master_address: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9._-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?)\Z")]
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=MAX_WORLD_SIZE)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]  # the trainer is rank 0
+    group_name: Name = DEFAULT_NAME
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+
+class _Leave(msgspec.Struct):
     group_name: Name = DEFAULT_NAME
 
 
@@ -190,7 +221,7 @@ class WeightEndpoints:
         """Receive the tensors that rank 0 broadcasts, in this order."""
         fields = convert(body, _FromGroup)
         label, group = fields.label, fields.group_name
-        self.groups.check_joined(group)
+        self.groups.joined(group)
         names, dtypes, shapes = fields.names, fields.dtypes, fields.shapes
         if not 0 < len(names) == len(dtypes) == len(shapes):
             raise RequestError(
@@ -209,7 +240,7 @@ class WeightEndpoints:
     def close(self) -> None:
         """Leave all process groups, in the background."""
         self._expect_more(None)
-        self.groups.abandon()
+        self.groups.close()
 
     async def rename(self, body: Mapping[str, Any]) -> str:
         """Change the version label of the weights in use."""
@@ -232,3 +263,151 @@ def _tensors_from(part: Any) -> list[NamedTensor]:
         return list(safetensors.torch.load(binascii.a2b_base64(part, strict_mode=True)).items())
     except (SafetensorError, binascii.Error, TypeError, ValueError, KeyError) as error:
         raise RequestError(f"serialized_named_tensors is not a base64 safetensors file: {error}") from error
+
+
+# -- process groups --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Group:
+    """A group that was joined, or is being joined. `receiving` is held while it receives."""
+
+    joining: asyncio.Task[dist.ProcessGroup]
+    receiving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class WeightGroups:
+    """The process groups of one server, by name, through which a trainer broadcasts weights.
+
+    Joining waits for all members, in a thread of its own: neither the event loop nor other requests wait with it.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    async def join(self, body: Mapping[str, Any]) -> str:
+        """Join a group of the trainer (rank 0) and engines, like SGLang. Raises EngineError if that fails."""
+        fields = convert(body, _Join)
+        name, rank, world = fields.group_name, fields.rank_offset, fields.world_size
+        if name in self._groups:
+            state = "already exists" if self._groups[name].joining.done() else "is being joined"
+            raise RequestError(f"process group {quote(name)} {state}; destroy it first")
+        if rank >= world:
+            raise RequestError(f"rank_offset is {rank} in a group of {world}; engines have ranks 1 .. {world - 1}")
+        if len(self._groups) >= MAX_GROUPS:
+            raise RequestError(f"{len(self._groups)} process groups exist, the limit; destroy one first")
+        joining = asyncio.create_task(_joined(fields))
+        group = self._groups[name] = _Group(joining)
+        try:
+            await asyncio.wait({joining})
+            if joining.cancelled():
+                raise EngineError(f"process group {name!r} was destroyed before all its members had joined")
+            joining.result()
+        except BaseException as error:
+            joining.cancel()  # if this request was
+            if self._groups.get(name) is group:
+                del self._groups[name]
+            if isinstance(error, RuntimeError | ValueError | OSError):
+                raise EngineError(f"cannot join process group {name!r}: {error}") from error
+            raise
+        return f"joined {name} as rank {rank} of {world}"
+
+    async def receive(
+        self, name: str, names: list[str], dtypes: list[torch.dtype], shapes: list[list[int]], device: torch.device
+    ) -> list[NamedTensor]:
+        """Receive the tensors that rank 0 broadcasts, in this order."""
+        process_group = self.joined(name)
+        group = self._groups[name]
+        if group.receiving.locked():
+            raise RequestError(f"process group {quote(name)} is receiving tensors; wait for the answer to that request")
+
+        def receive() -> list[NamedTensor]:
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+            sent = map(wire_view, tensors)
+            works = [dist.broadcast(tensor, src=0, group=process_group, async_op=True) for tensor in sent]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return list(zip(names, tensors, strict=True))
+
+        async with group.receiving:
+            return await in_thread(receive, GROUP_THREAD)
+
+    async def leave(self, body: Mapping[str, Any]) -> str:
+        """Leave a group, or give up joining it."""
+        name = convert(body, _Leave).group_name
+        group = self._groups.get(name)
+        if group is not None and not group.joining.done():
+            group.joining.cancel()
+            del self._groups[name]
+            return f"gave up joining {name}"
+        process_group = self.joined(name)
+        del self._groups[name]
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await in_thread(lambda: _leave(process_group), GROUP_THREAD)
+        except TimeoutError:
+            logger.warning("leaving process group %s takes longer than %g s; not waiting for it", name, LEAVE_S)
+        return f"left {name}"
+
+    def close(self) -> None:
+        """Leave all groups, without waiting for it: the server exits."""
+        for name, group in list(self._groups.items()):
+            if not group.joining.cancel():
+                in_thread(partial(_leave, self.joined(name)), GROUP_THREAD)
+        self._groups.clear()
+
+    def joined(self, name: str) -> dist.ProcessGroup:
+        """Return a group. Raises RequestError unless it was joined."""
+        group = self._groups.get(name)
+        if group is None or not group.joining.done() or group.joining.cancelled() or group.joining.exception():
+            raise RequestError(
+                f"there is no process group {quote(name)}; call /init_weights_update_group and wait for it first"
+            )
+        return group.joining.result()
+
+
+async def _joined(fields: _Join) -> dist.ProcessGroup:
+    """Join the process group of the trainer. If this is cancelled, the group is left as soon as it is joined."""
+    host, port, timeout = fields.master_address.strip("[]"), fields.master_port, GROUP_TIMEOUT
+    async with asyncio.timeout(timeout.total_seconds()):
+        while True:  # here, not in torch's rendezvous, whose thread could not be stopped
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except OSError:
+                await asyncio.sleep(REDIAL_S)
+            else:
+                writer.close()
+                break
+
+    def join() -> dist.ProcessGroup:
+        url = f"tcp://{host_and_port(host, port)}"
+        store, rank, world = next(rendezvous(url, fields.rank_offset, fields.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        name, backend = fields.group_name, fields.backend
+        return join_group(store, rank=rank, world_size=world, name=name, backend=backend, timeout=timeout)
+
+    def leave_late(late: asyncio.Future[dist.ProcessGroup]) -> None:
+        if not late.cancelled() and late.exception() is None:
+            in_thread(lambda: _leave(late.result()), GROUP_THREAD)
+
+    thread = in_thread(join, GROUP_THREAD)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        thread.add_done_callback(leave_late)
+        raise
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    """Leave a process group; a request that waits in it for a peer fails at once, not after `GROUP_TIMEOUT`."""
+    with contextlib.suppress(RuntimeError):  # a peer is gone
+        group.abort()
+    dist.destroy_process_group(group)
+
+
+def threads_in_groups() -> bool:
+    """Return whether threads are in torch.distributed. The exit of the interpreter would abort the process then."""
+    return any(thread.name == GROUP_THREAD for thread in threading.enumerate())
