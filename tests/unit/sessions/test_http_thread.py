@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 import urllib.request
+from typing import Any
 
 import httpx
 import pytest
 
 from chat_zoo import Script, bpe_tokenizer
 from furlong.chat.template_boundary import ChatFormat
+from furlong.errors import RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.session import Session
@@ -39,6 +41,26 @@ def test_a_session_starts_the_thread_and_close_ends_it():
         assert len(threads()) == before
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(server.address, timeout=5)
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_dies_is_the_error_of_the_next_session(monkeypatch: pytest.MonkeyPatch):
+    script = Script(bpe_tokenizer("plain"))
+    session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams())
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no more")
+
+    async def main() -> None:
+        server, before = SessionServer(), len(threads())
+        monkeypatch.setattr(server.http._server, "serve", fail)
+        server.open(session, nothing)
+        while len(threads()) > before:
+            await asyncio.sleep(0.001)
+        with pytest.raises(RolloutError, match="MemoryError: no more"):
+            server.open(session, nothing)
+        await server.close()
 
     asyncio.run(main())
 
