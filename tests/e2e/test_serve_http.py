@@ -400,58 +400,6 @@ def test_text_parts_of_a_message_are_joined_and_other_parts_rejected():
     assert "image_url" in refused[0][1]["error"]["message"]
 
 
-def test_a_field_that_cannot_be_honored_is_refused_by_name():
-    refused = [
-        ("/v1/chat/completions", "model", "gpt-5"),
-        ("/v1/chat/completions", "model", 5),
-        ("/v1/chat/completions", "tool_choice", "required"),
-        ("/v1/chat/completions", "chat_template", "{{ messages }}"),
-        ("/v1/chat/completions", "max_token", 4),
-        ("/v1/chat/completions", "prompt", "a"),
-        ("/v1/completions", "messages", [{"role": "user", "content": "a"}]),
-        ("/v1/completions", "return_token_ids", True),
-        ("/v1/completions", "lora_path", "x"),
-    ]
-
-    async def body(client, _engine):
-        for path, field, value in refused:
-            valid = {"messages": [{"role": "user", "content": "1"}]} if "chat" in path else {"prompt": "a"}
-            status, reply = await post(client, path, **{**valid, "max_tokens": 1, field: value})
-            assert (status, field in reply["error"]["message"]) == (400, True), reply
-
-    served(body)
-
-
-def test_fields_without_effect_and_defaults_are_accepted():
-    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "tool_choice": "none", "parallel_tool_calls": True}
-    harmless |= {"response_format": {"type": "text"}, "logit_bias": None, "anything": None, "frequency_penalty": 0}
-
-    async def body(client, _engine):
-        chat = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
-        return await post(client, "/v1/chat/completions", **chat, **harmless)
-
-    assert served(body)[0] == 200
-
-
-def test_a_history_with_tool_calls_in_openais_form_is_rendered():
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    history = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "2"},
-    ]
-    plain = [history[0], {"role": "assistant", "content": ""}, history[2]]
-
-    async def body(client, _engine):
-        chat = {"max_tokens": 1, "seed": 1}
-        null = await post(client, "/v1/chat/completions", messages=history, **chat)
-        return null, await post(client, "/v1/chat/completions", messages=plain, **chat)
-
-    (status, with_null), (_, with_empty) = served(body)
-    assert status == 200
-    assert with_null["usage"] == with_empty["usage"]  # the tiny template has no tool calls, and writes no "None"
-
-
 def test_an_unexpected_error_is_a_json_reply_and_logged(monkeypatch, caplog):
     async def body(client, _engine):
         reply = await client.get("/server_info")

@@ -138,10 +138,10 @@ class SessionEndpoints(ABC):
         except RolloutError as error:
             raise RefusedError(str(error), 400) from None
         body, key = await self._read(http, opened)
-        earlier = []
         if protocol.read is responses.read and isinstance(body.get("previous_response_id"), str):
-            earlier = await self.on_loop(opened.earlier(body["previous_response_id"]))
-        call = protocol.read(body, earlier)
+            call = responses.read(body, await self.on_loop(opened.earlier(body["previous_response_id"])))
+        else:
+            call = protocol.read(body)
         self._check_model(call.model)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
 
@@ -208,8 +208,8 @@ class SessionEndpoints(ABC):
                     yield event
             except (EngineError, RolloutError, TimeoutError) as error:  # after the first event: an event, too
                 text, code = str(error) or "not answered in time", getattr(error, "api_code", None)
-                kind = b"" if path.endswith("/chat/completions") else b"event: error\n"
-                yield kind + sse(error_body(path, text, status_of(error), code))
+                name = "" if path.endswith("/chat/completions") else "error"
+                yield sse(error_body(path, text, status_of(error), code), name)
             finally:
                 await pieces.aclose()
 

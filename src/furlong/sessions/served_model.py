@@ -127,7 +127,7 @@ class Gateway(SessionEndpoints):
         return OpenSession("", "", "", session, _nothing, client_sampling=True, encode=self._encode)
 
 
-def _read_with_sglangs_limit(body: Mapping[str, Any], earlier: Any = ()) -> Any:
+def _read_with_sglangs_limit(body: Mapping[str, Any]) -> Any:
     """Read a request; SGLang samples at most 128 tokens unless it says otherwise."""
-    call = tokens.read_sglang(body, earlier)
+    call = tokens.read_sglang(body)
     return dataclasses.replace(call, max_tokens=call.max_tokens or SamplingParams().max_new_tokens)

@@ -53,8 +53,8 @@ def check_role(name: str) -> None:
 class Reply:
     """An answer of the policy.
 
-    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine, num_tokens
-    their number; prompt_tokens is the number of ids that it read, of which it had cached_tokens. texts (of the tokens)
+    message: as clients append it to their messages. tokens, log_probs and versions are those of the engine;
+    prompt_tokens is the number of ids that it read, of which it had cached_tokens. texts (of the tokens)
     and prompt_ids are empty unless a client asked for them.
     """
 
@@ -66,7 +66,6 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     id: str
-    num_tokens: int
     node: TreeNode | None = field(default=None, repr=False)
     texts: list[str] = field(default_factory=list[str], repr=False)
     prompt_ids: list[int] = field(default_factory=list[int], repr=False)
@@ -124,27 +123,21 @@ class ReplyStream:
         self.response_id, self.prompt_tokens = "", 0
         self._on_change, self._wants_texts = on_change, wants_texts
         self._decode: Callable[[list[int]], str] = str
+        self._parts: Callable[[list[int]], tuple[str, str]] = lambda _: ("", "")
         self._num_tokens = 0
         self._sent = ("", "")  # reasoning and content
-        self._deltas = TextDeltas(None)
-        self._parser: ToolParser | None = None
-        self._has_tools = self._is_opened = False
 
     def begin(
         self,
         response_id: str,
         prompt_tokens: int,
         *,
-        deltas: TextDeltas,
+        parts: Callable[[list[int]], tuple[str, str]],
         decode: Callable[[list[int]], str],
-        parser: ToolParser | None,
-        has_tools: bool,
-        is_opened: bool,
     ) -> None:
-        """Set how tokens become text. is_opened: the prompt ends with an open `<think>`."""
+        """Set how tokens become reasoning and content that are final."""
         self.response_id, self.prompt_tokens = response_id, prompt_tokens
-        self._deltas, self._decode, self._parser = deltas, decode, parser
-        self._has_tools, self._is_opened = has_tools, is_opened
+        self._parts, self._decode = parts, decode
 
     def stop(self) -> None:
         """End the answer: its last client is gone."""
@@ -155,9 +148,7 @@ class ReplyStream:
         self._add((parsed.reasoning or "", parsed.content), completion.tokens, completion.log_probs)
 
     def _grow(self) -> None:
-        text = self._deltas.final(self.tokens.tokens)
-        parts = final_parts(text, self._parser, has_tools=self._has_tools, opened=self._is_opened)
-        self._add(parts, self.tokens.tokens, self.tokens.log_probs)
+        self._add(self._parts(self.tokens.tokens), self.tokens.tokens, self.tokens.log_probs)
 
     def _add(self, parts: tuple[str, str], tokens: list[int], log_probs: list[float]) -> None:
         old, new = self._sent, parts
@@ -446,10 +437,19 @@ class Session:
         if stream is None:
             completion = await self._complete(prompt.ids, params, part)
         else:
-            stream.begin(
-                response_id, len(prompt.ids), deltas=self._deltas(params), decode=self.chat_format.decode,
-                parser=self.parser, has_tools=has_tools, is_opened=prompt.is_opened,
-            )  # fmt: skip
+            deltas = TextDeltas(  # the text that `_parse` reads
+                self.chat_format.tokenizer,
+                skip_special_tokens=False,
+                end_ids=self.chat_format.end_ids,
+                stops=params.stop,
+                held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
+            )
+            parser, is_opened = self.parser, prompt.is_opened
+
+            def parts(tokens: list[int]) -> tuple[str, str]:
+                return final_parts(deltas.final(tokens), parser, has_tools=has_tools, opened=is_opened)
+
+            stream.begin(response_id, len(prompt.ids), parts=parts, decode=self.chat_format.decode)
             completion = await self._complete(prompt.ids, params, part, stream.tokens)
         self._check_open()
         start = 0 if prompt.parent is None else prompt.parent.num_ids
@@ -483,16 +483,6 @@ class Session:
         same = self._asked[digest]
         self._asked[digest] += 1
         return None if is_first else MAX_CALLS + digest + same
-
-    def _deltas(self, params: SamplingParams) -> TextDeltas:
-        """Return the decoder of a streamed answer, with the text that `_parse` reads."""
-        return TextDeltas(
-            self.chat_format.tokenizer,
-            skip_special_tokens=False,
-            end_ids=self.chat_format.end_ids,
-            stops=params.stop,
-            held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
-        )
 
     def _parse(self, node: TreeNode, prompt: _Prompt, tools: list[dict[str, Any]] | None) -> ParsedReply:
         text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
@@ -535,7 +525,6 @@ def _reply(node: TreeNode, message: Message) -> Reply:
         num_prompt,
         done.cached_tokens,
         node.response_id,
-        len(done.tokens),
         node,
     )
 

@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import msgspec
+from msgspec import Meta
 
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.schemas import convert
+from furlong.inference.server.schemas import Schema, read_fields
 from furlong.sessions.open_session import OpenSession
 
 
-class Wait(msgspec.Struct, forbid_unknown_fields=True):
+class Wait(Schema):
     """The body of POST /sessions: seconds that it waits for a session."""
 
-    wait: Annotated[float, msgspec.Meta(ge=0, le=300)] = 30.0
+    wait: Annotated[float, Meta(ge=0, le=300)] = 30.0
 
 
-class _Result(msgspec.Struct, forbid_unknown_fields=True):
+class _Result(Schema):
     reward: float | dict[str, float] | None = None
     metadata: dict[str, Any] | None = None
     error: str | None = None
@@ -101,7 +101,7 @@ class SessionOffers:
 
 def read_result(body: Mapping[str, Any], *, needs_reward: bool) -> dict[str, Any]:
     """Return reward, metadata and error of the body of `POST .../end`. Raises RequestError."""
-    result = convert(body, _Result)
+    result = read_fields(_Result, body)
     reward, metadata = result.reward, result.metadata or {}
     if "reward" in metadata:
         raise RequestError("metadata has the key reward; post it beside metadata")

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from furlong.core.addresses import host_and_port
-from furlong.inference.server.schemas import convert
+from furlong.inference.server.schemas import read_fields
 from furlong.inference.server.web import (
     HEALTH_PATH,
     MIB,
@@ -162,7 +162,7 @@ class SessionServer(SessionEndpoints):
         assert offers is not None
         if offers.key is not None and not hmac.compare_digest(key_of_client(http)[0].encode(), offers.key.encode()):
             raise RefusedError("the key of the session server is required: Authorization: Bearer KEY", 401)
-        wait_s = convert(await read_object(http), Wait).wait
+        wait_s = read_fields(Wait, await read_object(http)).wait
         taken = await self.on_loop(offers.take(wait_s))
         if taken is None:
             text = "no session is waiting: the run trains, or all episodes are taken; ask again"

@@ -10,10 +10,9 @@ import pytest
 
 from furlong.chat.messages import MessageError
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.generate_api import SamplingFields
+from furlong.inference.server.generate_api import PromptFields, SamplingFields
 from furlong.inference.server.openai_api import CompletionFields
-from furlong.inference.server.schemas import Schema
-from furlong.inference.server.schemas import read as read_fields
+from furlong.inference.server.schemas import Schema, read_fields
 from furlong.sessions.protocols import chat, messages, responses, tokens
 
 OTHERS = [True, 7, -7, 0.5, 1e300, 1 << 64, "", "x", [], [7], ["x"], [None], [{}], {}, {"x": 7}]
@@ -136,7 +135,7 @@ READERS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
     "sglang": (tokens.read_sglang, SGLANG),
     "served completions": (lambda body: read_fields(CompletionFields, body), COMPLETION),
 }
-SCHEMAS = [chat.ChatFields, messages.MessagesFields, responses.ResponsesFields, tokens.SglangFields, tokens.VllmFields]
+SCHEMAS = [chat.ChatFields, messages.MessagesFields, responses.ResponsesFields, PromptFields, tokens.VllmFields]
 IGNORED = {name for each in (*SCHEMAS, SamplingFields) for name in each.IGNORED}
 ONLY = {name for each in (*SCHEMAS, SamplingFields) for name in each.ONLY}
 # Fields of several kinds, and those that only the template reads.
@@ -262,3 +261,13 @@ def test_a_refusal_names_the_path_the_value_and_what_it_must_be():
         with pytest.raises(RequestError) as refused:
             read_fields(Fields, body)
         assert str(refused.value) == text
+
+
+def test_objects_in_a_request_have_the_same_policy():
+    for read, body in (
+        (chat.read, {**CHAT, "stream_options": {"include_usage": True, "made_up": 1}}),
+        (messages.read, {**ANTHROPIC, "tool_choice": {"type": "auto", "made_up": 1}}),
+        (responses.read, {**RESPONSES, "reasoning": {"effort": "low", "made_up": 1}}),
+    ):
+        with pytest.raises(RequestError, match=r"\.made_up is not a field"):
+            read(body)

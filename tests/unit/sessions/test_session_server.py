@@ -216,7 +216,7 @@ REFUSED = [
     ("v1/messages", {"max_tokens": 5, "output_config": {"effort": "low"}}, 400, "output_config"),
     ("v1/messages", {"max_tokens": 5, "tools": [{"name": "f", "input_examples": [1]}]}, 400, "input_examples"),
     ("v1/messages", {"max_tokens": 5, "messages": [USER, {**USER, "role": "assistant"}]}, 400, "messages[1].role"),
-    ("v1/responses", {"input": "x", "reasoning": {"mode": "x"}, "messages": None}, 400, "reasoning is"),
+    ("v1/responses", {"input": "x", "reasoning": {"mode": "x"}, "messages": None}, 400, "reasoning.mode"),
     ("v1/responses", {"input": "x", "background": True, "messages": None}, 400, "background"),
     ("inference/v1/generate", {"token_ids": ["a"], "messages": None}, 400, "token_ids"),
     ("v1/embeddings", {}, 404, "not served"),

@@ -31,7 +31,7 @@ from furlong.inference.server.schemas import (
     TokenIds,
     convert,
     quote,
-    read,
+    read_fields,
     stops_of,
 )
 from furlong.inference.server.web import (
@@ -55,8 +55,8 @@ _IDS = "a list of integers, or a list of such lists"
 class SamplingFields(Sampling):
     """`sampling_params` of a request."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
     stop: Stops | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
@@ -79,20 +79,17 @@ class SamplingFields(Sampling):
         }
         values.pop("n", None)
         values |= {"stop": stops_of(self.stop), "stop_token_ids": tuple(self.stop_token_ids or ())}
-        return SamplingParams(**{"no_stop_trim": False, **values})
+        values.setdefault("no_stop_trim", False)
+        return SamplingParams(**values)
 
 
-class GenerateFields(Schema):
-    """The body of `/generate`. Prompts and parameters may be lists."""
+class PromptFields(Schema):
+    """The body of `/generate`, without what sessions do not support. Prompts may be a list."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: Name | list[Name] | None = None
-    return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | None = None
     stream: bool | None = None
-    incremental_streaming_output: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: Count | None = None
 
@@ -107,10 +104,33 @@ class GenerateFields(Schema):
         **dict.fromkeys(("return_hidden_states", "return_sampling_mask"), (False,)),
     }
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the prompts are a list."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    def prompts(self) -> list[Any]:
+        """Return the prompts. Raises RequestError unless there are texts or ids, and none of their log-probs asked."""
+        if (self.input_ids is None) == (self.text is None):
+            raise RequestError("give either input_ids or text")
+        if (self.logprob_start_len or -1) >= 0 and getattr(self, "return_logprob", None):
+            raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
+        given: Any = self.input_ids if self.text is None else self.text
+        return given if self.is_list else [given]
+
+
+class GenerateFields(PromptFields):
+    """The body of `/generate`. Parameters may be lists."""
+
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: Name | list[Name] | None = None
+    return_logprob: bool | list[bool] | None = None
+    incremental_streaming_output: bool | None = None
+
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Convert SGLang's sampling parameters. Raises RequestError for unknown, unsupported or ill-typed ones."""
-    return read(SamplingFields, fields, "sampling_params.").params()
+    return read_fields(SamplingFields, fields, "sampling_params.").params()
 
 
 @dataclass(frozen=True)
@@ -190,8 +210,16 @@ async def generate(http: HttpRequest, model: ServerContext, version: str) -> Res
     if fields.stream:
         is_incremental = fields.incremental_streaming_output
         is_incremental = model.incremental_streaming if is_incremental is None else is_incremental
-        style = _Style(is_list, version, with_log_probs, is_incremental)
-        return event_stream(_events(model.engine, requests, style, http.state.deadline_s))
+        events = _events(
+            model.engine,
+            requests,
+            http.state.deadline_s,
+            is_list=is_list,
+            version=version,
+            with_log_probs=with_log_probs,
+            is_incremental=is_incremental,
+        )
+        return event_stream(events)
     results = await completed(http, model.engine, requests)
 
     def build() -> Any:
@@ -215,28 +243,20 @@ async def _requests_from(
 
     The reply to a list of prompts, or to `n` above 1, is a list in which the samples of one prompt are adjacent.
     """
-    fields = read(GenerateFields, body)
-    rows: list[Any]
-    if (fields.input_ids is None) == (fields.text is None):
-        raise RequestError("give either input_ids or text")
+    fields = read_fields(GenerateFields, body)
+    rows = fields.prompts()
     if fields.text is not None:
-        is_list = isinstance(fields.text, list)
-        rows = await model.encode(fields.text if isinstance(fields.text, list) else [fields.text])
+        rows = await model.encode(rows)
     else:
-        given = fields.input_ids or []
-        is_list = bool(given) and isinstance(given[0], list)
-        rows = given if is_list else [given]
         await off_loop(sum(len(row) if isinstance(row, list) else 1 for row in rows) * 8, check_ids, "input_ids", rows)
     if not rows:
         raise RequestError("text is an empty list; send at least one prompt")
-    if (fields.logprob_start_len or -1) >= 0 and fields.return_logprob:
-        raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
     given_params: Any = fields.sampling_params or {}
     per_row: list[Any] = given_params if isinstance(given_params, list) else [given_params] * len(rows)
     if len(per_row) != len(rows):
         raise RequestError(f"sampling_params must be one object, or a list of {len(rows)}, one for each prompt")
     parsed = {id(each): each for each in per_row}  # equal objects are parsed once
-    checked = {key: read(SamplingFields, each, "sampling_params.") for key, each in parsed.items()}
+    checked = {key: read_fields(SamplingFields, each, "sampling_params.") for key, each in parsed.items()}
     counts = {each.n or 1 for each in checked.values()}
     if len(counts) > 1:
         raise RequestError(f"sampling_params.n is {quote(sorted(counts))}; it must be equal for all prompts")
@@ -250,7 +270,7 @@ async def _requests_from(
         rids, rows, [params[id(each)] for each in per_row], routes_from=fields.routed_experts_start_len or 0
     )
     await model.check(requests)
-    return requests, fields, is_list or n > 1
+    return requests, fields, fields.is_list or n > 1
 
 
 def check_ids(name: str, rows: Sequence[Any]) -> None:
@@ -327,35 +347,32 @@ def token_log_probs(tokens: list[int], log_probs: list[float]) -> list[list[Any]
     return [[log_prob, token, None] for token, log_prob in zip(tokens, log_probs, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Style:
-    """How the events of a stream look."""
-
-    is_list: bool
-    version: str
-    with_log_probs: bool
-    is_incremental: bool
-
-
 async def _events(
-    engine: EmbeddedEngine, requests: list[GenerateRequest], style: _Style, deadline_s: float
+    engine: EmbeddedEngine,
+    requests: list[GenerateRequest],
+    deadline_s: float,
+    *,
+    is_list: bool,
+    version: str,
+    with_log_probs: bool,
+    is_incremental: bool,
 ) -> AsyncIterator[bytes]:
     """Server-sent events, each with one completion so far, or only its new tokens if incremental.
 
     Events have an `index` if there are several completions.
     """
-    texts = [text_deltas(engine, r.params if style.is_incremental else None) for r in requests]
+    texts = [text_deltas(engine, r.params if is_incremental else None) for r in requests]
     triples: list[list[list[Any]]] = [[] for _ in requests]
     async for index, so_far, finished in progress(engine, requests, deadline_s):
         request, text = requests[index], texts[index]
-        start = so_far.num_sent if style.is_incremental else 0
+        start = so_far.num_sent if is_incremental else 0
         if isinstance(finished, EngineError):
             event: dict[str, Any] = {"error": {"message": str(finished), "code": 500}}
         elif finished is not None:
-            event = reply(request, finished, version=style.version, with_log_probs=style.with_log_probs)
-            if style.is_incremental:
+            event = reply(request, finished, version=version, with_log_probs=with_log_probs)
+            if is_incremental:
                 event |= {"text": text.rest(finished.completion.text), "output_ids": event["output_ids"][start:]}
-                if style.with_log_probs:
+                if with_log_probs:
                     event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][start:]
         else:
             meta: dict[str, Any] = {
@@ -363,16 +380,16 @@ async def _events(
                 "finish_reason": None,
                 "prompt_tokens": len(request.ids),
                 "completion_tokens": len(so_far.tokens),
-                "weight_version": style.version,
+                "weight_version": version,
             }
-            if style.with_log_probs:
+            if with_log_probs:
                 known = triples[index]
                 known += token_log_probs(so_far.tokens[len(known) :], so_far.log_probs[len(known) :])
                 meta["output_token_logprobs"] = known[start:]
-            shown = text.delta(so_far.tokens) if style.is_incremental else text.whole(so_far.tokens)
+            shown = text.delta(so_far.tokens) if is_incremental else text.whole(so_far.tokens)
             event = {"text": shown, "output_ids": so_far.tokens[start:], "meta_info": meta}
         so_far.num_sent = len(so_far.tokens)
-        yield sse({"index": index, **event} if style.is_list else event)
+        yield sse({"index": index, **event} if is_list else event)
     yield DONE
 
 

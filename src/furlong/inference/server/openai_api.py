@@ -30,11 +30,12 @@ from furlong.inference.server.schemas import (
     Count,
     NumSamples,
     Sampling,
+    Schema,
     Seed,
     StopIds,
     Stops,
     quote,
-    read,
+    read_fields,
     stops_of,
 )
 from furlong.inference.server.web import DONE, event_stream, json_reply, off_loop, read_object, sse
@@ -43,7 +44,7 @@ from furlong.interfaces import SamplingParams
 DEFAULT_TOKENS = 16  # of OpenAI's completions
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(Schema):
     """`stream_options`, also of chat completions."""
 
     include_usage: bool | None = None
@@ -103,7 +104,7 @@ def check_model(asked: str | None, served: str) -> None:
 
 async def completions(http: HttpRequest, model: ServerContext) -> Response:
     """Answer POST /v1/completions."""
-    fields = read(CompletionFields, await read_object(http))
+    fields = read_fields(CompletionFields, await read_object(http))
     check_model(fields.model, model.name)
     prompt, n = fields.prompt, fields.n or 1
     rows: list[Any] = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]

@@ -5,10 +5,11 @@ Every refusal is a RequestError with the path of the field, which is answered wi
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -39,7 +40,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=_PRINTABLE)]  #
 
 
 class Schema(msgspec.Struct, kw_only=True):
-    """The fields of a request that a server implements, each None if it is absent or null.
+    """The fields of a request, or of an object in one, that a server implements; None if absent or null.
 
     IGNORED: fields without an effect on the result, with any value. ONLY: fields that are not implemented, with the
     values that do not change the result.
@@ -62,18 +63,33 @@ class Sampling(Schema):
     min_p: MinP | None = None
 
 
-def read(kind: type[SchemaType], body: Mapping[str, Any], path: str = "") -> SchemaType:
+def read_fields(kind: type[SchemaType], body: Mapping[str, Any], path: str = "") -> SchemaType:
     """Check a request, or the object `path` of one. Raises RequestError naming the field."""
     known: dict[str, Any] = {}
+    objects = _objects(kind)
     for name, value in body.items():
         if name in kind.__struct_fields__:
-            known[name] = value
+            is_object = name in objects and isinstance(value, dict)
+            known[name] = read_fields(objects[name], value, f"{path}{name}.") if is_object else value  # pyright: ignore[reportUnknownArgumentType]
         elif name in kind.ONLY:
             if not (_is_off(value) and value is not False) and not any(_same(value, each) for each in kind.ONLY[name]):
                 raise RequestError(f"{path}{name} is {quote(value)}, which is not supported here; remove it")
         elif name not in kind.IGNORED:
             check_unknown(f"{path}{name}", value)
     return convert(known, kind, path)
+
+
+@functools.cache
+def _objects(kind: type[Schema]) -> dict[str, type[Schema]]:
+    """Return the fields that are objects with a schema of their own."""
+    hints = get_type_hints(kind)
+    types = {name: get_args(hints[name]) for name in kind.__struct_fields__}
+    return {
+        name: each
+        for name, parts in types.items()
+        for each in parts
+        if isinstance(each, type) and issubclass(each, Schema)
+    }
 
 
 def check_unknown(name: str, value: Any) -> None:

@@ -228,9 +228,9 @@ async def unless_left(http: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def sse(event: Mapping[str, Any]) -> bytes:
+def sse(event: Mapping[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from furlong.chat.messages import Message, checked_messages
+from furlong.chat.messages import checked_messages
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.openai_api import StreamOptions
 from furlong.inference.server.schemas import (
@@ -22,10 +22,8 @@ from furlong.inference.server.schemas import (
     Stops,
     convert,
     quote,
+    read_fields,
     stops_of,
-)
-from furlong.inference.server.schemas import (
-    read as read_fields,
 )
 from furlong.inference.server.web import DONE, sse
 from furlong.sessions.open_session import ClientCall, StreamPart
@@ -85,9 +83,8 @@ class ChatFields(Sampling):
     }
 
 
-def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    del earlier
     fields = read_fields(ChatFields, body)
     kwargs = fields.chat_template_kwargs or {}
     if wrong := next((key for key in kwargs if not key.isidentifier() or key in RESERVED), None):
@@ -147,7 +144,7 @@ def finish_reason(reply: Reply) -> str:
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the tokens of a request; the prompt counts once."""
     prompt = replies[0].prompt_tokens
-    sampled = sum(reply.num_tokens for reply in replies)
+    sampled = sum(len(reply.tokens) for reply in replies)
     cached = max(reply.cached_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,

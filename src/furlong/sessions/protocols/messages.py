@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import Any, ClassVar, Literal
 
 import msgspec
-import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.request_error import RequestError
@@ -21,10 +20,9 @@ from furlong.inference.server.schemas import (
     TopP,
     convert,
     quote,
+    read_fields,
 )
-from furlong.inference.server.schemas import (
-    read as read_fields,
-)
+from furlong.inference.server.web import sse
 from furlong.sessions.open_session import ClientCall, StreamPart
 from furlong.sessions.protocols.chat import read_tool_choice
 from furlong.sessions.session import Reply, ReplyStream
@@ -66,13 +64,13 @@ class _Tool(Schema):
     IGNORED: ClassVar = ("cache_control", "eager_input_streaming")
 
 
-class _ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class _ToolChoice(Schema):
     type: str = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _ThinkingBudget(msgspec.Struct, forbid_unknown_fields=True):
+class _ThinkingBudget(Schema):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NumTokens | None = None
 
@@ -103,9 +101,8 @@ class MessagesFields(Schema):
     }
 
 
-def read(body: Mapping[str, Any], earlier: Sequence[Message] = (), *, counts_only: bool = False) -> ClientCall:
+def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    del earlier
     fields = read_fields(MessagesFields, body)
     if fields.max_tokens is None and not counts_only:
         raise RequestError("max_tokens is missing; it must be an integer of at least 1")
@@ -234,7 +231,7 @@ def _usage(reply: Reply) -> dict[str, int]:
         "input_tokens": reply.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": reply.num_tokens,
+        "output_tokens": len(reply.tokens),
     }
 
 
@@ -318,4 +315,4 @@ def _end(reply: Reply) -> Iterator[bytes]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+    return sse({"type": kind, **fields}, kind)

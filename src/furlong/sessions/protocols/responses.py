@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from typing import Any, ClassVar, Literal
 
 import msgspec
-import orjson
 
 from furlong.chat.messages import Message, MessageError, checked_messages, text_of
 from furlong.inference.request_error import RequestError
@@ -19,10 +18,9 @@ from furlong.inference.server.schemas import (
     TopP,
     convert,
     quote,
+    read_fields,
 )
-from furlong.inference.server.schemas import (
-    read as read_fields,
-)
+from furlong.inference.server.web import sse
 from furlong.sessions.open_session import ClientCall, StreamPart
 from furlong.sessions.protocols.chat import read_tool_choice
 from furlong.sessions.session import Reply, ReplyStream
@@ -36,7 +34,7 @@ class _Tool(Schema):
     strict: bool | None = None
 
 
-class _Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+class _Reasoning(Schema):
     """The reasoning itself is returned, so there is no summary of it."""
 
     effort: str | None = None
@@ -44,7 +42,7 @@ class _Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: str | None = None
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
@@ -222,7 +220,7 @@ def write(call: ClientCall, replies: Sequence[Reply], model: str) -> dict[str, A
     """Return the body of the reply."""
     (reply,) = replies
     is_cut = reply.finish_reason != "stop"
-    sampled = reply.num_tokens
+    sampled = len(reply.tokens)
     return {
         **_shell(call, f"resp_{reply.id}", model),
         "status": "incomplete" if is_cut else "completed",
@@ -292,9 +290,8 @@ class _StreamEvents:
     def event(self, kind: str, **fields: Any) -> bytes:
         """Return the next event."""
         name = f"response.{kind}"
-        data = orjson.dumps({"type": name, "sequence_number": self._number, **fields})
         self._number += 1
-        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+        return sse({"type": name, "sequence_number": self._number - 1, **fields}, name)
 
     def grow(self, kind: Literal["reasoning", "message"], text: str) -> Iterator[bytes]:
         """Yield the events of more text."""

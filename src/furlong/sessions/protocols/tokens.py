@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from furlong.chat.messages import Message
 from furlong.core.routing import text_from_routes
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.generate_api import check_ids, token_log_probs
+from furlong.inference.server.generate_api import PromptFields, SamplingFields, check_ids, token_log_probs
 from furlong.inference.server.schemas import (
     Count,
     NumSamples,
@@ -22,72 +21,37 @@ from furlong.inference.server.schemas import (
     Stops,
     TokenIds,
     quote,
-    read,
+    read_fields,
     stops_of,
 )
 from furlong.sessions.open_session import ClientCall
 from furlong.sessions.session import Reply
 
 
-class _SglangSampling(Sampling):
-    max_new_tokens: NumTokens | None = None
-    min_new_tokens: Count | None = None
-    stop: Stops | None = None
-    stop_token_ids: StopIds | None = None
-    sampling_seed: Seed | None = None
-    ignore_eos: bool | None = None
-    n: NumSamples | None = None
-
-    IGNORED: ClassVar = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
-        "repetition_penalty": (1,),
-    }
-
-
-class SglangFields(Schema):
+class SglangFields(PromptFields):
     """The body of SGLang's request, for one prompt."""
 
-    input_ids: list[Any] | None = None
-    text: str | list[str] | None = None
     sampling_params: dict[str, Any] | None = None
-    return_logprob: bool | None = None
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: Count | None = None
     rid: str | None = None
-
-    IGNORED: ClassVar = (
-        *("session_id", "routing_key", "extra_key", "log_metrics", "return_text_in_logprobs", "priority"),
-    )
-    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "stream": (False,),
-        "logprob_start_len": (-1,),
-        "top_logprobs_num": (0,),
-        "return_hidden_states": (False,),
-    }
-
-    @property
-    def is_list(self) -> bool:
-        """Whether the prompt is in a list of prompts."""
-        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+    return_logprob: bool | None = None
 
 
-def read_sglang(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+def read_sglang(body: Mapping[str, Any]) -> ClientCall:
     """Check a request for one prompt. Raises RequestError naming the field."""
-    del earlier
-    fields = read(SglangFields, body)
-    if (fields.input_ids is None) == (fields.text is None):
-        raise RequestError("give either input_ids or text")
-    given: Any = fields.input_ids if fields.text is None else fields.text
-    prompts: list[Any] = given if fields.is_list else [given]
+    fields = read_fields(SglangFields, body)
+    prompts = fields.prompts()
+    name = "input_ids" if fields.text is None else "text"
     if len(prompts) != 1:
-        name = "input_ids" if fields.text is None else "text"
         raise RequestError(
             f"{name} has {len(prompts)} prompts, which are answered one at a time: send one request each"
         )
+    if fields.stream:
+        raise RequestError("stream is True, which is not supported here; remove it")
     if fields.text is None:
-        check_ids("input_ids", prompts)
-    sampling = read(_SglangSampling, fields.sampling_params or {}, "sampling_params.")
+        check_ids(name, prompts)
+    sampling = read_fields(SamplingFields, fields.sampling_params or {}, "sampling_params.")
+    if sampling.max_new_tokens == 0:
+        raise RequestError("sampling_params.max_new_tokens is 0, must be at least 1")
     return ClientCall(
         ids=prompts[0],
         sampling={
@@ -109,21 +73,21 @@ def write_sglang(call: ClientCall, replies: Sequence[Reply], _model: str) -> Any
     rows: list[dict[str, Any]] = []
     for reply in replies:
         done = reply.finish_reason
-        finish: dict[str, Any] = {"type": "length", "length": reply.num_tokens}
+        finish: dict[str, Any] = {"type": "length", "length": len(reply.tokens)}
         if done == "stop":
             finish = {"type": done, "matched": reply.tokens[-1] if reply.tokens else None}
         meta: dict[str, Any] = {
             "id": fields.rid or reply.id,
             "finish_reason": finish,
             "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.num_tokens,
+            "completion_tokens": len(reply.tokens),
             "cached_tokens": reply.cached_tokens,
             "weight_version": str(reply.versions[-1]) if reply.versions else None,
             "token_versions": reply.versions,
         }
         if fields.return_logprob:
             meta["output_token_logprobs"] = token_log_probs(reply.tokens, reply.log_probs)
-            meta["output_token_logprobs_length"] = reply.num_tokens
+            meta["output_token_logprobs_length"] = len(reply.tokens)
         routes = None if reply.node is None else reply.node.completion.routed_experts
         if fields.return_routed_experts and routes is not None:
             meta["routed_experts"] = text_from_routes(routes[fields.routed_experts_start_len or 0 :])
@@ -168,13 +132,12 @@ class VllmFields(Schema):
     }
 
 
-def read_vllm(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
+def read_vllm(body: Mapping[str, Any]) -> ClientCall:
     """Check a request. Raises RequestError naming the field."""
-    del earlier
-    fields = read(VllmFields, body)
+    fields = read_fields(VllmFields, body)
     if not fields.token_ids:
         raise RequestError(f"token_ids is {quote(fields.token_ids)}, must be a list of at least one token id")
-    sampling = read(_VllmSampling, fields.sampling_params or {}, "sampling_params.")
+    sampling = read_fields(_VllmSampling, fields.sampling_params or {}, "sampling_params.")
     return ClientCall(
         ids=fields.token_ids,
         sampling={
