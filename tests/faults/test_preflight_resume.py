@@ -17,12 +17,6 @@ from furlong.data.prompt_path import PromptDataPath
 from furlong.data.source import prompt_settings
 from furlong.files.manifest import write_manifest
 from furlong.tracking.rollout_dump import save_samples
-from stored_models import write_safetensors
-
-
-def with_weights(folder: Path, tensors: dict[str, Any]) -> None:
-    write_safetensors(folder / "trainer" / "trainer_weights.safetensors", tensors)
-    rewrite_manifest(folder)
 
 
 def rewrite_manifest(folder: Path) -> None:

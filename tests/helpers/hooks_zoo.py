@@ -187,10 +187,6 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
     return reduce
 
 
-def megatron_init(args):
-    pass
-
-
 def provider(pre_process, post_process):
     from furlong.training.megatron.model_build import default_model
 
