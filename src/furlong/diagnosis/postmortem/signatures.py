@@ -167,7 +167,7 @@ def _smaller_cache(text: LogText) -> str:
 
 MEMORY = (
     Signature(
-        "MEM02", r"[^\n]*running low on memory[^\n]*|exceeds the memory usage threshold[^\n]*",
+        "MEM02", r"[^\n]*(running|ran) low on memory[^\n]*|exceeds the memory usage threshold[^\n]*",
         "the memory of a machine is used up",
         "end other processes there, or use fewer --num-reward-workers or a smaller --rollout-batch-size; "
         "RAY_memory_usage_threshold=0.98 in Ray's environment raises Ray's limit of 0.95",
