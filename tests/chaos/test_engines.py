@@ -46,7 +46,7 @@ class Saboteur(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240  # a loaded machine takes more than a minute to start a run
         while time.monotonic() < deadline and not self.hit:
             log = self.folder / "run.log"
             if log.exists() and self.after in log.read_text():
@@ -83,7 +83,7 @@ def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals
     try:
         assert train(argv) == 4
     finally:
-        saboteur.join(60)
+        saboteur.join(240)
     assert len(saboteur.hit) == len(signals)
     assert engines.alive() == []
     return folder / "run"
