@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -94,8 +96,13 @@ def test_a_file_without_its_flag_and_a_command_that_is_left_out_are_reported_wit
 
 
 def test_histogram_counts_every_length_once():
-    bins = _histogram([1, 1, 5, 40, 41])
+    def histogram(*lengths):
+        prompts = [SimpleNamespace(tokens=[0] * length) for length in lengths]
+        file: Any = SimpleNamespace(rows=SimpleNamespace(prompts=prompts, refused=[]))
+        return _histogram(file)
+
+    bins = histogram(1, 1, 5, 40, 41)
     assert sum(row["count"] for row in bins) == 5
     assert bins[0] == {"from": 1, "to": 5, "count": 3}
-    assert _histogram([7, 7]) == [{"from": 7, "to": 7, "count": 2}]
-    assert _histogram([]) == []
+    assert histogram(7, 7) == [{"from": 7, "to": 7, "count": 2}]
+    assert histogram() == []
