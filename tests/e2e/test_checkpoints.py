@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from furlong.cli import main
 from furlong.data.audit import audit
-from furlong.errors import ConfigError
+from furlong.errors import CheckpointError, ConfigError
 from furlong.models.tokenizer import write_template
 from runs import flags, reproducible, rows, train, trainer_bytes, write_model, write_prompts
 
@@ -137,7 +137,7 @@ def test_finetuning_starts_with_the_weights_of_a_checkpoint_or_of_a_folder_alone
 
 def test_checkpoint_of_another_model_is_refused(trained, data, tmp_path):
     other = write_model(tmp_path / "wider", width=48)
-    with pytest.raises(ConfigError, match="is of another model"):
+    with pytest.raises(CheckpointError, match=r"config: the content of --hf-checkpoint .* differs"):
         train(flags(other, data, tmp_path / "run", load=trained / "save"))
 
 

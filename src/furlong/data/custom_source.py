@@ -114,8 +114,34 @@ def _is_group(item: Any) -> bool:
     return isinstance(item, list) and bool(item) and all(isinstance(s, Sample) for s in cast("list[Any]", item))
 
 
+class EmptyDataSource:
+    """Implements `interfaces.DataSource` for a run that reads no prompts."""
+
+    groups_per_epoch = None
+
+    def next_groups(self, n: int) -> list[Group]:
+        """Raise DataError: there are no prompts."""
+        raise DataError(f"{n} prompt groups were requested, but this run has no --prompt-data")
+
+    def return_groups(self, groups: Sequence[Group]) -> None:
+        """Raise DataError: no group was issued."""
+        raise DataError(f"{len(groups)} prompt groups were returned, but this run has no --prompt-data")
+
+    def state(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:  # noqa: ARG002  of the protocol
+        """Raise CheckpointError if the checkpoint has a data position."""
+        if state:
+            raise CheckpointError("the checkpoint has a data position, but this run has no --prompt-data")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class EmptyPrompts:
-    """Endless empty prompts, which a rollout function fills in. Implements `data.source.Prompts`; rows count up."""
+    """Endless empty prompts, which a rollout function fills in. Implements `data.source.Prompts`."""
 
     size = None
 

@@ -31,7 +31,7 @@ from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.sample import Group, Sample
 from furlong.core.user_functions import load_function
 from furlong.core.user_modules import import_module_of
-from furlong.data.custom_source import CustomDataSource, EmptyPrompts
+from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
 from furlong.data.dataset import open_prompts
 from furlong.data.ledger import FileLedger
 from furlong.data.mixture import MixturePart, PromptMixture
@@ -76,6 +76,9 @@ def build_source(context: RunContext, ledger: FileLedger) -> DataSource:
         return CustomDataSource(
             context.hooks.data_source(context.args), tokenizer=context.tokenizer, rollout_seed=data.rollout_seed
         )
+    replays = context.config.debug.load_debug_rollout_data is not None
+    if replays or (data.rollout_global_dataset and data.prompt_data is None):
+        return EmptyDataSource()  # dumps, or evaluation only; any other run needs prompts (validated)
     return RolloutDataSource(
         _prompts(context),
         n_samples_per_prompt=data.n_samples_per_prompt,
@@ -97,7 +100,7 @@ def prompt_paths(config: Config) -> list[str]:
 
 def _prompts(context: RunContext) -> Prompts:
     data = context.config.data
-    if not context.reads_prompt_file:  # dumps, or evaluation only; any other run needs prompts (validated)
+    if not data.rollout_global_dataset:
         return EmptyPrompts()
     specs, paths = parse_environments(context.config.session.environment), prompt_paths(context.config)
     if len(paths) == 1:
