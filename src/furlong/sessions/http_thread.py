@@ -56,3 +56,4 @@ class HttpThread:
         except BaseException as error:
             self._error = error
             logger.exception("the HTTP server at port %d ended; no agent can reach the policy", self.address[1])
+            self._listener.close()  # clients are refused, and do not wait

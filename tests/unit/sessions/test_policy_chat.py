@@ -218,32 +218,6 @@ def test_one_agent_in_process_over_http_in_a_subprocess_and_with_token_ids_gives
     assert columns(here) == columns(episodes(with_token_ids)[0])
 
 
-@pytest.mark.parametrize("mode", ["finish", "hold", "abort"])
-def test_clients_do_not_notice_weight_updates(mode):
-    _, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=1024)
-    state = model.state_dict()
-
-    async def update(engine: Any, running: Any) -> None:
-        for version in range(1, 4):
-            generated = engine.stats().tokens_generated
-            while engine.stats().tokens_generated < generated + 20 and not running.done():
-                await asyncio.sleep(0.001)
-            await engine.pause(mode)
-            await engine.load_weights(source_of(state), version)
-            await engine.resume()
-
-    samples, _, _ = _http(during=update)
-    assert len(samples) == 4
-    for sample in samples:
-        versions = [
-            v for v, is_trained in zip(sample.token_versions, sample.loss_mask or (), strict=True) if is_trained
-        ]
-        assert versions == sorted(versions)
-        assert sample.metadata["session"]["turns"] == TURNS
-        assert "sampled_in_another_context" not in sample.metadata
-    assert max(max(sample.token_versions) for sample in samples) > 0
-
-
 async def fifty_turns(args: Any, sample: Sample, sampling_params: Any) -> Sample:
     messages: list[Any] = list(sample.prompt)
     async with httpx.AsyncClient(timeout=60) as client:

@@ -27,7 +27,7 @@ from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
 from furlong.inference.server.web import ServerLimits, build_server, flag_of, limits_from
-from furlong.inference.server.weights_api import threads_in_groups
+from furlong.inference.server.weights_api import WeightGroups
 from furlong.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,6 @@ def main(words: Sequence[str], agents: AgentEndpoints | None = None) -> int:
     )
     name = args.served_model_name or args.model_path.name
     asyncio.run(_serve(engine, name, args, agents))
-    if threads_in_groups():
+    if WeightGroups.was_used:
         _end_process()
     return 0

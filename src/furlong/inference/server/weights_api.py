@@ -12,13 +12,13 @@ import asyncio
 import binascii
 import contextlib
 import logging
-import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import safetensors.torch
@@ -45,7 +45,7 @@ INCOMPLETE = "incomplete"  # label of released or partially replaced weights, wh
 DEFAULT_NAME = "weight_update_group"
 GROUP_TIMEOUT = timedelta(seconds=300)  # for all members to join, and of a broadcast
 LEAVE_S = 10.0  # to leave a group
-REDIAL_S = 0.1  # between attempts to reach the store of a group
+DIAL_S, REDIAL_S = 5.0, 0.1  # for a connection to the store of a group, and between attempts
 MAX_GROUPS = 16  # joined or being joined
 MAX_WORLD_SIZE = 65536
 GROUP_THREAD = "furlong-group"  # name of the threads that are in torch.distributed
@@ -280,7 +280,10 @@ class WeightGroups:
     """The process groups of one server, by name, through which a trainer broadcasts weights.
 
     Joining waits for all members, in a thread of its own: neither the event loop nor other requests wait with it.
+    was_used: a group was joined, or threads may be in torch.distributed; gloo then aborts the interpreter's exit.
     """
+
+    was_used: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -296,6 +299,7 @@ class WeightGroups:
             raise RequestError(f"rank_offset is {rank} in a group of {world}; engines have ranks 1 .. {world - 1}")
         if len(self._groups) >= MAX_GROUPS:
             raise RequestError(f"{len(self._groups)} process groups exist, the limit; destroy one first")
+        WeightGroups.was_used = True
         joining = asyncio.create_task(_joined(fields))
         group = self._groups[name] = _Group(joining)
         try:
@@ -372,15 +376,18 @@ class WeightGroups:
 async def _joined(fields: _Join) -> dist.ProcessGroup:
     """Join the process group of the trainer. If this is cancelled, the group is left as soon as it is joined."""
     host, port, timeout = fields.master_address.strip("[]"), fields.master_port, GROUP_TIMEOUT
-    async with asyncio.timeout(timeout.total_seconds()):
-        while True:  # here, not in torch's rendezvous, whose thread could not be stopped
-            try:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:  # here, not in torch's rendezvous, whose thread could not be stopped
+        try:
+            async with asyncio.timeout(DIAL_S):
                 _, writer = await asyncio.open_connection(host, port)
-            except OSError:
-                await asyncio.sleep(REDIAL_S)
-            else:
-                writer.close()
-                break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{host_and_port(host, port)} does not answer: {error or 'no connection'}") from error
+            await asyncio.sleep(REDIAL_S)
+        else:
+            writer.close()
+            break
 
     def join() -> dist.ProcessGroup:
         url = f"tcp://{host_and_port(host, port)}"
@@ -406,8 +413,3 @@ def _leave(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError):  # a peer is gone
         group.abort()
     dist.destroy_process_group(group)
-
-
-def threads_in_groups() -> bool:
-    """Return whether threads are in torch.distributed. The exit of the interpreter would abort the process then."""
-    return any(thread.name == GROUP_THREAD for thread in threading.enumerate())
