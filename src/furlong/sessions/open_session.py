@@ -51,23 +51,6 @@ class ClientCall:
     request: Any = None
 
 
-class Broadcast:
-    """Wakes all that wait for the next change. For one event loop."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake those that wait."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    @property
-    def next(self) -> asyncio.Event:
-        """An event that the next change sets."""
-        return self._event
-
-
 class Call:
     """A call in flight or answered, whose replies several requests of a client may wait for or stream.
 
@@ -78,13 +61,17 @@ class Call:
     def __init__(
         self, answer: Callable[[Sequence[ReplyStream | None]], Coroutine[Any, Any, list[Reply]]], call: ClientCall
     ) -> None:
-        self._changes = Broadcast()
+        self._change = asyncio.Event()  # set by the next change, for all that wait
         self._num_readers = self._num_delivered = 0
         self.streams: list[ReplyStream] = []
         if call.is_stream:
-            self.streams = [ReplyStream(self._changes.notify, wants_texts=call.wants_texts) for _ in range(call.n)]
+            self.streams = [ReplyStream(self._notify, wants_texts=call.wants_texts) for _ in range(call.n)]
         self.task = asyncio.create_task(answer(self.streams or [None] * call.n))
-        self.task.add_done_callback(lambda _: self._changes.notify())
+        self.task.add_done_callback(lambda _: self._notify())
+
+    def _notify(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     @property
     def is_delivered(self) -> bool:
@@ -119,7 +106,7 @@ class Call:
         self._num_readers += 1
         try:
             while not self.task.done() and not any(stream.pieces for stream in self.streams):
-                await self._changes.next.wait()
+                await self._change.wait()
             if self.task.done():
                 self._finished()
         except BaseException:
@@ -132,7 +119,7 @@ class Call:
         Returns what is new, at last the replies, and whether these are the last parts.
         """
         while True:
-            change, is_done, new = self._changes.next, self.task.done(), list[StreamPart]()
+            change, is_done, new = self._change, self.task.done(), list[StreamPart]()
             for index, stream in enumerate(self.streams):
                 if pieces := stream.pieces[seen[index] :]:
                     seen[index] += len(pieces)

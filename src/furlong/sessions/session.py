@@ -257,12 +257,7 @@ class Session:
         and EndedError after `end`.
         """
         self._check_open()
-        await self._check_template()
-        size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
-        checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
-        kwargs = dict(template_kwargs or {})
-        request = self._request(checked, tools, kwargs, role)
-        prompt = await self._prompt(request, tools, kwargs, size)
+        request, prompt = await self._read(messages, tools, template_kwargs, role)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
         tools = tools if reads_calls else None
@@ -305,14 +300,8 @@ class Session:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """Return the number of prompt tokens that `chat` would have."""
-        await self._check_template()
-        size = await self.checked_size(list(messages), tools, is_large=len(messages) > FEW)
-        kwargs = dict(template_kwargs or {})
-        request = self._request(checked_messages(list(messages)), tools, kwargs, "")
-        return len((await self._prompt(request, tools, kwargs, size)).ids)
-
-    def _request(self, messages: list[Message], tools: Any, kwargs: dict[str, Any], role: str) -> ChatRequest:
-        return self.tree.request(messages, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
+        _, prompt = await self._read(messages, tools, template_kwargs, "")
+        return len(prompt.ids)
 
     def end(self, reason: str = "its episode is over") -> None:
         """Refuse further requests. The first reason counts."""
@@ -325,14 +314,25 @@ class Session:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    async def checked_size(self, *values: Any, is_large: bool) -> int:
-        """Return the characters of messages and tools. Raises FullContextError if they cannot fit into the context.
-
-        is_large: count them in a thread.
-        """
-        size = await asyncio.to_thread(num_chars, *values) if is_large else num_chars(*values)
+    async def _read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        role: str,
+    ) -> tuple[ChatRequest, _Prompt]:
+        """Find where messages attach, and what the engine reads. Large ones are counted and rendered in a thread."""
+        await self._check_template()
+        values = list(messages), tools
+        size = await asyncio.to_thread(num_chars, *values) if len(messages) > FEW else num_chars(*values)
         self.check_num_chars(size)
-        return size
+        checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
+        kwargs = dict(template_kwargs or {})
+        request = self.tree.request(checked, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
+        candidates = list(self.tree.candidates(request))
+        if size <= SMALL:
+            return request, self._prompt_after(candidates, request, tools, kwargs)
+        return request, await asyncio.to_thread(self._prompt_after, candidates, request, tools, kwargs)
 
     def check_num_chars(self, size: int) -> None:
         """Raise FullContextError if this many characters of messages and tools cannot fit into the context."""
@@ -357,15 +357,6 @@ class Session:
                 "the whole rendered conversation, and what differs is a branch",
                 role, "with" if has_tools else "without", reason,
             )  # fmt: skip
-
-    async def _prompt(
-        self, request: ChatRequest, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any], size: int
-    ) -> _Prompt:
-        """Find where the request attaches, and return its ids. A large one is rendered and tokenized in a thread."""
-        candidates = list(self.tree.candidates(request))
-        if size <= SMALL:
-            return self._prompt_after(candidates, request, tools, kwargs)
-        return await asyncio.to_thread(self._prompt_after, candidates, request, tools, kwargs)
 
     def _prompt_after(
         self,
