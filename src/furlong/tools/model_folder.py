@@ -123,18 +123,10 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     again = _again(model.folder)
     problems: list[Diagnosis] = []
 
-    def add(
-        finding: str,
-        evidence: Mapping[str, Any],
-        *,
-        cause: str | None = None,
-        is_error: bool = True,
-        remedy: str = again,
-    ) -> None:
-        severity = None if is_error else "warning"
+    def add(finding: str, evidence: Mapping[str, Any], **details: Any) -> None:
         seen = {"folder": str(model.folder), **evidence}
-        text = f"{model.folder}: {finding}"
-        problems.append(diagnosis(id, text, remedy=remedy, cause=cause, severity=severity, evidence=seen))
+        details.setdefault("remedy", again)
+        problems.append(diagnosis(id, f"{model.folder}: {finding}", evidence=seen, **details))
 
     named = sorted(set(model.weight_map.values()))
     if missing := [name for name in named if name not in model.shards and name not in model.damaged]:
@@ -169,7 +161,7 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
         add(f"no tensors for layers {_ranges(absent)} of {count}", {"layers": absent, "num_hidden_layers": count})
     for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
         finding = f"{layer} lacks {len(lost)} tensors that similar layers have: {abbreviate(lost, SHOWN)}"
-        add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, is_error=False)
+        add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, severity="warning")
     return problems
 
 
@@ -231,7 +223,7 @@ _NEVER_LINEAR = re.compile(
 
 def quantization(model: StoredModel) -> list[Diagnosis]:
     """Check a model with a quantization_config (QNT01, QNT02); [] for others."""
-    settings = quantization_config(model)
+    settings = cast("Mapping[str, Any]", model.config.get("quantization_config") or {})
     if not settings:
         return []
     key = "ignore" if settings.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
@@ -245,11 +237,6 @@ def quantization(model: StoredModel) -> list[Diagnosis]:
         return [diagnosis("QNT01", f"{place}: {error}", remedy=remedy)]
     found = [*_unprotected(model, settings, ignore, key), *_wrongly_quantized(model, ignore, key)]
     return [*found, *_without_companions(model, settings)]
-
-
-def quantization_config(model: StoredModel) -> Mapping[str, Any]:
-    """Return the quantization_config of config.json, {} without one."""
-    return cast("Mapping[str, Any]", model.config.get("quantization_config") or {})
 
 
 def _unprotected(model: StoredModel, settings: Mapping[str, Any], ignore: list[str], key: str) -> Iterator[Diagnosis]:

@@ -156,14 +156,18 @@ class Template:
 
     def trials(self, thinking: Sequence[str] = ("on", "off")) -> list[ConversationCheck]:
         """Check the scripted conversations with thinking on, off, or both; with it off, those without thoughts."""
-        return [self._trial(c, each) for each in thinking for c in CONVERSATIONS if each == "on" or not c.thinks]
-
-    def _trial(self, conversation: Conversation, thinking: str) -> ConversationCheck:
-        try:
-            mismatch = self.first_rewriting(conversation, **THINKING[thinking])
-        except TEMPLATE_ERRORS as error:
-            return ConversationCheck(conversation.name, thinking, refused=f"{type(error).__name__}: {error}")
-        return ConversationCheck(conversation.name, thinking, mismatch)
+        checks: list[ConversationCheck] = []
+        for each in thinking:
+            for conversation in CONVERSATIONS:
+                if each == "off" and conversation.thinks:
+                    continue
+                mismatch, refused = None, ""
+                try:
+                    mismatch = self.first_rewriting(conversation, **THINKING[each])
+                except TEMPLATE_ERRORS as error:
+                    refused = f"{type(error).__name__}: {error}"
+                checks.append(ConversationCheck(conversation.name, each, mismatch, refused))
+        return checks
 
     def first_rewriting(self, conversation: Conversation, **kwargs: Any) -> PrefixMismatch | None:
         """Compare every prefix at which a rollout can be with the whole conversation; return the first mismatch.
@@ -182,23 +186,21 @@ class Template:
             start = self.render(messages[:count], tools=tools, prompt=prompt, **kwargs)
             if whole.startswith(start):
                 continue
-            position = _shared_len(whole, start)
-            index = self._message_at(conversation, count, position, **kwargs)
+            same = (a == b for a, b in zip(whole, start, strict=False))
+            position = next((i for i, each in enumerate(same) if not each), min(len(whole), len(start)))
+            index = count  # in the generation prompt, which belongs to the next message
+            for number in range(count):
+                try:
+                    text = self.render(messages[: number + 1], tools=tools, **kwargs)
+                except TEMPLATE_ERRORS:  # for example a system message alone; the character is in a later one
+                    continue
+                if len(text) > position:
+                    index = number
+                    break
             where = slice(max(0, position - SHOWN), position + SHOWN)
             role = messages[index]["role"]
             return PrefixMismatch(count, prompt, index, role, position, start[where], whole[where])
         return None
-
-    def _message_at(self, conversation: Conversation, count: int, position: int, **kwargs: Any) -> int:
-        """Find the message that contains a character of the first `count` messages' rendering."""
-        for index in range(count):
-            try:
-                text = self.render(conversation.messages[: index + 1], tools=conversation.tools, **kwargs)
-            except TEMPLATE_ERRORS:  # for example a system message alone; the character is in a later one
-                continue
-            if len(text) > position:
-                return index
-        return count  # in the generation prompt, which belongs to the next message
 
 
 def rewriting_findings(trials: Sequence[ConversationCheck], *, name: str, suggested: str | None) -> list[Diagnosis]:
@@ -259,7 +261,19 @@ def stop_findings(
     stops = [*generation_ends(folder, tokenizer), *stop_token_ids]
     stops_at, turn = f"generation stops at {_token_names(tokenizer, stops)}", _ends_of_turn(tokenizer, template)
     if turn is None:
-        return [_dropped_turn(stops_at, stops, is_known=bool(stops or stop))]
+        is_known = bool(stops or stop)
+        fix = "check that responses end there" if is_known else "set --rollout-stop-token-ids N, or --rollout-stop TEXT"
+        return [
+            diagnosis(
+                "STOP01",
+                f"the chat template drops the assistant's turn, so it does not show what ends one; {stops_at}",
+                cause="It is meant for single-turn prompts; in longer conversations the answers are lost.",
+                remedy=f"{fix}; for several turns, use a template that renders all of them with --chat-template-path "
+                "FILE",
+                severity="info" if is_known else "warning",
+                evidence={"stop_token_ids": stops},
+            )
+        ]
     ends, tail = turn
     evidence = {"stop_token_ids": stops, "ends_of_turn": ends, "after_a_turn": tail}
     if missing := [end for end in ends if end not in stops]:
@@ -284,19 +298,6 @@ def stop_findings(
             )
         ]
     return []
-
-
-def _dropped_turn(stops_at: str, stops: Sequence[int], *, is_known: bool) -> Diagnosis:
-    """STOP01 for a template that drops assistant turns, so that their end is unknown."""
-    remedy = "check that responses end there" if is_known else "set --rollout-stop-token-ids N, or --rollout-stop TEXT"
-    return diagnosis(
-        "STOP01",
-        f"the chat template drops the assistant's turn, so it does not show what ends one; {stops_at}",
-        cause="It is meant for single-turn prompts; in longer conversations the answers are lost.",
-        remedy=f"{remedy}; for several turns, use a template that renders all of them with --chat-template-path FILE",
-        severity="info" if is_known else "warning",
-        evidence={"stop_token_ids": stops},
-    )
 
 
 def describe_ends(
@@ -410,11 +411,6 @@ def _ends_of_turn(tokenizer: Any, template: Template) -> tuple[list[int], str] |
     return list(dict.fromkeys([*ends, *_first_special(tokenizer, after[len(before) :])])), tail
 
 
-def _shared_len(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _first_special(tokenizer: Any, text: str) -> list[int]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
     return [i for i in tokenizer.encode(text, add_special_tokens=False) if i in special][:1]
@@ -423,18 +419,9 @@ def _first_special(tokenizer: Any, text: str) -> list[int]:
 # Turn markers in the chat templates of known families.
 MIXED = 0.1  # share of rendered prompts from which on a file is taken for a mixture; a question may quote a template
 MARKS = (
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<start_of_turn>",
-    "<|start_of_role|>",
-    "<\uff5cUser\uff5c>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|start|>",
-    "[INST]",
-    "<|eot_id|>",
-    "<|im_end|>",
-)
+    "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start_of_role|>", "<\uff5cUser\uff5c>", "<|user|>",
+    "<|assistant|>", "<|start|>", "[INST]", "<|eot_id|>", "<|im_end|>",
+)  # fmt: skip
 
 
 def _token_names(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -137,21 +137,12 @@ def _check_values(folder: Path, shards: Mapping[str, Shard], *, has_moments: boo
 def value_findings(folder: Path, broken: Sequence[str], zero: Sequence[str]) -> list[Diagnosis]:
     """CKPT04: tensors with non-finite values are an error, matrices that are all zero a warning."""
     problems: tuple[tuple[Sequence[str], str, str, str, Severity], ...] = (
-        (
-            broken,
-            "tensors contain non-finite values",
-            "The run that saved them diverged, or a conversion overflowed.",
-            "use an earlier checkpoint, or convert the weights again",
-            "error",
-        ),
-        (
-            zero,
-            "matrices are all zero",
-            "The conversion that wrote the folder skipped them, or they are zero in the original.",
-            "compare with the original; convert it again if they are not zero there",
-            "warning",
-        ),
-    )
+        (broken, "tensors contain non-finite values", "The run that saved them diverged, or a conversion overflowed.",
+         "use an earlier checkpoint, or convert the weights again", "error"),
+        (zero, "matrices are all zero",
+         "The conversion that wrote the folder skipped them, or they are zero in the original.",
+         "compare with the original; convert it again if they are not zero there", "warning"),
+    )  # fmt: skip
     return [
         diagnosis(
             "CKPT04",

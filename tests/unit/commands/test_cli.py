@@ -9,6 +9,7 @@ import pytest
 from furlong import __version__
 from furlong.catalogue import CATALOGUE
 from furlong.cli import COMMANDS, main, main_async, main_train
+from furlong.commands.output import show
 from furlong.config.command_line import load
 from furlong.data.ledger import FileLedger
 from furlong.errors import EngineError
@@ -269,3 +270,8 @@ def test_quickstart_may_lie_in_a_folder_with_spaces(tmp_path):
     config = load(quickstart_flags(folder, seed=1, num_rollout=1, is_async=False)).config
     assert config.track.output_dir == str(folder)
     assert config.eval.eval_prompt_data == ("held_out", str(folder / "held_out.jsonl"))
+
+
+def test_credentials_in_urls_are_not_printed(capsys):
+    show("--rm-url http://me:secret@host/score?api_key=hidden cannot connect")
+    assert capsys.readouterr().out == "--rm-url http://***@host/score?api_key=*** cannot connect\n"

@@ -300,18 +300,6 @@ def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_boun
     assert "--use-tis" not in corrected.remedy
 
 
-def test_facts_name_the_transport_of_weight_updates() -> None:
-    def facts(*words: str) -> RunFacts:
-        return RunFacts.of(parse(["--hf-checkpoint", "x", "--num-rollout", "1", *words]).config)
-
-    assert facts().transport == "memory"
-    assert facts("--rollout-num-gpus", "1").transport == "nccl"
-    disk = ["--rollout-num-gpus", "1", "--update-weight-transport", "disk"]
-    assert facts(*disk).transport == "disk"
-    assert facts(*disk, "--update-weight-mode", "delta").transport == "disk delta"
-    assert facts("--colocate").transport == "ipc"
-
-
 def test_waits_for_rewards_are_reported_after_three_steps() -> None:
     slow = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
     assert read(slow, slow) == []
@@ -398,13 +386,8 @@ def test_recorded_events_of_other_parts_are_reported() -> None:
 
 
 def compared(version: int, *unchanged: str, changed: int = 5) -> dict[str, Any]:
-    return {
-        "event": "weights_compared",
-        "version": version,
-        "tensors": 9,
-        "changed": changed,
-        "unchanged": list(unchanged),
-    }
+    event = {"event": "weights_compared", "version": version, "tensors": 9, "changed": changed}
+    return event | {"unchanged": list(unchanged)}
 
 
 def test_matrices_that_never_change_are_reported() -> None:
@@ -459,17 +442,14 @@ def test_a_diagnosis_goes_to_the_log_the_events_and_the_trackers(tmp_path: Path,
     assert not monitor.stop_requested
 
 
-@pytest.mark.parametrize(("asked", "row", "ends"), [
-    ("warn", {GAP: 1.0}, False),
-    ("stop", {GAP: 1.0}, True),
-    ("stop", {"rollout/truncated_ratio": 1.0}, False),
-    ("strict", {"rollout/truncated_ratio": 1.0}, True),
-])  # fmt: skip
-def test_on_diagnosis_selects_what_ends_a_run(tmp_path: Path, asked: Any, row: dict[str, float], ends: bool) -> None:
-    monitor = monitor_in(tmp_path, Rows(), on_diagnosis=asked)
-    monitor.log(1, row)
-    monitor.close()
-    assert monitor.stop_requested == ends
+def test_on_diagnosis_selects_what_ends_a_run(tmp_path: Path) -> None:
+    error, warning = {GAP: 1.0}, {"rollout/truncated_ratio": 1.0}
+    for asked, row, ends in (("warn", error, False), ("stop", error, True), ("stop", warning, False),
+                             ("strict", warning, True)):  # fmt: skip
+        monitor = monitor_in(tmp_path, Rows(), on_diagnosis=asked)
+        monitor.log(1, row)
+        monitor.close()
+        assert monitor.stop_requested == ends
 
 
 def test_a_resumed_run_remembers_what_was_reported(tmp_path: Path) -> None:

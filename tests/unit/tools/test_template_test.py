@@ -43,10 +43,10 @@ def tokenizer():
     return chat_tokenizer()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_templates_only_append(name, tokenizer):
-    trials = Template(tokenizer, read_template(name)).trials(("on",) if "thinking" in name else ("on", "off"))
-    assert [trial for trial in trials if trial.verdict != "ok"] == []
+def test_shipped_templates_only_append(tokenizer):
+    for name in SHIPPED:
+        trials = Template(tokenizer, read_template(name)).trials(("on",) if "thinking" in name else ("on", "off"))
+        assert [trial for trial in trials if trial.verdict != "ok"] == [], name
 
 
 def test_the_turn_that_is_rewritten_is_named_with_both_renderings(tokenizer):
@@ -78,19 +78,14 @@ def test_template_that_refuses_every_conversation_is_found(tokenizer):
     assert "11 conversations" in finding.finding
 
 
-@pytest.mark.parametrize("name", ["qwen3-append-only", "qwen3-thinking-append-only", "glm45-append-only"])
-def test_template_is_suggested_where_conversations_begin_alike(name):
+def test_a_template_is_suggested_only_where_conversations_begin_alike():
     tokenizer = chat_tokenizer()
-    # Begins as the shipped one and forgets all turns but the last: what the family's own template does, made worse.
-    tokenizer.chat_template = "{%- if messages | length > 3 -%}{%- set messages = messages[-2:] -%}{%- endif -%}" + (
-        read_template(name)
-    )
-    assert suggested_template(tokenizer) == name
-
-
-def test_nothing_is_suggested_for_another_format_or_without_a_template():
-    tokenizer = chat_tokenizer()
-    assert suggested_template(tokenizer) is None
+    assert suggested_template(tokenizer) is None  # another format
+    for name in ("qwen3-append-only", "qwen3-thinking-append-only", "glm45-append-only"):
+        # Begins as the shipped one and forgets all turns but the last: what the family's own template does, made worse.
+        forgets = "{%- if messages | length > 3 -%}{%- set messages = messages[-2:] -%}{%- endif -%}"
+        tokenizer.chat_template = forgets + read_template(name)
+        assert suggested_template(tokenizer) == name
     tokenizer.chat_template = None
     assert suggested_template(tokenizer) is None
 
@@ -165,24 +160,20 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
     assert stop_findings(tokenizer, folder, template, stop=["user:"]) == []
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_a_template_that_drops_answers_gives_no_stop_text(folder):
+    for template in (
         "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
-        "{% for m in messages if m.role != 'assistant' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
-    ],
-)
-def test_a_template_that_drops_answers_gives_no_stop_text(folder, template):
-    tokenizer = build_tokenizer()
-    (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
-    assert (finding.id, finding.severity) == ("STOP01", "info")
-    assert "<|im_end|>" in finding.finding
-    assert "--rollout-stop" not in finding.remedy
-    tokenizer.eos_token = None
-    (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
-    assert (finding.severity, "--rollout-stop-token-ids N" in finding.remedy) == ("warning", True)
-    assert "furlong-question" not in finding.remedy
+    ):
+        tokenizer = build_tokenizer()
+        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+        assert (finding.id, finding.severity) == ("STOP01", "info")
+        assert "<|im_end|>" in finding.finding
+        assert "--rollout-stop" not in finding.remedy
+        tokenizer.eos_token = None
+        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+        assert (finding.severity, "--rollout-stop-token-ids N" in finding.remedy) == ("warning", True)
+        assert "furlong-question" not in finding.remedy
 
 
 def test_prompts_that_were_rendered_before_are_found(tokenizer):
@@ -226,12 +217,10 @@ def test_command_accepts_a_template_that_only_appends(folder, capsys):
     assert "[gMASK]<sop>" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words", [["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "{"], ["--template", "x"]]
-)
-def test_command_refuses_invalid_arguments(words, folder, capsys):
-    assert main(["template", "check", "--hf-checkpoint", str(folder), *words]) == 2
-    assert words[1] in capsys.readouterr().err
+def test_command_refuses_invalid_arguments(folder, capsys):
+    for words in (["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "{"], ["--template", "x"]):
+        assert main(["template", "check", "--hf-checkpoint", str(folder), *words]) == 2
+        assert words[1] in capsys.readouterr().err
 
 
 def test_demonstrations_name_the_shipped_template():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.sections import CheckpointFlags
 from furlong.config.topology import Topology
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -51,11 +50,6 @@ class _Source:
     def steps(self) -> list[int]:
         """Its complete checkpoints, oldest first."""
         return [step_from_folder(folder) for folder in find_complete_folders(self.folder)]
-
-    @property
-    def evidence(self) -> dict[str, Any]:
-        """Evidence of every diagnosis of this folder."""
-        return {"folder": str(self.folder), "steps": self.steps}
 
 
 def _sources(context: PreflightContext) -> list[_Source]:
@@ -104,79 +98,66 @@ def _is_run(folder: Path) -> bool:
 
 def _no_checkpoint(source: _Source) -> Diagnosis | None:
     """Report why a folder has no checkpoint to resume from; None if it has one, or need not have one yet."""
-    if source.step is not None and not (source.folder / folder_name(source.step)).is_dir():
-        return _no_such_step(source, source.step)
-    step = source.step
+    flag, folder, steps, step = source.flag, source.folder, source.steps, source.step
+    evidence: dict[str, Any] = {"folder": str(folder), "steps": steps}
+    if step is not None and not (folder / folder_name(step)).is_dir():
+        nearest = min(steps, key=lambda saved: abs(saved - step), default=None)
+        return diagnosis(
+            "CKPT02",
+            f"{source.step_flag} {step}: {folder} has no {folder_name(step)}; complete: "
+            f"{', '.join(map(str, steps)) or 'no complete checkpoint'}",
+            remedy=f"use a folder that --save wrote with {flag}"
+            if nearest is None
+            else f"use {source.step_flag} {nearest}",
+            evidence=evidence | {"nearest": nearest},
+        )
     try:
         if step is None:
-            step = newest_step(source.folder)
+            step = newest_step(folder)
         if step is not None:
-            find_checkpoint(source.folder, step=step, save_dir=source.save, flag=source.flag)
-            return _recovered(source)
+            find_checkpoint(folder, step=step, save_dir=source.save, flag=flag)
     except CheckpointError as error:
         if "in the format torch" in str(error):
-            finding, _, remedy = str(error).removeprefix(f"{source.flag} ").rpartition("; ")
-            return diagnosis("CKPT01", f"{source.flag}: {finding}", cause="", remedy=remedy, evidence=source.evidence)
-        others = [other for other in source.steps if other != step]
+            finding, _, remedy = str(error).removeprefix(f"{flag} ").rpartition("; ")
+            return diagnosis("CKPT01", f"{flag}: {finding}", cause="", remedy=remedy, evidence=evidence)
+        others = [other for other in steps if other != step]
         return diagnosis(
             "CKPT01",
-            f"{source.flag}: {error}".partition("; use ")[0],
+            f"{flag}: {error}".partition("; use ")[0],
             cause="The save was interrupted, or files were removed or copied in part.",
-            remedy=f"use {source.step_flag} {others[-1]}" if others else f"use another folder with {source.flag}",
-            evidence=source.evidence,
+            remedy=f"use {source.step_flag} {others[-1]}" if others else f"use another folder with {flag}",
+            evidence=evidence,
         )
-    return _no_tracker(source)
-
-
-def _recovered(source: _Source) -> Diagnosis | None:
-    """Report a missing or unusable tracker, without which the newest complete checkpoint is loaded; None with one."""
-    if source.step is not None or (why := recovery(source.folder)) is None:
-        return None
-    return diagnosis(
-        "CKPT01",
-        f"{source.flag} {source.folder}: {why}, which is loaded",
-        cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing it.",
-        remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, source.steps))} "
-        f"(use {source.step_flag}); to start over, use another folder",
-        severity="warning",
-        evidence=source.evidence,
-    )
-
-
-def _no_such_step(source: _Source, step: int) -> Diagnosis:
-    """CKPT02: the step that a flag names does not exist."""
-    nearest = min(source.steps, key=lambda saved: abs(saved - step), default=None)
-    saved = ", ".join(map(str, source.steps)) or "no complete checkpoint"
-    return diagnosis(
-        "CKPT02",
-        f"{source.step_flag} {step}: {source.folder} has no {folder_name(step)}; complete: {saved}",
-        remedy=f"use {source.step_flag} {nearest}"
-        if nearest is not None
-        else f"use a folder that --save wrote with {source.flag}",
-        evidence=source.evidence | {"nearest": nearest},
-    )
-
-
-def _no_tracker(source: _Source) -> Diagnosis | None:
-    """Report that no file names the newest checkpoint; None if this may be the first run that saves there."""
-    if is_first_start(source.folder, source.save):
-        return None
-    if source.folder.name in [folder.name for folder in find_complete_folders(source.folder.parent)]:
+    if step is not None:  # a missing or unusable tracker: the newest complete checkpoint is loaded
+        if source.step is not None or (why := recovery(folder)) is None:
+            return None
         return diagnosis(
             "CKPT01",
-            f"{source.flag} {source.folder} is a single checkpoint, not the folder of all checkpoints",
-            cause=f"{source.flag} names the folder of all checkpoints, {source.step_flag} the step.",
-            remedy=f"use {source.flag} {source.folder.parent} {source.step_flag} {step_from_folder(source.folder)}",
-            evidence=source.evidence,
+            f"{flag} {folder}: {why}, which is loaded",
+            cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing "
+            "it.",
+            remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, steps))} "
+            f"(use {source.step_flag}); to start over, use another folder",
+            severity="warning",
+            evidence=evidence,
         )
-    names = sorted(path.name for path in source.folder.iterdir())
+    if is_first_start(folder, source.save):
+        return None
+    if folder.name in [complete.name for complete in find_complete_folders(folder.parent)]:
+        return diagnosis(
+            "CKPT01",
+            f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints",
+            cause=f"{flag} names the folder of all checkpoints, {source.step_flag} the step.",
+            remedy=f"use {flag} {folder.parent} {source.step_flag} {step_from_folder(folder)}",
+            evidence=evidence,
+        )
+    names = sorted(path.name for path in folder.iterdir())
     content = abbreviate(names, SHOWN) or "nothing"
     return diagnosis(
         "CKPT01",
-        f"{source.flag} {source.folder}: no {TRACKER} and no complete checkpoint in that folder (it contains: "
-        f"{content}).",
+        f"{flag} {folder}: no {TRACKER} and no complete checkpoint in that folder (it contains: {content}).",
         remedy=f"to resume, use the folder of --save; {source.step_flag} N selects a checkpoint",
-        evidence=source.evidence | {"holds": names[:SHOWN]},
+        evidence=evidence | {"holds": names[:SHOWN]},
     )
 
 
@@ -219,7 +200,9 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
     folder = resumed(context)
     if folder is None:
         return
-    saved, current = _saved_backend(folder), _current_backend(context)
+    has_layout = (folder / "trainer" / "trainer.json").is_file()
+    saved = described(read_object(folder, "trainer/trainer.json").get("layout") if has_layout else None)
+    current = _current_backend(context)
     before = len(list((folder / "trainer").glob("trainer_rng*.safetensors")))  # one per rank
     now = max(1, Topology.of(context.config).num_ranks)
     if before in (0, now) and saved == current:
@@ -232,13 +215,6 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy="no action needed",
         evidence={"folder": str(folder), "saved_by": before, "ranks": now, "saved_with": saved, "run": current},
     )
-
-
-def _saved_backend(folder: Path) -> str:
-    """Describe the backend and layout that saved a checkpoint."""
-    if not (folder / "trainer" / "trainer.json").is_file():
-        return described(None)
-    return described(read_object(folder, "trainer/trainer.json").get("layout"))
 
 
 def _current_backend(context: PreflightContext) -> str:
@@ -257,7 +233,12 @@ def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
     if folder is not None:
         yield _resume_summary(context, folder)
         yield from _mismatched_rollouts(context, folder)
-    elif load is not None and context.config.checkpoint.ckpt_step is None and _is_model(Path(load)):
+    elif (
+        load is not None
+        and context.config.checkpoint.ckpt_step is None
+        and (Path(load) / "config.json").is_file()
+        and not _is_run(Path(load))
+    ):
         yield diagnosis(
             "CKPT06",
             f"--load {load} is a Hugging Face model: training starts from its weights at rollout 0",
@@ -268,14 +249,18 @@ def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not _is_run(folder)
-
-
 def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
     """Report what a run that resumes from `folder` restores."""
     flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_from_folder(folder)
-    restored, missing = _restored(folder, flags)
+    files = " ".join(path.name for path in (folder / "trainer").iterdir())
+    restored = ["weights", "position in the data", f"{len(read_state(folder)['ahead'])} rollouts generated ahead"]
+    missing: list[str] = []
+    for name, part, is_excluded in (
+        ("optimizer", "optimizer", flags.no_load_optim),
+        ("random state", "rng", flags.no_load_rng),
+    ):
+        if not is_excluded:
+            (restored if part in files else missing).append(name)
     evidence = {"step": step, "num_rollout": total, "restored": restored, "missing": missing}
     finding = f"--load {flags.load} resumes at rollout {step}{f' of {total}' if total else ''}: {', '.join(restored)}"
     if total is not None and step >= total:
@@ -302,7 +287,8 @@ def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
 def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Diagnosis]:
     """CFG01: saved rollouts with other batch sizes, which do not fill this run's optimizer steps."""
     size = context.config.train.global_batch_size
-    counts = [_num_completions(folder / name) for name in read_state(folder)["ahead"]]
+    # Samples fanned out from one completion count once.
+    counts = [len(set(read_array(folder / name, "rollout_ids").tolist())) for name in read_state(folder)["ahead"]]
     odd = [count for count in counts if size and count % size]
     if odd:
         yield diagnosis(
@@ -314,26 +300,6 @@ def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Di
             "trained on, checkpoints contain none",
             evidence={"folder": str(folder), "samples": counts, "global_batch_size": size},
         )
-
-
-def _num_completions(path: Path) -> int:
-    """Count the completions of a saved rollout; samples fanned out from one completion count once."""
-    return len(set(read_array(path, "rollout_ids").tolist()))
-
-
-def _restored(folder: Path, flags: CheckpointFlags) -> tuple[list[str], list[str]]:
-    """List what a checkpoint restores, and what it lacks. What flags exclude is in neither list."""
-    state = read_state(folder)
-    names = [path.name for path in (folder / "trainer").iterdir()]
-    restored = ["weights", "position in the data", f"{len(state['ahead'])} rollouts generated ahead"]
-    missing: list[str] = []
-    for name, part, is_excluded in (
-        ("optimizer", "optimizer", flags.no_load_optim),
-        ("random state", "rng", flags.no_load_rng),
-    ):
-        if not is_excluded:
-            (restored if any(part in file for file in names) else missing).append(name)
-    return restored, missing
 
 
 CHECKS = (folders_to_load, folder_to_save, layout, resume_plan)

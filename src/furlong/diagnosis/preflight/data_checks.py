@@ -137,7 +137,9 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
     limit, context_len = context.config.rollout.rollout_max_prompt_len, context.context_len
     if not kept and not long:
         return
-    distribution = _distribution([*kept, *long])
+    every = [*kept, *long]
+    tenths = quantiles(every, n=10, method="inclusive") if len(every) > 1 else every * 9
+    distribution = f"median {math.ceil(tenths[4])}, 90 % below {math.ceil(tenths[8])}, longest {max(every)}"
     if long:
         share = len(long) / (len(kept) + len(long))
         severity = None if not kept else "warning" if share >= MANY else "info"
@@ -171,14 +173,6 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
                 "longest": max(over),
             },
         )
-
-
-def _distribution(lengths: list[int]) -> str:
-    """Describe token counts by median, 90th percentile and maximum."""
-    if len(lengths) < 2:
-        return str(lengths[0])
-    tenths = quantiles(lengths, n=10, method="inclusive")
-    return f"median {math.ceil(tenths[4])}, 90 % below {math.ceil(tenths[8])}, longest {max(lengths)}"
 
 
 def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:

@@ -197,7 +197,8 @@ def disk(context: PreflightContext) -> Iterator[Diagnosis]:
     if flags.save is None or model is None or not model.num_parameters or _unusable(Path(flags.save)):
         return
     folder = _existing(Path(flags.save))
-    one = checkpoint_bytes(context)
+    per_parameter = plan.checkpoint_bytes_per_parameter(context.config) + (4 if flags.save_hf else 0)
+    one = model.num_parameters * per_parameter  # float32 weights, optimizer states, and the Hugging Face model
     rollouts, every = context.config.data.num_rollout, flags.save_interval
     count = max(1, rollouts // every) if rollouts and every else 1
     # The new checkpoint is written before the oldest is removed.
@@ -215,14 +216,6 @@ def disk(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy += ", or --no-save-optim"
     evidence = {"checkpoint_bytes": one, "kept": kept, "free_bytes": free}
     yield diagnosis("DISK01", finding, remedy=remedy, evidence=evidence)
-
-
-def checkpoint_bytes(context: PreflightContext) -> int:
-    """Predict the size of one checkpoint: float32 weights, optimizer states, and the Hugging Face model."""
-    model, config = context.model, context.config
-    assert model is not None
-    each = plan.checkpoint_bytes_per_parameter(config) + (4 if config.checkpoint.save_hf else 0)
-    return model.num_parameters * each
 
 
 def _existing(path: Path) -> Path:
