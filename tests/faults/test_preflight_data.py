@@ -293,20 +293,6 @@ def test_files_of_which_some_rows_are_rendered(world):
 
 
 @fault("CFG05")
-def test_the_advice_for_a_json_file_depends_on_its_content(world):
-    rows = [{"input": f"{i}+1=", "label": str(i)} for i in range(4)]
-    path = world.folder / "prompts.json"
-    contents = {
-        json.dumps(rows): "`jq -c '.[]' prompts.json > prompts.jsonl`",
-        "\n".join(map(json.dumps, rows)): "`mv prompts.json prompts.jsonl`",
-        json.dumps({"data": rows}): "`jq -c '.data[]' prompts.json > prompts.jsonl`",
-        json.dumps({"data": rows}, indent=1): "`jq -c '.KEY[]' prompts.json > prompts.jsonl`",
-    }
-    for content, advice in contents.items():
-        path.write_text(content)
-        assert advice in only(world.look(prompt_data=path), "CFG05").text()
-
-
 @pytest.mark.parametrize(("reward", "has"), [("math", "a float"), ("dapo", "an object with ['acc', 'pred', 'score']")])
 def test_a_category_that_rewards_do_not_have(world, reward, has):
     found = only(world.look(rm_type=reward, reward_key="score", log_reward_category="kind"), "CFG05")
