@@ -128,7 +128,7 @@ def test_padding_is_filled_again():
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_order_of_shards_is_repeated_exactly(data):
     order = data.draw(st.permutations(range(EXPERTS * 2)))
