@@ -39,10 +39,10 @@ quickstart: $(RUN)
 # Two tiers: `test` on each commit, and `nightly`, which adds the suites that take minutes (SGLang on a CPU, Ray,
 # Megatron's layouts, chaos, examples) and a soak.
 unit: $(DEV)
-	$(PYTEST) tests/unit -m "not nightly and not slow"
+	$(PYTEST) tests/unit -m "not nightly"
 
 test: $(DEV)
-	$(PYTEST) -m "commit or not nightly and not slow"
+	$(PYTEST) -m "commit or not nightly"
 
 nightly: lint types $(SGLANG)/.installed docs
 	$(PYTEST)

@@ -26,7 +26,7 @@ from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, EngineError, SyncErr
 from furlong.training.worker import RoundWorker
 from runs import flags, ledger_events, rows, train, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HAS_ROUTER = importlib.util.find_spec("sglang_router") is not None
 

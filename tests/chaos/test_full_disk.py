@@ -21,7 +21,7 @@ from furlong.training.packing import RankPart
 from furlong.training.worker import RoundWorker
 from runs import flags, rows, train, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 TRAIN_PART = RoundWorker.train_part
 CLONE_NEWNS = 0x00020000

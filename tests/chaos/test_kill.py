@@ -14,7 +14,7 @@ from furlong.cli import main
 from furlong.data.audit import audit
 from runs import Child, flags, num_rows, reproducible, rows, train, trainer_bytes, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM = 16
 REWARD = """

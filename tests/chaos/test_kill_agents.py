@@ -18,7 +18,7 @@ from furlong.loop.checkpoints import GROUPS
 from runs import Child, flags, free_ports, num_rows, write_prompts
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM = 7
 AGENT = """

@@ -12,7 +12,7 @@ from furlong.data.audit import audit
 from runs import Child, differences, flags, num_rows, reproducible, rows, write_prompts
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM = 8
 ENVIRONMENTS = """

@@ -23,7 +23,7 @@ from furlong.files.checkpoint_folder import find_checkpoint, find_complete_folde
 from furlong.files.manifest import changed_files
 from runs import Child, flags, marked_processes, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 LIMIT_S = 25.0  # for all processes to be gone; a quiet machine needs two
 CUT_BY_LAYERS = {"train_backend": "megatron", "pipeline_model_parallel_size": 2} if find_spec("megatron") else {}

@@ -12,7 +12,7 @@ from furlong.data.audit import audit
 from furlong.diagnosis.postmortem.run_examination import examine
 from runs import Child, finish, flags, num_rows, rows, start, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 REWARD = """
 import time

@@ -103,6 +103,7 @@ def changed(state, seed):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.nightly
 def test_every_weight_update_arrives_bit_for_bit(way, url, folder, state, tmp_path):
     async def body():
         trainer = Untrained(state)
@@ -137,7 +138,7 @@ def test_weights_travel_to_a_server_with_an_ipv6_address(way, folder, state, tmp
         asyncio.run(body())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engines_that_wait_for_one_that_hangs_are_not_blamed_and_get_the_next_weight_update(
     folder, state, tmp_path, monkeypatch
 ):
@@ -282,6 +283,7 @@ def test_a_refusal_in_a_reply_of_status_200_is_read(way, folder, state, tmp_path
 
 
 @pytest.mark.parametrize("way", ["ipc", "disk", "delta xor", "gloo broadcast"])
+@pytest.mark.nightly
 def test_an_engine_that_does_not_answer_is_named_with_the_bucket(way, folder, state, tmp_path):
     async def answer(path, body):
         del path, body

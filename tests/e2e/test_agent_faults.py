@@ -15,7 +15,7 @@ from furlong.tracking.rollout_dump import load_samples
 from runs import Child, flags, free_ports, marked_processes, rows, train
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow  # two faults last until the time limit
+pytestmark = pytest.mark.nightly  # two faults last until the time limit
 
 AGENT = """
 import json, os, signal, sys, tempfile, time, urllib.request

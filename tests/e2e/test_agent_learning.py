@@ -17,7 +17,7 @@ from furlong.quickstart.addition import write_prompts
 from furlong.quickstart.quickstart import model_folder
 from runs import REPOSITORY, rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 EXAMPLE = REPOSITORY / "examples" / "calculator"
 PLAIN = REPOSITORY / "examples" / "code" / "plain.jinja"  # shows the model nothing but the task
 AGENTS = {

@@ -125,6 +125,7 @@ def test_packing_changes_only_the_last_bits(go):
         assert a["rollout/log_probs"] == pytest.approx(b["rollout/log_probs"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_digests_of_equal_runs_are_equal_and_name_the_first_difference(go, tmp_path):
     for name, changes in {"a": {}, "b": {}, "c": {"lr": 1e-3}, "d": {"rollout_seed": 7}}.items():
         go(name, debug_determinism=True, **changes)
@@ -157,6 +158,7 @@ def test_conversations_are_learned(model, tmp_path):
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).num_trained == 48
 
 
+@pytest.mark.nightly
 def test_prompts_with_labels_are_learned_and_evaluated(model, tmp_path):
     data = write_prompts(tmp_path / "prompts.jsonl", 16)
     argv = flags(

@@ -121,6 +121,7 @@ def test_sglang_without_a_gpu_is_rejected_before_anything_is_started(model, data
 
 
 @pytest.mark.skipif(not ROUTER, reason="sglang-router is not installed")
+@pytest.mark.nightly
 def test_a_second_model_has_its_own_router_keeps_its_weights_and_is_restarted(
     model, data, embedded, tmp_path, monkeypatch, engines
 ):

@@ -14,7 +14,7 @@ from runs import FORKED, command_in_child
 from served_engine import serve_process
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow  # loads models
+pytestmark = pytest.mark.nightly  # loads models
 
 ENVIRONMENT = """
 from furlong.environments import Step

@@ -51,7 +51,7 @@ def last_record(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "run", "env"),
     [
@@ -81,7 +81,7 @@ def test_math_example_trains_and_evaluates(commands, tmp_path):
     assert 0.2 < last["eval/held_out"] < 0.6  # the shipped model answers about a third correctly
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reward_example_assigns_every_answer_one_kind(commands, tmp_path):
     run_script(commands, "reward", tmp_path / "run", *SMALL)
     last = last_record(tmp_path / "run")

@@ -77,7 +77,7 @@ def test_a_server_killed_in_a_rollout_loses_no_prompt(model, data, embedded, tmp
     assert len(rows(folder)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_engine_answers_with_other_weights_loses_nothing(model, data, embedded, tmp_path):
     wanted, save = embedded[0], tmp_path / "save"
     once = tmp_path / "answered"

@@ -28,6 +28,7 @@ def write(config, folder):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.nightly
 def test_family_trains_and_serves_what_it_trained(family, tmp_path):
     folder = write(family_config(family), tmp_path / "model")
     out = tmp_path / "run"
@@ -40,6 +41,7 @@ def test_family_trains_and_serves_what_it_trained(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.nightly
 def test_a_family_with_gated_delta_nets_trains_on_packed_sequences(family, tmp_path):
     folder, data = write(family_config(family), tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl", 8)
     taught = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "num_rollout": 1}

@@ -106,6 +106,7 @@ def test_generate_with_evaluation_parameter_receives_it(go, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["reward_slime", "reward_trl"])
+@pytest.mark.nightly
 def test_reward_function_in_either_style(name, go):
     _, _, batches = go(rm_type=None, custom_rm_path=path_of(getattr(rewards_zoo, name)), num_reward_workers=1)
     batch = batches[0]
@@ -117,6 +118,7 @@ def test_reward_function_in_either_style(name, go):
     assert len(lengths) == 16
 
 
+@pytest.mark.nightly
 def test_dict_reward_with_key_and_category(go):
     found, _, _ = go(
         rm_type=None,
@@ -321,6 +323,7 @@ def test_own_evaluation_function(go, tmp_path):
     assert found[1]["eval/own-truncated_ratio"] == 0.5
 
 
+@pytest.mark.nightly
 def test_own_data_source_is_saved_and_resumed(model, tmp_path):
     def argv(num_rollout, *more):
         return flags(

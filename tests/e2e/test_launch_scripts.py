@@ -215,7 +215,6 @@ def test_the_flags_of_all_launch_scripts_fit_their_models(tmp_path):
         assert problems == [], name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in ON_COMMIT else pytest.param(name, marks=pytest.mark.nightly) for name in SCRIPTS]
 )
@@ -233,7 +232,6 @@ def test_a_small_version_of_a_launch_script_trains(name, model_of, tmp_path):
             assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-@pytest.mark.slow
 def test_ref_load_without_a_kl_gives_the_initial_weights(model_of, tmp_path):
     model, other = model_of("qwen3"), model_of("qwen3", seed=1)
     words = command("run-qwen3-4B-base-sft", model, tmp_path)

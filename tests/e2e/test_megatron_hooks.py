@@ -13,7 +13,7 @@ from runs import flags, train, write_model, write_prompts
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 # megatron-core calls what PyTorch has deprecated
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
 HOOKS = """
 import json

@@ -104,7 +104,7 @@ async def generate(args, sample, sampling_params):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_every_metric_of_a_run_is_on_the_page(name, engines, tmp_path):
     changes = dict(RUNS[name])

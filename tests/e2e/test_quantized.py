@@ -66,7 +66,7 @@ def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
     assert first["train/train_rollout_logprob_abs_diff"] < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "transport",
     [
@@ -110,7 +110,7 @@ def test_quantization_aware_training_computes_what_the_int4_engine_does(int4, tm
     assert all(row["train/train_rollout_logprob_abs_diff"] > 1e-4 for row in rows(tmp_path / "without"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_share_the_weights_round_them_alike(int4, ray_workers, tmp_path):
     model, quantized, data = int4
     layouts = {

@@ -25,7 +25,7 @@ from furlong.errors import ClusterError, ConfigError
 from ray_machines import connected_machines
 from runs import Row, flags, rows, train, write_model, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HEAD, OTHER = "127.0.0.1", "127.0.0.2"
 SLOTS = {HEAD: 1, OTHER: 3}

@@ -19,7 +19,7 @@ import pytest
 from furlong.data.audit import audit
 from runs import MARK, REPOSITORY, environment, flags, free_ports, marked_processes, rows, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HOST = "127.0.0.1"

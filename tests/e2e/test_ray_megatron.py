@@ -15,7 +15,7 @@ from furlong.models import hf_model as hf
 from furlong.quickstart.quickstart import quickstart_flags
 from runs import flags, rows, train, write_model, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 

@@ -9,7 +9,7 @@ import pytest
 
 from furlong.cli import main
 
-pytestmark = pytest.mark.slow  # two training runs in processes
+pytestmark = pytest.mark.nightly  # two training runs in processes
 
 
 def test_a_row_runs_over_seeds_and_is_not_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ from recorded_runs import HOSTILE, write_run
 
 CHROMIUM = find_chromium()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine; Debian has it as the package chromium"),
 ]
 VIEWS = ("overview", "samples", "evaluations", "groups", "timeline", "config")

@@ -199,6 +199,7 @@ def test_a_disconnected_client_frees_its_slot():
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.nightly
 def test_pause_update_continue_serves_the_new_weights(tmp_path, mode):
     OTHER.save_pretrained(tmp_path)
 

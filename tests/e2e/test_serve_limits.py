@@ -104,6 +104,7 @@ def test_samples_and_connections_are_limited():
             assert httpx.get(f"{url}/model_info").status_code == 503
 
 
+@pytest.mark.nightly
 def test_a_request_that_takes_too_long_ends_with_the_flag():
     with served_tiny(limits=ServerLimits(request_timeout=1)) as (url, _, _):
         post(url, "/pause_generation", mode="retract")
@@ -174,6 +175,7 @@ def test_a_refused_bucket_changes_nothing(tmp_path):
         assert post(url, "/weights_checker").json()["payload"] == before
 
 
+@pytest.mark.nightly
 def test_groups_that_nobody_joins_block_nothing(tmp_path):
     tiny_model("qwen2", seed=1)[1].save_pretrained(tmp_path)
     with socket.socket() as free, served_tiny() as (url, _, _), ThreadPoolExecutor(16) as pool:
@@ -241,7 +243,7 @@ def test_a_model_name_is_escaped_in_metrics():
     assert escaped_label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_ends_the_server_within_5_s_whatever_is_running(tmp_path):
     folder = write_model(tmp_path / "tiny")
     with (

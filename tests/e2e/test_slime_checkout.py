@@ -70,7 +70,7 @@ def test_every_import_of_examples_and_documentation_has_a_verdict():
             exec(statement)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains(name, long_model, tmp_path, monkeypatch):
     folder, generate, reward = EXAMPLES[name]

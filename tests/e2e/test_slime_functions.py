@@ -174,7 +174,7 @@ def test_fully_async_generates_ahead(go):
     assert {int(batch.columns["token_versions"].max()) for batch in batches} == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engine_servers_without_a_router_answer_too(go, engines):
     shown, batches, _ = go("generate_with_code", "reward_of_code", rollout_num_gpus=1)
     assert has_versions(batches)

@@ -49,6 +49,7 @@ OLD = pytest.mark.filterwarnings("ignore")  # megatron-core calls what PyTorch h
 
 
 @pytest.mark.parametrize("name", [n if n != "megatron" else pytest.param(n, marks=OLD) for n in HEALTHY])
+@pytest.mark.nightly
 def test_a_healthy_run_has_no_diagnosis(name, tmp_path):
     changes = dict(HEALTHY[name])
     if name == "megatron":

@@ -238,6 +238,7 @@ def test_functions_that_an_evaluation_file_names(world):
     assert all(f"--eval-config {file}, set a: " in each.finding for each in found)
 
 
+@pytest.mark.nightly
 def test_the_doctor_imports_torch_and_transformers_only_to_build_a_model(world):
     """config.json of this model has no sizes."""
     words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)

@@ -150,6 +150,7 @@ def test_labels_of_several_right_answers_are_healthy(world):
 
 
 @fault("REW01")
+@pytest.mark.nightly
 def test_a_reward_that_is_slower_than_the_check_waits(world, monkeypatch):
     monkeypatch.setattr("furlong.diagnosis.preflight.data_checks.TIMEOUT_S", 0.2)
     (world.folder / "slow.py").write_text("import time\n\n\ndef reward(args, sample):\n    time.sleep(600)\n")

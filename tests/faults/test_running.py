@@ -80,6 +80,7 @@ def test_truncation_that_training_caused_is_not_blamed_on_stop_tokens():
 
 
 @fault("NUM01")
+@pytest.mark.nightly
 def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
     log_probs = FsdpBackend.log_probs
 
@@ -102,6 +103,7 @@ def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
 
 
 @fault("NUM01")
+@pytest.mark.nightly
 def test_a_reference_of_another_model(tmp_path):
     other = tmp_path / "other"
     shutil.copytree(model_folder(), other)
@@ -123,6 +125,7 @@ def test_a_reference_of_another_model(tmp_path):
 
 
 @fault("NUM02")
+@pytest.mark.nightly
 def test_log_probs_that_the_engine_did_not_compute(tmp_path):
     code, found = run(
         tmp_path / "run", num_rollout=2, custom_generate_function_path=hook(faulty_hooks.generate_with_flat_log_probs)
@@ -145,6 +148,7 @@ def test_log_probs_that_the_engine_did_not_compute(tmp_path):
         (faulty_hooks.generate_with_shifted_log_probs, "unexplained", "--embedded-dtype auto"),
     ],
 )
+@pytest.mark.nightly
 def test_the_gap_has_its_cause(faulty, cause, word, tmp_path):
     settings = {"num_rollout": 1, "rollout_temperature": 0.6}
     _, found = run(tmp_path / "run", **settings, custom_generate_function_path=hook(faulty))
@@ -155,6 +159,7 @@ def test_the_gap_has_its_cause(faulty, cause, word, tmp_path):
     assert run(tmp_path / "mended", **settings, custom_generate_function_path=hook(faulty_hooks.generate)) == (0, {})
 
 
+@pytest.mark.nightly
 def test_the_self_test_compares_the_first_batches_and_can_be_left_out(tmp_path):
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "global_batch_size": 16}
     assert run(tmp_path / "run", **kl) == (0, {})
@@ -195,6 +200,7 @@ def test_an_engine_that_shifts_its_log_probs_ends_the_run_if_asked(tmp_path, mon
     [({}, "dropped"), ({"save_interval": 9}, "saved"), ({"save_interval": 1}, "saved")],
     ids=["nothing_is_saved", "saved_at_the_end", "saved_before"],
 )
+@pytest.mark.nightly
 def test_groups_that_were_ahead_of_a_run_that_a_diagnosis_ends_are_accounted_for(changes, state, tmp_path):
     """Its reward is 0 for 3 steps, which ends the run."""
     faulty = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_of_0), "async_buffer_size": 2} | changes
@@ -216,6 +222,7 @@ def test_groups_that_were_ahead_of_a_run_that_a_diagnosis_ends_are_accounted_for
 
 
 @fault("NUM03")
+@pytest.mark.nightly
 def test_rewards_that_make_a_huge_gradient(tmp_path):
     faulty = {"rm_type": None, "disable_grpo_std_normalization": True, "num_rollout": 1}
     code, found = run(tmp_path / "run", **faulty, custom_rm_path=hook(rewards_zoo.reward_in_thousands))
@@ -231,6 +238,7 @@ def test_rewards_that_make_a_huge_gradient(tmp_path):
 
 
 @fault("NUM04")
+@pytest.mark.nightly
 def test_a_learning_rate_that_makes_the_loss_nan(tmp_path, capsys):
     fast = {"clip_grad": 0, "global_batch_size": 8, "num_rollout": 1}
     code, _ = run(tmp_path / "run", lr=1e30, **fast)
@@ -247,6 +255,7 @@ def test_a_learning_rate_that_makes_the_loss_nan(tmp_path, capsys):
 
 
 @fault("REW02")
+@pytest.mark.nightly
 def test_a_label_key_that_never_matches(tmp_path):
     data = tmp_path / "ids.jsonl"
     arithmetic(tmp_path / "run")
@@ -261,6 +270,7 @@ def test_a_label_key_that_never_matches(tmp_path):
 
 
 @fault("REW02")
+@pytest.mark.nightly
 def test_a_reward_of_0_with_one_sample_per_prompt(tmp_path):
     own = {
         "n_samples_per_prompt": 1, "rollout_batch_size": 32, "advantage_estimator": "reinforce_plus_plus",
@@ -277,6 +287,7 @@ def test_a_reward_of_0_with_one_sample_per_prompt(tmp_path):
 
 
 @fault("REW03")
+@pytest.mark.nightly
 def test_reward_calls_that_raise(tmp_path):
     path = hook(rewards_zoo.reward_that_raises_at_times)
     code, found = run(tmp_path / "run", rm_type=None, custom_rm_path=path, num_rollout=2)
@@ -291,6 +302,7 @@ def test_reward_calls_that_raise(tmp_path):
 
 
 @fault("REW04")
+@pytest.mark.nightly
 def test_rewards_that_a_step_waits_for(tmp_path):
     slow = {"rm_type": None, "custom_rm_path": hook(rewards_zoo.reward_that_waits_for_a_server)}
     code, found = run(tmp_path / "run", **slow, num_reward_workers=1)
@@ -307,6 +319,7 @@ def test_rewards_that_a_step_waits_for(tmp_path):
 
 
 @fault("DATA03")
+@pytest.mark.nightly
 def test_a_data_source_that_sleeps(tmp_path):
     own = {"prompt_data": None, "rm_type": "random"}
     code, found = run(tmp_path / "run", **own, data_source_path=hook(faulty_hooks.SlowPrompts))
@@ -318,6 +331,7 @@ def test_a_data_source_that_sleeps(tmp_path):
 
 
 @fault("ASYNC01")
+@pytest.mark.nightly
 def test_answers_of_an_older_policy(tmp_path):
     faulty = hook(faulty_hooks.generate_from_cache)
     code, found = run(tmp_path / "run", num_rollout=2, custom_generate_function_path=faulty)
@@ -328,6 +342,7 @@ def test_answers_of_an_older_policy(tmp_path):
 
 
 @fault("ASYNC02")
+@pytest.mark.nightly
 def test_a_worker_thread_that_dies(tmp_path):
     faulty = hook(faulty_hooks.rollout_with_dead_worker)
     own = {"num_rollout": 1, "rm_type": None}
@@ -354,6 +369,7 @@ def test_masked_tool_output_is_healthy(tmp_path):
 
 
 @fault("HOOK02")
+@pytest.mark.nightly
 def test_a_generate_function_that_blocks_the_event_loop(tmp_path):
     held = {"custom_generate_function_path": hook(faulty_hooks.generate_that_blocks), "num_rollout": 1}
     code, found = run(tmp_path / "run", **held)
@@ -367,6 +383,7 @@ def test_a_generate_function_that_blocks_the_event_loop(tmp_path):
 
 
 @fault("TOOL02")
+@pytest.mark.nightly
 def test_conversations_that_fill_the_context(tmp_path):
     path = hook(faulty_hooks.generate_long)
     full = {"num_rollout": 1, "custom_generate_function_path": path, "rollout_max_context_len": 24}
@@ -378,6 +395,7 @@ def test_conversations_that_fill_the_context(tmp_path):
 
 
 @fault("TOOL02")
+@pytest.mark.nightly
 def test_conversations_that_ask_for_more_than_the_context(tmp_path):
     own = {"num_rollout": 1, "rollout_max_context_len": 24}
     path = hook(faulty_hooks.generate_beyond_the_context)
@@ -389,6 +407,7 @@ def test_conversations_that_ask_for_more_than_the_context(tmp_path):
 
 
 @fault("HOOK01")
+@pytest.mark.nightly
 def test_a_generate_function_that_fails_at_times(tmp_path):
     path = hook(faulty_hooks.generate_that_raises_at_times)
     code, found = run(tmp_path / "run", num_rollout=1, custom_generate_function_path=path)
@@ -402,6 +421,7 @@ def test_a_generate_function_that_fails_at_times(tmp_path):
 
 
 @fault("SYNC02")
+@pytest.mark.nightly
 def test_matrices_that_never_change(tmp_path, monkeypatch):
     choose = fsdp.choose_trained
 
@@ -453,6 +473,7 @@ def test_weights_that_arrive_changed(tmp_path, monkeypatch, capsys):
 
 
 @fault("TPL03")
+@pytest.mark.nightly
 def test_a_norm_that_is_damaged(tmp_path):
     model = shutil.copytree(model_folder(), tmp_path / "model")
     weights = load_file(model / "model.safetensors")
@@ -483,6 +504,7 @@ def test_samples_that_would_train_other_tokens_or_contexts_than_the_engines_fail
     assert run(tmp_path / "mended", num_rollout=1, **mended) == (0, {})
 
 
+@pytest.mark.nightly
 def test_log_probs_with_a_minimum_length_are_those_before_stop_tokens_are_banned(tmp_path):
     code, found = run(tmp_path / "run", num_rollout=1, rollout_min_new_tokens=6)
     assert (code, "NUM02" in found) == (0, False)

@@ -21,8 +21,6 @@ from models_zoo import add_vision, plain_log_probs
 from ranks_cases import batch
 from ranks_zoo import run_cases
 
-pytestmark = pytest.mark.slow
-
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
@@ -208,6 +206,7 @@ def outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
+@pytest.mark.nightly
 def test_log_probs_are_those_of_transformers(outcomes, name):
     plain, results = outcomes[0][LAYOUTS[name][0]], outcomes[1][name]
     seen = {sample: values for rank in results for sample, *values in rank["untrained"]}

@@ -19,8 +19,6 @@ from megatron_checks import (
 )
 from ranks_zoo import run_cases
 
-pytestmark = pytest.mark.slow
-
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 LM = {"module": "megatron_lm_cases"}  # cases of Megatron-LM checkpoints
@@ -231,6 +229,7 @@ def arguments(variant):
 
 
 @pytest.mark.parametrize("name", often(LAYOUTS, DAILY))
+@pytest.mark.nightly
 def test_losses_and_gradient_norms_are_those_of_fsdp(outcomes, name):
     assert_trains_as(outcomes[1], name, f"fsdp-{LAYOUTS[name][0]}", rel=1e-5, loss_abs=1e-6)
 

@@ -9,7 +9,7 @@ from megatron_checks import losses_of, often, wanted, with_sources
 from models_zoo import family_config
 from ranks_zoo import run_cases
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 

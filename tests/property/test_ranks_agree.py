@@ -13,7 +13,7 @@ from ranks_cases import write_models
 from ranks_checks import assert_equal_runs
 from ranks_zoo import run_together
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 # Numbers of ranks by family; embeddings are tied in Qwen2, but not in Qwen3.
 FAMILIES = {"qwen2": (1, 4), "qwen3": (1, 2), "qwen3_moe": (1, 2, 4)}

@@ -183,7 +183,7 @@ async def play(draw: random.Random, script: Answers, http: httpx.AsyncClient, op
     trained_once(opened, script)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "vocab_size"), [("qwen", 700), ("glm", 400), ("llama", 340), ("plain", 1000)])
 def test_each_sampled_token_is_trained_once(family: str, vocab_size: int):
     for seed in SEEDS:

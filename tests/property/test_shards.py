@@ -95,6 +95,7 @@ def verify(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True)
     st.sampled_from([torch.bfloat16, torch.float32]), st.sampled_from([1, 200, 1 << 30]),
     st.randoms(use_true_random=False),
 )  # fmt: skip
+@pytest.mark.nightly
 def test_every_tensor_of_every_process_is_compared(
     family, tp_size, num_kv_heads, vocab, width, is_tied, is_live, dp_size, has_dp_head, dtype, flush_bytes,
     shuffled: random.Random,

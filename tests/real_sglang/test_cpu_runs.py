@@ -22,7 +22,7 @@ from runs import REPOSITORY
 from sglang_on_cpu import FLAGS, skip_without_it, visible
 from sglang_runs import ROLLOUTS, WHOLE, run, write_wide
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 WIDTH = 64  # SGLang pads what is narrower, for kernels that it has on CPUs
 MAX_GAP = 1e-4

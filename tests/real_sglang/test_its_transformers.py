@@ -11,7 +11,7 @@ import pytest
 from runs import REPOSITORY
 from sglang_on_cpu import SITE, skip_without_it
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 FILES = ("models/test_recurrent_layers.py", "inference/test_recurrent_states.py", "training/test_routing_replay.py")
 FAMILIES = "qwen3_next or qwen3_5 or glm4_moe"  # their modules changed since

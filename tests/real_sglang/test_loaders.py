@@ -22,7 +22,7 @@ from models_zoo import family_config
 from runs import REPOSITORY
 from sglang_on_cpu import SITE, STAND_INS, skip_without_it
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 LOADERS = {  # family: SGLang's module and class, and the family whose config its environment knows
     "glm4": ("glm4", "Glm4ForCausalLM", "glm4"),

@@ -20,7 +20,7 @@ from furlong.tools.quantize_folder import quantize_folder
 from runs import REPOSITORY
 from sglang_on_cpu import SITE, STAND_INS, skip_without_it
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128}  # fmt: skip

@@ -22,7 +22,6 @@ def test_importing_furlong_imports_nothing_heavy():
     assert done.stdout.split() == ["2", "False"]  # furlong.version
 
 
-@pytest.mark.slow
 def test_what_modules_of_users_import_needs_no_torch():
     code = (
         "import sys; from furlong import Args, Config, Group, RewardFunction, Sample, policy; "
@@ -32,7 +31,6 @@ def test_what_modules_of_users_import_needs_no_torch():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.slow
 def test_workers_of_user_functions_import_no_large_library_and_no_configuration():
     code = (
         "import sys, furlong.rewards.sandbox_worker, furlong.environments.worker_process; "

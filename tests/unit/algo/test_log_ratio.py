@@ -62,7 +62,6 @@ def test_as_a_loss_on_the_policys_own_samples_k2_has_the_gradient_of_the_kl_and_
     torch.testing.assert_close(have, share * want)
 
 
-@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     live=st.lists(st.floats(-400, 0, width=32), min_size=1, max_size=5),

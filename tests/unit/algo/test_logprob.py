@@ -18,7 +18,6 @@ def _inputs(dtype=torch.float64, rows=R):
     return hidden, weight, bias, torch.randint(0, V, (rows,), generator=generator)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [-1, 1, 3, R, 100])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -171,7 +170,6 @@ def test_bfloat16_sums_over_the_vocabulary_in_float32(chunk_size):
 
 # About one rounding to bfloat16; summing 512 parts in bfloat16 gives 4e-2. Products of each chunk are rounded in what a
 # GPU runs when a CPU runs it.
-@pytest.mark.slow
 @pytest.mark.parametrize(("as_on_gpu", "most"), [(False, 5e-3), (True, 8e-3)])
 def test_bfloat16_weight_gradient_does_not_lose_chunks(as_on_gpu, most, monkeypatch):
     if as_on_gpu:

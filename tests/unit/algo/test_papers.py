@@ -48,7 +48,6 @@ def _compare(name, objective, **values):
         assert have.metrics["loss"].value == pytest.approx(have.loss, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_grpo_is_equation_3_with_kl():
     _compare(
         "grpo",
@@ -59,18 +58,15 @@ def test_grpo_is_equation_3_with_kl():
     )
 
 
-@pytest.mark.slow
 def test_grpo_without_std_is_grpo_with_the_mean_only():
     _compare("grpo", lambda r: papers.grpo(r, eps=0.1, how="group_mean"), grpo_std_normalization=False, eps_clip=0.1)
 
 
-@pytest.mark.slow
 def test_dr_grpo_divides_by_a_constant_and_not_by_the_std():
     _compare("dr_grpo", lambda r: papers.dr_grpo(r, eps=0.2, constant_len=16), loss_constant_len=16)
     _compare("dr_grpo", lambda r: papers.dr_grpo(r, eps=0.2, constant_len=8))  # the response limit of run_step
 
 
-@pytest.mark.slow
 def test_dapo_averages_over_tokens_and_clips_higher_by_default():
     _compare("dapo", lambda r: papers.dapo(r, low=0.2, high=0.28))
     _compare("dapo", lambda r: papers.dapo(r, low=0.1, high=0.15), eps_clip=0.1, eps_clip_high=0.15)

@@ -126,7 +126,6 @@ def texts_of(name: str) -> list[str]:
     return [thought + reply for thought in THOUGHTS for reply in replies]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("name", [*PARSERS, None])
 def test_every_beginning_yields_a_beginning_of_the_parsed_reply(name, opened):

@@ -9,13 +9,11 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(TEMPLATES) - {"mistral"}))
 def test_templates_that_append_are_proven(family):
     assert ChatFormat(bpe_tokenizer(family)).proof().reasons == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_templates_are_proven(name):
     assert ChatFormat(bpe_tokenizer("qwen"), chat_template=read_template(name)).proof().reasons == {}

@@ -97,13 +97,11 @@ def test_all_problems_are_shown_at_once(argv, capsys):
     assert "  4. " not in err
 
 
-@pytest.mark.slow
 def test_run_that_ends_well_exits_with_0(argv, tmp_path):
     assert main_train(argv()) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
-@pytest.mark.slow
 def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
     assert main_async(argv(num_rollout=2)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -115,7 +113,6 @@ def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
     assert config["config"]["rollout"]["async_buffer_size"] == 0
 
 
-@pytest.mark.slow
 def test_failing_run_exits_with_1_and_one_message(argv, tmp_path, capfd):
     words = argv()
     write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
@@ -188,7 +185,6 @@ def test_doctor_explains_itself(capsys):
     assert "usage: furlong doctor" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_report_audits_a_run(argv, tmp_path, capsys):
     assert main_train(argv()) == 0
     capsys.readouterr()
@@ -255,7 +251,7 @@ def test_report_without_a_ledger_is_wrong_usage(tmp_path, capsys):
     assert main(["report"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_command_that_the_quickstart_prints_can_be_run(tmp_path, capsys):
     assert main(["quickstart", "--num-rollout", "1", "--output-dir", str(tmp_path / "first")]) == 0
     program, command, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])

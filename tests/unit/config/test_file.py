@@ -142,7 +142,6 @@ def test_a_file_that_unfolds_to_a_huge_value_is_refused_in_a_few_words(tmp_path:
     assert max(map(len, found)) < 2000
 
 
-@pytest.mark.slow
 def test_values_that_yaml_cannot_read_are_problems_of_the_file(tmp_path: Path) -> None:
     for value in ("2026-13-01", "!!bool x", "!!timestamp x", "? {a: b}", "\t"):
         assert "FILE" in problems(tmp_path, f"lr: {value}")[0]

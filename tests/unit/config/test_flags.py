@@ -206,7 +206,6 @@ def test_a_float_is_written_so_that_it_reads_back() -> None:
     assert value_from_words(spec, [word.partition("=")[2]]) == value
 
 
-@pytest.mark.slow
 def test_the_configuration_imports_no_torch() -> None:
     code = "import sys, furlong.config.hooks, furlong.config.help; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

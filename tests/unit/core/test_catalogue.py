@@ -43,7 +43,6 @@ def test_every_flag_in_a_row_is_accepted() -> None:
         assert {flag for flag in untaken(flags_in(row.cause)) if find_refusal(flag) is None} == set()
 
 
-@pytest.mark.slow
 def test_every_flag_in_a_message_of_the_doctor_is_accepted() -> None:
     for path in [path for package in ("catalogue", "diagnosis", "tools") for path in (SOURCE / package).rglob("*.py")]:
         texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]

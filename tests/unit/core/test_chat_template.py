@@ -50,7 +50,6 @@ def test_an_error_of_the_template_itself_propagates():
 JSON = st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5), st.booleans()), max_size=3)
 
 
-@pytest.mark.slow
 @given(arguments=JSON, content=st.one_of(st.none(), st.text(max_size=5)))
 def test_messages_are_copied_and_decoded_once(arguments, content):
     messages = [{**turn(json.dumps(arguments)), "content": content}]

@@ -47,7 +47,6 @@ class Failing(FakeSync):
         return await super().update_weights(version)
 
 
-@pytest.mark.slow
 def test_tensors_of_failed_updates_do_not_accumulate_over_the_steps_of_a_run(rare_gc, monkeypatch):
     monkeypatch.setattr(garbage, "COLLECTION_FRAC", 1e9)  # a step of fakes takes less than a collection
     monkeypatch.setattr(garbage, "FIRST_S", 0.0)
@@ -73,7 +72,6 @@ def test_collections_take_a_limited_part_of_the_time(monkeypatch):
     assert 2.0 * collected / now[0] == pytest.approx(garbage.COLLECTION_FRAC, rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
 def test_gaps_in_the_heap_are_returned_to_the_system():
     libc = ctypes.CDLL(None)

@@ -165,7 +165,6 @@ libc.fflush(stream)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not the GNU C library")
 @pytest.mark.parametrize("variable", [None, "1"])
 def test_the_c_library_has_at_most_one_heap_per_cpu(variable):

@@ -101,13 +101,13 @@ def test_other_content_is_an_error_that_names_the_file(tmp_path: Path, content: 
         read_json(tmp_path / "config.json")
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from([*GOOD, "text_config"]), st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*GOOD]), inner, max_size=3),
     max_leaves=6,
 )))  # fmt: skip
+@pytest.mark.nightly
 def test_any_json_is_accepted_or_a_config_error(tmp_path: Path, content: dict[str, Any]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))

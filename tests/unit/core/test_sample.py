@@ -77,7 +77,6 @@ def test_an_invalid_append_leaves_the_sample_unchanged():
 SHAPE = RoutingShape(num_layers=3, top_k=2, num_experts=8)
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     prompt=st.integers(1, 4),

@@ -78,7 +78,6 @@ def test_processes_and_threads_are_named(tracer, tmp_path):
     assert [e["args"]["sort_index"] for e in metadata if e["name"] == "process_sort_index"] == [LAST]
 
 
-@pytest.mark.slow
 def test_a_child_process_writes_to_the_same_folder(tracer, tmp_path):
     code = (
         "from furlong.core.tracing import tracer\n"

@@ -34,7 +34,6 @@ def draw(path: Path, prompt_format: PromptFormat, *, streaming: bool) -> None:
     prompts.take(9)
 
 
-@pytest.mark.slow
 def test_importing_the_data_layer_loads_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, furlong.data.source, furlong.data.custom_source, furlong.data.audit, furlong.data.ledger; "
@@ -50,7 +49,6 @@ def test_rows_become_prompts_with_tokens_label_and_metadata(tmp_path: Path) -> N
     assert prompts[1].metadata == {"n": [1]}
 
 
-@pytest.mark.slow
 def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
     rows = [
         {

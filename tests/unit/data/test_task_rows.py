@@ -25,7 +25,6 @@ def prompts_of(text: str, *, streaming: bool = False, prompt_format: PromptForma
     return open_prompts(text, tokenizer=None, prompt_format=prompt_format, streaming=streaming, shuffle_buffer_size=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_the_package_s_and_its_answers_score_one(name: str) -> None:
     from reasoning_gym import create_dataset
@@ -43,7 +42,6 @@ def test_rows_are_the_package_s_and_its_answers_score_one(name: str) -> None:
         assert task_score("", row.label, metadata) == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["spell_backward", "countdown"])
 def test_rows_of_two_seeds_differ(name: str) -> None:
     texts: list[set[str]] = []

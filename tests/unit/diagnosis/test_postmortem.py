@@ -155,7 +155,6 @@ def test_errors_of_custom_functions_are_not_blamed_on_engines(tmp_path: Path, er
     assert [d.id for d in examine(folder).diagnoses] == [id]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "id", "words"),
     [

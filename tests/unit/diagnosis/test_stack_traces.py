@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from furlong.cluster.actor_process import ask_for_stacks
 from furlong.diagnosis.hang_watchdog import describe_ranks
 
@@ -56,7 +54,6 @@ nap()
 """
 
 
-@pytest.mark.slow
 def test_process_writes_stacks_on_request_and_stopped_process_is_reported(tmp_path, monkeypatch):
     log = tmp_path / "rank.log"
     with log.open("w") as file:

@@ -109,7 +109,6 @@ def report_of(folder: Path, *calls: tuple[Callable[..., Any], Any], running: int
     return events.hang
 
 
-@pytest.mark.slow
 def test_a_function_that_waits_for_the_engine_is_named_with_its_line(tmp_path: Path) -> None:
     event = report_of(tmp_path, (asks, NeverAnswers()), (asks, NeverAnswers()), running=2)
     assert "2 x asks (diagnosis/test_task_waits.py:" in event["doing"]
@@ -118,7 +117,6 @@ def test_a_function_that_waits_for_the_engine_is_named_with_its_line(tmp_path: P
     assert "policy().generate" in (tmp_path / "hang_0.txt").read_text()
 
 
-@pytest.mark.slow
 def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
     event = report_of(tmp_path, (waits_for_a_tool, NeverAnswers()))
     assert "1 x waits_for_a_tool (" in event["doing"]
@@ -128,7 +126,6 @@ def test_a_slow_tool_is_not_blamed_on_the_engine(tmp_path: Path) -> None:
     assert event["probable"] == "HANG01"
 
 
-@pytest.mark.slow
 def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -> None:
     for attempt in range(5):  # the report may come before the first request is finished
         (folder := tmp_path / str(attempt)).mkdir()
@@ -140,13 +137,11 @@ def test_a_function_that_never_ends_has_its_number_of_requests(tmp_path: Path) -
     assert event["probable"] == "HANG01"
 
 
-@pytest.mark.slow
 def test_an_endless_loop_is_named_by_its_function_and_not_by_an_operator(tmp_path: Path) -> None:
     event = report_of(tmp_path, (loops, AnswersSoon()))
     assert "MainThread is in loops (diagnosis/test_task_waits.py:" in event["doing"]
 
 
-@pytest.mark.slow
 def test_a_line_that_blocks_the_event_loop_is_reported_once_before_the_run_counts_as_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

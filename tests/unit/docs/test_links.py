@@ -60,7 +60,6 @@ def is_module_or_member(path: str) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     broken: list[str] = []
     for page in PAGES:
@@ -86,7 +85,6 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     assert sorted(name for name in names if not is_module_or_member(name)) == []
 
 
-@pytest.mark.slow
 def test_every_page_that_the_code_names_exists() -> None:
     sources = [path for folder in ("src", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = {(page, path) for path in sources for page in PAGE.findall(path.read_text()) if path != Path(__file__)}

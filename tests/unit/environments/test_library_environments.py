@@ -130,7 +130,6 @@ def evaluated(words: list[str], file: Path, workers: str) -> list[Any]:
     return sorted([row[key] for key in keys] for row in rows)
 
 
-@pytest.mark.slow
 def test_gymnasium_environments_are_the_same_in_processes(tmp_path, model):
     pytest.importorskip("gymnasium", reason="needs the extra gym")
     words = ["gym:FrozenLake-v1?is_slippery=false", "--hf-checkpoint", str(model), "-n", "3", "--max-turns", "3"]
@@ -139,7 +138,6 @@ def test_gymnasium_environments_are_the_same_in_processes(tmp_path, model):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_tasksets_of_verifiers_are_played_over_a_session(workers, tmp_path, model, monkeypatch):
     pytest.importorskip("verifiers.v1", reason="needs the extra verifiers")
@@ -200,7 +198,6 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 
 
-@pytest.mark.slow
 def test_servers_of_openenv_have_a_session_for_each_episode(tmp_path, model):
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     import subprocess

@@ -104,7 +104,6 @@ def test_an_episode_has_the_answers_and_tool_calls_of_the_policy():
     assert Episode.of(Sample(response="4")).answer == "4"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rewards"), [("Env.rubric", [1.0, 0.0]), ("Env.ranked.of_group", [1.0, 1.0])])
 def test_reward_workers_load_the_rubric_of_a_class(tmp_path: Path, name: str, rewards: list[float]):
     (tmp_path / "env.py").write_text(

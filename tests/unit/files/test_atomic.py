@@ -138,7 +138,6 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     assert (tmp_path / "folder").read_text() == "a file"
 
 
-@pytest.mark.slow
 def test_the_next_writer_of_a_folder_deletes_the_leftovers_of_a_killed_one(tmp_path):
     killed = """
 import os, signal, sys

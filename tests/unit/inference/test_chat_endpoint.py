@@ -102,7 +102,6 @@ def test_sampling_parameters_and_extra_fields_are_sent():
     }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_overload_is_tried_again_and_refusals_are_not():
     statuses = iter([429, 503, 200])
     done = complete(lambda _: answer({"content": "x"}) if (s := next(statuses)) == 200 else httpx.Response(s))

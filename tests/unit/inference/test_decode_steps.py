@@ -35,7 +35,6 @@ def filled_cache():
     return cache
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", SHAPES)
 @settings(max_examples=5, deadline=None)
@@ -115,7 +114,6 @@ def test_weights_without_blocks_give_the_same_logits(family, monkeypatch):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", SHAPES)
 def test_steps_on_another_device_have_consistent_shapes(family, dtype):

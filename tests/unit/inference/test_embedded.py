@@ -33,7 +33,6 @@ def qwen():
     return tiny_model("qwen2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_that_of_transformers_generate(family):
     config, model = tiny_model(family)
@@ -49,7 +48,6 @@ def test_greedy_output_is_that_of_transformers_generate(family):
         assert done.finish_reason == ("stop" if expected[-1] == 3 else "length")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_a_full_forward(family):
     config, model = tiny_model(family)
@@ -81,7 +79,6 @@ def test_waiting_requests_of_one_prompt_are_prefilled_once(qwen):
     assert sorted(c.cached_tokens for c in done) == [0, 0] + [len(PROMPTS[2])] * 9
 
 
-@pytest.mark.slow
 def test_retraction_in_a_small_cache_changes_no_token(qwen):
     config, model = qwen
     params = [SamplingParams(max_new_tokens=120, ignore_eos=True, sampling_seed=i) for i in range(6)]
@@ -92,7 +89,6 @@ def test_retraction_in_a_small_cache_changes_no_token(qwen):
     assert [c.tokens for c in tight] == [c.tokens for c in roomy]
 
 
-@pytest.mark.slow
 def test_stop_strings_end_a_response_and_trim_on_request(qwen):
     config, model = qwen
     params = SamplingParams(max_new_tokens=60, ignore_eos=True, sampling_seed=3)
@@ -116,7 +112,6 @@ def test_stop_strings_without_a_tokenizer_are_rejected(qwen):
         generate_all(tiny_engine(config, model.state_dict()), [[5]], SamplingParams(stop=("x",)))
 
 
-@pytest.mark.slow
 def test_end_of_sequence_stops_unless_ignored_or_too_early(qwen):
     config, model = qwen
     changed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -165,7 +160,6 @@ def test_a_cancelled_caller_frees_its_slot(qwen):
     assert len(run(engine, body).tokens) == 2
 
 
-@pytest.mark.slow
 def test_new_weights_recompute_the_cache_of_paused_requests(qwen, monkeypatch):
     config, model = qwen
     _, other = tiny_model("qwen2", seed=1)

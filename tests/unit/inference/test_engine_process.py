@@ -78,7 +78,6 @@ class ExitingProcess:
 SILENT = Loss("it does not answer", ENGINE_UNANSWERED)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("polls", "lost", "loss"),
     [
@@ -111,7 +110,6 @@ def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
     return [line for line in launch.asked.read_text().splitlines() if line != "GET /health"]
 
 
-@pytest.mark.slow
 def test_startup_objects_of_sglang_are_excluded_from_garbage_collection(tmp_path, caplog):
     assert asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 200), tmp_path) == [
         "GET /server_info",
@@ -120,13 +118,11 @@ def test_startup_objects_of_sglang_are_excluded_from_garbage_collection(tmp_path
     assert "freeze_gc" not in caplog.text
 
 
-@pytest.mark.slow
 def test_a_server_that_refuses_freeze_gc_is_used_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 404), tmp_path)
     assert "POST /freeze_gc answered 404: Garbage collection frozen." in caplog.text
 
 
-@pytest.mark.slow
 def test_furlong_serve_gets_no_freeze_gc_request(tmp_path):
     assert asked_of(ScriptLaunch(tmp_path / "asked", "furlong 0.1.0", 200), tmp_path) == ["GET /server_info"]

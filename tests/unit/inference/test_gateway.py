@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 
 import httpx
-import pytest
 
 from furlong.inference.chat_endpoint import WireTokenizer
 from furlong.interfaces import Completion
@@ -42,7 +41,6 @@ def post(*bodies, api_key=None, **options):
     return replies, calls, info
 
 
-@pytest.mark.slow
 def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, "sampling_seed": 9}, "return_logprob": True}
     (reply,), calls, info = post(body)
@@ -56,7 +54,6 @@ def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
     assert info.json() == {"model_path": "m"}
 
 
-@pytest.mark.slow
 def test_texts_samples_and_the_default_limit():
     replies, calls, _ = post({"text": "ab"}, {"input_ids": [1], "sampling_params": {"n": 3}})
     assert [ids for ids, _ in calls] == [[97, 98], [1], [1], [1]]
@@ -64,7 +61,6 @@ def test_texts_samples_and_the_default_limit():
     assert {params.max_new_tokens for _, params in calls} == {128}
 
 
-@pytest.mark.slow
 def test_an_invalid_request_is_refused_with_the_reason():
     refused = {
         "either input_ids or text": {"text": "a", "input_ids": [1]},
@@ -80,7 +76,6 @@ def test_an_invalid_request_is_refused_with_the_reason():
     assert calls == []
 
 
-@pytest.mark.slow
 def test_a_key_is_required_if_the_run_has_one():
     (refused,), _, _ = post({"text": "a"}, api_key="k")
     (accepted,), _, _ = post({"text": "a"}, api_key="k", headers={"Authorization": "Bearer k"})

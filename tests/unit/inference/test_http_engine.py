@@ -224,7 +224,6 @@ def test_success_false_in_a_200_reply_is_an_error():
         server.stop()
 
 
-@pytest.mark.slow
 def test_aborted_requests_of_a_silent_server_return_no_tokens_and_one_warning(monkeypatch, caplog):
     monkeypatch.setattr("furlong.inference.sglang.engine.ABORT_S", 0.02)
 
@@ -281,7 +280,7 @@ def test_addresses_become_urls_and_invalid_ones_are_rejected():
         probe("http://127.0.0.1:9", api_key=None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_requests_are_in_flight_and_every_one_is_answered():
     inside, most = [0], [0]
     is_full = asyncio.Event()
@@ -437,7 +436,7 @@ def test_prefix_caches_are_those_of_a_weight_version_once_an_update_held_request
     assert keys == [None] * 4 + ["weights-1"] * 4 + ["weights-2"] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_engine_is_healthy_while_it_generates():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())
@@ -570,7 +569,6 @@ def test_a_request_does_not_wait_for_a_server_after_the_run_failed():
         asyncio.run(body())
 
 
-@pytest.mark.slow
 def test_weight_queries_time_out():
     async def answer(path, body):
         await asyncio.sleep(1)
@@ -681,7 +679,6 @@ def test_reports_on_weights_obey_the_timeout_of_weight_updates(monkeypatch):
     asyncio.run(body())
 
 
-@pytest.mark.slow
 def test_a_server_that_stops_before_its_checksums_is_reported_within_the_timeout_of_weight_updates():
     async def answer(path, body):
         if path == "/weights_checker":
@@ -703,7 +700,6 @@ def test_a_server_that_stops_before_its_checksums_is_reported_within_the_timeout
         stopped.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hold", "abort"])
 def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.PAUSE_S", 0.5)
@@ -730,7 +726,6 @@ def test_a_server_that_hangs_in_a_pause_is_lost_and_the_others_continue(mode, mo
         hanging.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_supervised", [True, False])
 def test_a_server_that_ignores_a_command_is_lost_if_it_is_supervised(is_supervised, monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.IDLE_S", 0.05)
@@ -763,7 +758,6 @@ def test_a_server_that_ignores_a_command_is_lost_if_it_is_supervised(is_supervis
         hanging.stop()
 
 
-@pytest.mark.slow
 def test_release_returns_when_a_hanging_server_has_been_stopped(monkeypatch):
     monkeypatch.setattr("furlong.inference.sglang.server.MEMORY_S", 0.05)
 

@@ -187,7 +187,6 @@ def test_sglang_at_a_reachable_address_requires_a_key():
     assert "10.0.0.2" in SglangLaunch(MODEL, num_gpus=1, api_key="secret").command(1, 0, places, PORTS)
 
 
-@pytest.mark.slow
 def test_the_key_of_sglang_is_in_its_environment_and_not_in_its_command(tmp_path):
     package = tmp_path / "sglang"
     package.mkdir()
@@ -228,7 +227,6 @@ async def started(program: str, folder: Path, **options) -> ServerProcess:
     return await start_server(Script(program), 0, [HostGpus(LocalHost())], log_dir=folder, **options)
 
 
-@pytest.mark.slow
 def test_a_server_that_answers_is_ready(tmp_path):
     async def case() -> None:
         engine = await started(HEALTHY, tmp_path)
@@ -253,7 +251,6 @@ def test_readiness_checks_start_fast_and_slow_down():
     assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
 
 
-@pytest.mark.slow
 def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
     async def case() -> None:
         engine = await started("import sys; print('loading', flush=True); sys.exit('CUDA out of memory')", tmp_path)
@@ -265,7 +262,6 @@ def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):
     asyncio.run(case())
 
 
-@pytest.mark.slow
 def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     async def case() -> None:
         engine = await started("import signal; print('loading', flush=True); signal.pause()", tmp_path)

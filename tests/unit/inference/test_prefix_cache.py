@@ -57,7 +57,6 @@ def compared(engine_of: Callable[..., Any], turns: int = 12, count: int = 3, **o
     return results[0], stats
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", DENSE)
 def test_log_probs_are_bitwise_those_without_the_cache(family, dtype):
@@ -73,7 +72,6 @@ def test_log_probs_are_bitwise_those_without_the_cache(family, dtype):
             assert answer.cached_tokens == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_continue_from_the_cache_up_to_rounding(family):
     config, model = tiny_model(family)
@@ -100,8 +98,8 @@ def test_models_with_recurrent_states_compute_whole_prompts():
     assert [answer.cached_tokens for answer in answers] == [0, 0, 0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.nightly
 def test_log_probs_are_bitwise_equal_with_two_threads_and_long_prompts(dtype):
     if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AMX":
         pytest.skip("oneDNN's bfloat16 sums depend on the number of rows")
@@ -115,7 +113,7 @@ def test_log_probs_are_bitwise_equal_with_two_threads_and_long_prompts(dtype):
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prefilled_tokens_are_the_new_ones_over_200_turns_of_8_episodes():
     turns, count = 200, 8
     config, model = tiny_model("qwen2", max_position_embeddings=2112)

@@ -110,7 +110,6 @@ def test_stop_ends_the_children_of_a_process(tmp_path):
     asyncio.run(case())
 
 
-@pytest.mark.slow
 def test_a_process_ends_with_the_program_that_started_it(tmp_path):
     log = tmp_path / "x.log"
     program = (

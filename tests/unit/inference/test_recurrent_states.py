@@ -18,7 +18,6 @@ from models_zoo import VOCAB, family_config
 PROMPTS = [[(7 * i + 3 * j + 4) % VOCAB for j in range(length)] for i, length in enumerate((1, 2, 5, 30, 5, 33))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_log_probs_of_concurrent_requests_are_those_of_the_models_own_forward_pass(family):
     config = family_config(family)

@@ -16,8 +16,6 @@ from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.process import LocalHost
 from furlong.inference.supervisor.replica import SglangRouter
 
-pytestmark = pytest.mark.slow  # starts processes
-
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
 

@@ -42,7 +42,6 @@ FILTERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("vocab", [37, 500])
 def test_samples_follow_the_filtered_distribution(params, vocab):
@@ -85,7 +84,6 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 def test_a_row_does_not_depend_on_other_rows():
     torch.manual_seed(2)
     kinds = [*FILTERS, SamplingParams(temperature=0.0)]
@@ -97,7 +95,6 @@ def test_a_row_does_not_depend_on_other_rows():
         assert (alone.item(), alone_log_prob.item()) == (tokens[i].item(), log_probs[i].item())
 
 
-@pytest.mark.slow
 def test_a_flat_distribution_under_top_p_needs_more_candidates_and_stays_exact():
     params = SamplingParams(top_p=0.5)
     logits_V = torch.linspace(0, 1e-3, 3000)

@@ -103,7 +103,6 @@ def test_write_that_fails_ends_the_run_with_the_folder_and_leaves_the_last_check
     assert changed_files(complete) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
 def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_written(ends, tmp_path):
     class Ending(HeldTrainer):

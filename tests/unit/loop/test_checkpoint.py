@@ -93,7 +93,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_path(tmp_path):
         save(tmp_path, 4)
 
 
-@pytest.mark.slow
 def test_rollouts_behind_an_empty_one_and_those_of_more_data_have_names_of_their_own(tmp_path):
     """Rollout 3 came out empty as the data ended, 4 and 5 had data; the run then goes on with more."""
 
@@ -136,8 +135,8 @@ class Crash(BaseException):
     pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("existing", [(), (1,), (1, 2), (2,), (2, 3)], ids=str)
+@pytest.mark.nightly
 def test_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new_one(existing, tmp_path, monkeypatch):
     calls = 0
     fatal: int | None = None

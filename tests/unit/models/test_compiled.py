@@ -109,7 +109,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_running_out_of_memory_repeats_the_micro_batch_and_counts_it_once(folder, caplog):
     grads = []
     for loss in (PolicyLoss(AlgoFlags()), FailsOnce(AlgoFlags())):

@@ -38,7 +38,6 @@ def token_by_token(query, key, value, decay, beta):
     return torch.stack(outputs)
 
 
-@pytest.mark.slow
 def test_chunks_compute_the_rule_of_each_sequence_and_its_gradients():
     ours, theirs = inputs(), inputs()
     out = chunked_delta_rule(*ours, SEQUENCES)

@@ -45,7 +45,6 @@ def loaded(folder: Path, dtype: torch.dtype):
     return model
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -64,7 +63,6 @@ def test_rounded_values_are_those_of_the_stored_parts(dtype, scale_dtype, shape,
     assert torch.equal(form.rounded(weight), stored)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen2-sliding", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rounded_model_computes_as_the_engine_and_keeps_its_weights(tmp_path: Path, family, dtype) -> None:
@@ -89,7 +87,6 @@ def test_a_rounded_model_computes_as_the_engine_and_keeps_its_weights(tmp_path: 
     assert torch.equal(copied(ids).logits, outputs[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
     "form", [Int4Groups(8), Fp8Blocks((16, 16)), Fp8Scaled("tensor")], ids=["int4", "fp8", "tensor"]

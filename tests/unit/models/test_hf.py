@@ -42,7 +42,6 @@ def test_a_loaded_model_does_not_depend_on_its_file(tiny):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 1.0), ("3m", 3.2), ("12m", 11.8)])
 def test_presets_have_the_size_in_their_name(name, millions):
     model = hf.build_model(preset_config(name), seed=0)

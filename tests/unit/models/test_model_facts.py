@@ -103,7 +103,6 @@ def packed_and_plain(family):
     return PackedModel(model), twin.eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "mbart", "pegasus", "lfm2", "recurrent_gemma"])
 def test_a_family_that_cannot_share_a_row_is_right_one_sequence_at_a_time_and_refused_otherwise(family):
     packed, twin = packed_and_plain(family)
@@ -125,7 +124,6 @@ def test_frequencies_that_follow_the_longest_sequence_are_right_alone_and_where_
         packed_log_probs(packed, pack_micro_batch(BATCH, [1, 2]))
 
 
-@pytest.mark.slow
 def test_an_engine_stays_where_frequencies_do_not_change():
     _, twin = packed_and_plain("phi3")
     with pytest.raises(EngineError, match=r"phi3 .* --rollout-max-context-len 12"):

@@ -35,7 +35,6 @@ print((used[1] - used[0]) >> 20)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN is used on x86")
 def test_matrix_products_of_ever_new_sizes_do_not_take_ever_more_memory():
     code = subprocess.run(

@@ -36,7 +36,6 @@ def randomized(family: str):
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_log_probs_and_gradients_equal_one_sequence_at_a_time(family, share_prompts):

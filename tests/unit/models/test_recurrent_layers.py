@@ -47,7 +47,6 @@ def plain_twin(packed, family):
     return twin
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packing_changes_neither_log_probs_nor_gradients(family, share_prompts):

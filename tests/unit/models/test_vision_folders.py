@@ -65,7 +65,6 @@ def test_a_saved_folder_is_the_released_one_with_the_trained_weights(released, t
     load_model(tmp_path / "saved")
 
 
-@pytest.mark.slow
 def test_the_embedded_engine_generates_text_with_it(released):
     async def generated(**what):
         engine = EmbeddedEngine(**what, dtype=torch.float32, num_slots=1)

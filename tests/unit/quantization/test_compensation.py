@@ -19,7 +19,6 @@ FORMS = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("columns", [32, 96, 136])
 @pytest.mark.parametrize("form", FORMS, ids=repr)
 def test_products_with_correlated_inputs_change_less(form: Compensable, columns: int):

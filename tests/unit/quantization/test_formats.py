@@ -65,7 +65,6 @@ def loop_over_blocks(weight: Tensor, height: int, width: int) -> tuple[Tensor, T
     return quantized, scales
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 20), columns=st.integers(1, 20), seed=st.integers(0, 999), magnitude=st.integers(-20, 20))
 def test_blocks_equal_a_loop_for_any_shape(rows: int, columns: int, seed: int, magnitude: int):

@@ -31,7 +31,6 @@ def sent(form, state):
     return scheme, list(scheme.quantized(WeightSource(state.items)).open())
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     form=st.sampled_from(FORMS),

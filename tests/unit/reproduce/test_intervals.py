@@ -32,7 +32,6 @@ def test_all_right_keeps_a_width():
     assert 0.8 < estimate.low < estimate.high == pytest.approx(1.0)
 
 
-@pytest.mark.slow
 def test_the_interval_covers_the_true_accuracy_in_at_least_nineteen_of_twenty_simulations():
     rng, covered, runs = random.Random(0), 0, 400
     for _ in range(runs):

@@ -35,6 +35,7 @@ def settings(tmp_path: Path, **more: object) -> Settings:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.nightly
 def test_every_command_of_furlong_has_flags_that_exist_and_fit_each_other(row: ResultRow, tmp_path: Path):
     chosen = settings(tmp_path, model=tmp_path, trl_python=Path("python"))
     for words in [*prepare_commands(row, chosen), *seed_commands(row, chosen, 1).values()]:

@@ -64,7 +64,7 @@ def test_other_values_fail_with_type_and_value():
     assert [o.kind for o in outcomes_from_list([1.0, "x"], 2)] == ["scored", "failed"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share():
     answers = [r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{\sqrt{0.25}}", r"\boxed{\sqrt{2}}", "no idea"]
     samples = [Sample(response=a, label=r"\frac12") for a in answers]
@@ -83,7 +83,7 @@ def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share()
     assert (opened, sandboxes) == (1, {})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_endless_algebra_times_out():
     tower = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
     samples = [Sample(response=tower, label=r"9^{9^{9^{8}}}"), Sample(response=r"\boxed{\sqrt{4}}", label="2")]
@@ -100,7 +100,6 @@ def test_a_missing_label_fails_with_the_flag_to_check():
     assert "--label-key" in outcome.reason
 
 
-@pytest.mark.slow
 def test_metadata_and_sample_paths_override_the_verifier(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def reward(args, sample, **kw):\n    return 7\n")
@@ -119,7 +118,6 @@ def test_metadata_and_sample_paths_override_the_verifier(tmp_path):
     assert "aborted" in outcomes[5].reason
 
 
-@pytest.mark.slow
 def test_group_rm_leaves_samples_with_their_own_function_out_of_the_group_call(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("async def own(args, samples, **kw):\n    return [-1.0] * len(samples)\n")
@@ -175,7 +173,6 @@ def test_trl_columns_carry_the_label_under_its_own_name():
     assert "difficulty" in missing.reason
 
 
-@pytest.mark.slow
 def test_callables_that_raise_or_hang_are_outcomes():
     release = threading.Event()
 
@@ -207,7 +204,6 @@ async def reward(args, sample):
 """
 
 
-@pytest.mark.slow
 def test_a_cancellation_raised_by_an_async_function_is_a_failure(tmp_path):
     for in_process in (True, False):
         file = tmp_path / "cancelled.py"
@@ -217,7 +213,6 @@ def test_a_cancellation_raised_by_an_async_function_is_a_failure(tmp_path):
         assert outcome.reason.startswith("CancelledError")
 
 
-@pytest.mark.slow
 def test_a_path_runs_in_process_on_request(tmp_path):
     file = tmp_path / "here.py"
     file.write_text("import os\ndef reward(args, sample):\n    return os.getpid()\n")
@@ -225,7 +220,6 @@ def test_a_path_runs_in_process_on_request(tmp_path):
     assert score([Sample()], custom_rm=f"{file}:reward", num_workers=1)[0].reward != os.getpid()
 
 
-@pytest.mark.slow
 def test_configuration_problems_are_errors_before_anything_runs():
     with pytest.raises(ConfigError, match="--rm-url"):
         GroupReward(rm_type="remote_rm")
@@ -260,7 +254,6 @@ def server(answer):
         thread.join()
 
 
-@pytest.mark.slow
 def test_remote_rewards_and_their_failures_are_outcomes():
     release = threading.Event()
 
@@ -296,7 +289,6 @@ def test_remote_rewards_and_their_failures_are_outcomes():
 LONG = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"
 
 
-@pytest.mark.slow
 def test_a_wrong_reply_of_a_reward_server_is_a_failed_outcome():
     cases = [
         (endless(LONG, b"x" * (1 << 20)), "more than"),

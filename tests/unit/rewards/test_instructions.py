@@ -32,7 +32,6 @@ def row(*names: str, kwargs: Any = None, prompt: str = "Write a line.") -> dict[
     return {"instruction_id_list": list(names), "kwargs": kwargs, "prompt_text": prompt}
 
 
-@pytest.mark.slow
 def test_the_score_is_the_strict_one_of_the_package() -> None:
     from if_verifiable.common import evaluate_instructions
 
@@ -88,7 +87,6 @@ def test_a_run_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
     find_verifier.cache_clear()
 
 
-@pytest.mark.slow
 def test_the_sandbox_receives_the_row() -> None:
     async def run() -> list[Any]:
         reward = GroupReward(rm_type="ifbench", num_workers=1)

@@ -30,9 +30,9 @@ CELL = st.one_of(
 ROWS = st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(CELL, min_size=n, max_size=n), min_size=1, max_size=3))
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, name=st.sampled_from(["pmatrix", "bmatrix", "Bmatrix", "smallmatrix"]))
+@pytest.mark.nightly
 def test_a_matrix_equals_itself_however_it_is_spaced(rows, name):
     dense = matrix(rows, name="bmatrix", gap="")
     assert parts_of(tidy(matrix(rows, gap=" "))).rows == tuple(tuple(row) for row in rows)
@@ -42,9 +42,9 @@ def test_a_matrix_equals_itself_however_it_is_spaced(rows, name):
     assert score(array, dense) == 1.0
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, data=st.data())
+@pytest.mark.nightly
 def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):
     label = matrix(rows)
     i, j = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, len(rows[0]) - 1))
@@ -57,7 +57,6 @@ def test_a_matrix_with_another_cell_or_shape_is_different(rows, data):
         assert score(matrix([list(row) for row in zip(*rows, strict=True)]), label) == 0.0
 
 
-@pytest.mark.slow
 def test_matrices_in_unusual_forms():
     cases = [
         (r"\begin{pmatrix}1\\[2pt] 2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1.0),
@@ -79,7 +78,6 @@ def test_dapo_keeps_the_row_separator():
     assert dapo_score(answer, r"\begin{pmatrix}12\end{pmatrix}", {})["score"] == -1.0
 
 
-@pytest.mark.slow
 def test_tuples_sets_and_intervals_are_different():
     cases = [
         ("(1,2)", r"\{1,2\}", 0.0), (r"\{1,2\}", "(1,2)", 0.0), ("(1,2,3)", r"\{1,2,3\}", 0.0),
@@ -95,7 +93,6 @@ def test_tuples_sets_and_intervals_are_different():
         assert score(answer, label) == expected
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(value=st.fractions(-50, 50, max_denominator=99), digits=st.integers(0, 12))
 def test_a_decimal_equals_a_fraction_only_if_it_is_exact(value, digits):
@@ -108,7 +105,6 @@ def test_a_decimal_equals_a_fraction_only_if_it_is_exact(value, digits):
     assert quick_math(f"\\boxed{{{fraction}}}", decimal, {}) == expected
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(a=st.integers(1, 200), b=st.integers(1, 200), base=st.sampled_from([2, 3, 10]))
 def test_small_numbers_are_compared_relative_to_their_size(a, b, base):
@@ -117,7 +113,6 @@ def test_small_numbers_are_compared_relative_to_their_size(a, b, base):
     assert score(f"\\frac{{1}}{{{base}^{{{a}}}}}", f"{base}^{{-{b}}}") == 0.0
 
 
-@pytest.mark.slow
 def test_notation_that_models_write():
     cases = [
         (r"45\degree", "45", 1.0), ("45", r"45\degree", 1.0), (r"45\degree", r"45^\circ", 1.0),
@@ -143,7 +138,6 @@ def test_every_box_is_read():
         assert quick_math(f"First 42. {box.replace('42', '41')}", "42", {}) == 0.0
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=r"0123456789.,-+eE^{}\ ()[]&frcodtpiglbexm%$_", max_size=60))
 def test_any_text_can_be_tidied_and_taken_apart(text):

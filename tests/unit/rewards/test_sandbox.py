@@ -15,8 +15,6 @@ from furlong.core.sample import Sample, Status
 from furlong.errors import RewardError
 from furlong.rewards.sandbox import Limits, Sandbox
 
-pytestmark = pytest.mark.slow  # starts processes
-
 FUNCTIONS = """
 import asyncio, os, time
 
@@ -127,6 +125,7 @@ def test_rewards_come_back_in_order(sandbox):
     assert [o.reward for o in outcomes] == [float(i % 7) for i in range(40)]
 
 
+@pytest.mark.nightly
 def test_a_hanging_function_is_killed_and_the_next_call_works(sandbox):
     box = sandbox("naughty", timeout_s=0.3)
     run(box, "warm")
@@ -274,6 +273,7 @@ def test_another_worker_is_started_when_calls_wait_long(sandbox, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+@pytest.mark.nightly
 def test_workers_end_when_the_driver_is_killed(functions):
     program = textwrap.dedent(f"""
         import asyncio

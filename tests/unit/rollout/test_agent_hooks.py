@@ -111,7 +111,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> Any:
     return agents.generate
 
 
-@pytest.mark.slow
 def test_an_agent_that_fails_after_a_turn_is_scored_and_counted(monkeypatch: pytest.MonkeyPatch):
     generate = failing(monkeypatch, 1)
     (sample,) = play(generate, lambda _: "3", label=0.5, args=agent_args(custom_rm_path="reward.py:fn"))

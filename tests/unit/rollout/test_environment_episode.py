@@ -226,7 +226,6 @@ def test_a_sample_of_a_mixture_names_its_environment():
     assert "Counting, Asynchronous" in sample.outcome.reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Batched", "AsyncBatched"])
 def test_step_many_gets_the_steps_of_all_episodes_that_are_ready(name: str):
     Batched.batches.clear()
@@ -247,7 +246,6 @@ class Sleeping(Counting):
         return super().step(message)
 
 
-@pytest.mark.slow
 def test_blocking_steps_of_32_episodes_overlap_and_do_not_hold_the_event_loop():
     load, started = EpisodeLoad(), time.monotonic()
     settings = of("Sleeping?rounds=4", env_workers=("thread", "32"))

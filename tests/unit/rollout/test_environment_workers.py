@@ -15,7 +15,6 @@ from furlong.rollout.environments import EnvironmentWorkers, close_environment_w
 from scripted_episodes import play
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow  # starts processes
 FILE = process_environments.__file__
 
 

@@ -74,7 +74,6 @@ class _Ledger:
         return lambda *args, **kwargs: None
 
 
-@pytest.mark.slow
 def test_a_limit_ends_the_episode_and_its_tokens_are_scored_and_trained():
     cases = [
         (endless, {"max_turns": 3}, "turns", 6), (endless, {"max_episode_tokens": 5}, "tokens", 5),
@@ -143,7 +142,6 @@ def test_an_infrastructure_failure_starts_the_sample_once_more(failures):
     assert all(sample.status is Status.COMPLETED for sample in samples if sample.index != 1)
 
 
-@pytest.mark.slow
 def test_a_function_that_ignores_one_cancellation_is_still_ended():
     async def stubborn(args, sample, params):
         try:

@@ -140,7 +140,6 @@ async def waits():
     return "made"
 
 
-@pytest.mark.slow
 def test_blocking_sleep_is_counted_and_awaited_sleep_is_not():
     answer, seconds = timed_call(blocks)
     assert answer == "made"

@@ -140,7 +140,6 @@ def records(parts):
     return [metrics for step, metrics in parts.trackers[0].records if step]
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**16), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(1, 2),
@@ -180,7 +179,6 @@ def test_no_more_groups_are_issued_than_the_buffer_allows():
     assert max(issued) == 3 * 4
 
 
-@pytest.mark.slow
 def test_long_episodes_do_not_stop_the_others_and_their_lengths_are_not_biased():
     turns = [40 if i % 20 == 3 else 2 for i in range(400)]
     parts, episodes = build(batch_size=5, staleness=20, turns=turns.__getitem__, permits=10)
@@ -191,7 +189,6 @@ def test_long_episodes_do_not_stop_the_others_and_their_lengths_are_not_biased()
     assert sum(episodes.lengths.values()) == sum(turns[:200])
 
 
-@pytest.mark.slow
 def test_finish_waits_for_requests_and_versions_never_decrease():
     parts, _ = build(batch_size=4, staleness=30, turns=lambda i: 120 if i == 1 else 3)
     seen = []

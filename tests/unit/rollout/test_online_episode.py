@@ -19,8 +19,6 @@ from furlong.sessions.session_offers import SessionOffers
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
 
-pytestmark = pytest.mark.slow
-
 USER = {"role": "user", "content": "1+2="}
 Application = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 

@@ -17,7 +17,6 @@ from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
 
-pytestmark = pytest.mark.slow  # limits of time are waited for
 # What the agent of a sample does after two turns, and how its episode ends: limit, kind of outcome, status.
 ENDS: dict[str, tuple[str, str, Status]] = {
     "answer": ("", "", Status.COMPLETED),

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
 
 

@@ -35,7 +35,6 @@ def say(conversation: str) -> str:
     return "yes" if "right?" in conversation else "3"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("normalizes", "first", "others"), [(True, 1.5, -0.5), (False, 0.75, -0.25)])
 def test_advantages_are_those_of_the_role(normalizes: bool, first: float, others: float):
     samples = play(solve_and_verify, say, num_samples=4, reward=ByRole())

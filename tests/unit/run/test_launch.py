@@ -74,7 +74,7 @@ def attributes_read(folder: Path = SOURCE) -> set[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_flag_is_read_by_something():
     specs = flag_specs(Config)
     with_one_value = {name for name, spec in specs.items() if spec.choices and len(spec.choices) == 1}
@@ -87,7 +87,6 @@ def test_every_flag_is_read_by_something():
     assert set(specs) - known == set()
 
 
-@pytest.mark.slow
 def test_every_hook_is_given_to_something():
     read = attributes_read(SOURCE / "wiring") | attributes_read(SOURCE / "rollout")
     assert {f.name for f in dataclasses.fields(Hooks) if not {f.name, f"{f.name}_path"} & read} == set()
@@ -103,7 +102,6 @@ def resolve(model, tmp_path):
     return make
 
 
-@pytest.mark.slow
 def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     save = tmp_path / "save"
     assert run(resolve(num_rollout=1, save=save)) == 1
@@ -120,7 +118,6 @@ def test_named_folder_with_recorded_steps_is_only_resumed(resolve, tmp_path):
     assert folder_problems(resolve(load=save, save=save)) == []
 
 
-@pytest.mark.slow
 def test_checkpoint_in_the_folder_of_another_run_is_refused(resolve, tmp_path):
     run(resolve(num_rollout=1, save=tmp_path / "a", output_dir=tmp_path / "run_a"))
     run(resolve(num_rollout=1, save=tmp_path / "b", output_dir=tmp_path / "run_b"))
@@ -145,7 +142,6 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     assert "config.json is corrupt" in problem
 
 
-@pytest.mark.slow
 def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tmp_path, capsys):
     run(resolve(num_rollout=1))
     words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
@@ -158,7 +154,6 @@ def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tm
     assert main(["doctor", *flags(model, tmp_path / "prompts.jsonl", tmp_path / "other")]) == 0
 
 
-@pytest.mark.slow
 def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):
     resolved = resolve()
     write_prompts_bad_beyond_the_preflight(tmp_path / "prompts.jsonl")
@@ -207,7 +202,6 @@ def test_folder_with_files_that_cannot_be_written_is_refused(name, resolve, tmp_
     assert all(part in problem for part in parts)
 
 
-@pytest.mark.slow
 def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / "run" / "run.log")]
@@ -221,7 +215,6 @@ def test_folder_of_a_live_run_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1)) == 1
 
 
-@pytest.mark.slow
 def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     save = tmp_path / "save"
     save.mkdir()
@@ -237,7 +230,6 @@ def test_folder_into_which_another_run_saves_is_refused(resolve, tmp_path):
     assert run(resolve(num_rollout=1, save=save, load=save)) == 1
 
 
-@pytest.mark.slow
 def test_a_resume_that_is_refused_late_leaves_configuration_and_ledger_unchanged(resolve, tmp_path, monkeypatch):
     save, written = tmp_path / "save", tmp_path / "run" / "config.json"
     run(resolve(num_rollout=1, save=save))
@@ -275,7 +267,6 @@ def test_a_resume_that_is_refused_late_leaves_configuration_and_ledger_unchanged
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
-@pytest.mark.slow
 def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolve, tmp_path):
     run(resolve(num_rollout=1))
     [problem] = folder_problems(resolve())
@@ -283,7 +274,6 @@ def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolv
     assert "--load" not in problem
 
 
-@pytest.mark.slow
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
     run(resolve(num_rollout=1))
     written = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -306,14 +296,12 @@ def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd
     assert "Traceback" in log
 
 
-@pytest.mark.slow
 def test_handlers_are_gone_after_a_run(resolve):
     before = list(logging.getLogger("furlong").handlers)
     run(resolve(num_rollout=1))
     assert logging.getLogger("furlong").handlers == before
 
 
-@pytest.mark.slow
 def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIME_DEBUG", "1")
     run(resolve(num_rollout=1))

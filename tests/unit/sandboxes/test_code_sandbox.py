@@ -15,7 +15,6 @@ from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, SandboxPool, sandbox
 from supervised_commands import live_commands
 
-pytestmark = pytest.mark.slow  # starts processes
 MIB = 1 << 20
 
 

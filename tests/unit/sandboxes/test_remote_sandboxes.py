@@ -15,8 +15,6 @@ import pytest
 from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes import CodeSandbox, SandboxLimits, sandbox
 
-pytestmark = pytest.mark.slow  # starts processes
-
 DOCKER = """#!/bin/sh
 home="$(dirname "$0")"
 echo "$*" >> "$home/calls"

@@ -96,7 +96,6 @@ def test_a_lost_backslash_is_noticed(checker, checkout, tmp_path):
     assert "--hf-checkpoint" in command.words
 
 
-@pytest.mark.slow
 def test_a_script_that_does_not_end_is_stopped(checker, checkout, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("launch_commands"), "TIME_LIMIT_S", 1)
     root = checkout(text=SCRIPT + "\nwhile true; do :; done\n")
@@ -158,7 +157,6 @@ def test_verdicts_name_the_category(checker):
     assert (note.status, note.notes) == ("pass", ("needs the package tau_bench",))
 
 
-@pytest.mark.slow
 def test_the_check_of_a_checkout_prints_a_verdict_per_script(checker, checkout, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS.parent / "src")]))
     root = checkout()

@@ -65,7 +65,6 @@ def test_a_thread_that_dies_is_the_error_of_the_next_session(monkeypatch: pytest
     asyncio.run(main())
 
 
-@pytest.mark.slow
 def test_health_is_answered_while_the_event_loop_of_the_run_is_held():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         address = opened.url.partition("/sessions")[0]

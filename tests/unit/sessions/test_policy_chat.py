@@ -28,8 +28,6 @@ from furlong.rollout.generate import Generation, run_group
 from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 
-pytestmark = pytest.mark.slow
-
 TURNS = 6
 
 

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-import pytest
 
 from chat_zoo import TOOLS, bpe_tokenizer
 from fakes_engine import tiny_engine, tiny_model
@@ -17,7 +16,6 @@ from furlong.sessions.served_model import served_routes
 USER = {"role": "user", "content": "hi"}
 
 
-@pytest.mark.slow
 def test_a_served_model_has_the_endpoints_of_agents():
     tokenizer = bpe_tokenizer("qwen")
     config, model = tiny_model("qwen3", vocab_size=416, max_position_embeddings=2048)

@@ -49,7 +49,6 @@ def random_answers(tokenizer: Any, count: int, *, seed: int = 0) -> list[list[in
     return [[*draw.choices(ordinary, k=8), tokenizer.eos_token_id] for _ in range(count)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_sampled_ids_are_trained_as_they_are_although_they_change_when_encoded_again(family):
     tokenizer = bpe_tokenizer(family)
@@ -72,7 +71,6 @@ def test_sampled_ids_are_trained_as_they_are_although_they_change_when_encoded_a
     assert sample.status is Status.COMPLETED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_the_engine_reads_what_the_template_renders(family):
     tokenizer = bpe_tokenizer(family)
@@ -86,7 +84,6 @@ def test_the_engine_reads_what_the_template_renders(family):
     assert shown.replace("\n", "") == whole.replace("<think></think>\n", "").replace("\n", "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,7 +102,6 @@ def test_an_echo_in_another_form_is_the_same_conversation(change):
     assert "hm" in tokenizer.decode(script.asked[-1])  # thinking stays in what the engine reads
 
 
-@pytest.mark.slow
 def test_history_template_drops_what_the_template_drops_and_branches():
     tokenizer = bpe_tokenizer("qwen")
     script = Script(tokenizer, "<think>\nhm\n</think>\n\nthe answer", "<think>\nno\n</think>\n\nyes")
@@ -117,7 +113,6 @@ def test_history_template_drops_what_the_template_drops_and_branches():
     assert sum(first.loss_mask or ()) + sum(second.loss_mask or ()) == sum(len(n.sampled) for n in session.tree.nodes)
 
 
-@pytest.mark.slow
 def test_tool_calls_keep_their_ids_when_the_client_writes_the_arguments_anew():
     tokenizer = bpe_tokenizer("qwen")
     call = 'let me see\n<tool_call>\n{"name": "add", "arguments": {"b":2,"a":1}}\n</tool_call>'
@@ -140,7 +135,6 @@ def test_tool_calls_keep_their_ids_when_the_client_writes_the_arguments_anew():
     assert added == "\n<|im_start|>user<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.slow
 def test_an_ill_formed_call_comes_back_as_text_and_is_counted():
     script = Script(bpe_tokenizer("qwen"), "<tool_call>\n{name: add}\n</tool_call>")
     session = session_of(script)
@@ -150,7 +144,6 @@ def test_an_ill_formed_call_comes_back_as_text_and_is_counted():
     assert session.counts["ill_formed_calls"] == 1
 
 
-@pytest.mark.slow
 def test_an_answer_that_was_cut_gets_its_end_of_turn_without_being_trained_on():
     tokenizer = bpe_tokenizer("qwen")
     session = session_of(Script(tokenizer, "one two...", "ok"))
@@ -160,7 +153,6 @@ def test_an_answer_that_was_cut_gets_its_end_of_turn_without_being_trained_on():
     assert sum(sample.loss_mask or ()) == sum(len(node.sampled) for node in session.tree.nodes)
 
 
-@pytest.mark.slow
 def test_a_stop_string_is_trained_but_not_part_of_the_text():
     tokenizer = bpe_tokenizer("qwen")
     session = session_of(Script(tokenizer, "say Observation:", end=""), params=SamplingParams(stop=("Observation:",)))
@@ -169,7 +161,6 @@ def test_a_stop_string_is_trained_but_not_part_of_the_text():
     assert tokenizer.decode(reply.tokens) == "say Observation:"
 
 
-@pytest.mark.slow
 def test_delimiters_that_end_and_begin_turns_are_not_doubled():
     tokenizer = bpe_tokenizer("glm")
     session = session_of(Script(tokenizer, "one", "two"))
@@ -204,7 +195,6 @@ def test_branches_are_trained_once_and_share_the_rollout():
     assert len(chosen) == 2
 
 
-@pytest.mark.slow
 def test_other_tools_are_a_branch_with_its_reason():
     session = session_of(Script(bpe_tokenizer("qwen"), "one", "two"))
 
@@ -217,7 +207,6 @@ def test_other_tools_are_a_branch_with_its_reason():
     assert len(session.tree.leaves()) == 2
 
 
-@pytest.mark.slow
 def test_an_answer_that_its_client_never_got_is_superseded_by_another_one_to_the_same_request():
     session = session_of(Script(bpe_tokenizer("qwen"), "one", "two", "three"))
     asyncio.run(session.chat([USER]))
@@ -314,7 +303,6 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized(monkeypa
         asyncio.run(talk_once)
 
 
-@pytest.mark.slow
 def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
     session = session_of(Script(bpe_tokenizer("plain"), "one", "two"))
     encode, threads = session.chat_format.encode, list[bool]()
@@ -330,7 +318,6 @@ def test_large_messages_are_tokenized_outside_of_the_event_loop(monkeypatch):
     assert threads == [True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "field"),
     [

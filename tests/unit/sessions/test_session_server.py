@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-import pytest
 
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from furlong.core.sample import Sample
@@ -29,7 +28,6 @@ def events(reply: httpx.Response) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-@pytest.mark.slow
 def test_chat_completions_over_a_session():
     script = qwen(CALL, "3", "four")
 
@@ -64,7 +62,6 @@ def test_chat_completions_over_a_session():
     run(script, body)
 
 
-@pytest.mark.slow
 def test_anthropic_messages_over_a_session():
     script = qwen("<think>\nhm\n</think>\n\n" + CALL, "3")
     tool = {"name": "add", "description": "Add two numbers.", "input_schema": TOOLS[0]["function"]["parameters"]}
@@ -96,7 +93,6 @@ def test_anthropic_messages_over_a_session():
     run(script, body)
 
 
-@pytest.mark.slow
 def test_responses_over_a_session():
     script = qwen(CALL, "3", "four")
     tool = {"type": "function", "name": "add", "parameters": TOOLS[0]["function"]["parameters"]}
@@ -136,7 +132,6 @@ def test_token_ids_over_a_session():
     run(script, body)
 
 
-@pytest.mark.slow
 def test_a_retry_gets_the_same_answer_from_one_engine_call():
     tokenizer = bpe_tokenizer("plain")
     script = Script(tokenizer, "one", "two")
@@ -166,7 +161,6 @@ def test_a_retry_gets_the_same_answer_from_one_engine_call():
     run(slow, body)
 
 
-@pytest.mark.slow
 def test_n_answers_are_siblings():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         reply = await client.post(f"{opened.url}/v1/chat/completions", json={"messages": [USER], "n": 2})
@@ -176,7 +170,6 @@ def test_n_answers_are_siblings():
     run(qwen("one", "two"), body)
 
 
-@pytest.mark.slow
 def test_an_ended_session_aborts_its_requests_and_is_gone():
     class Endless(Script):
         async def __call__(self, *args: Any) -> Any:
@@ -234,7 +227,6 @@ def test_what_is_not_supported_is_refused_by_name():
     run(qwen(), body)
 
 
-@pytest.mark.slow
 def test_constraints_that_the_policy_does_not_have_are_counted():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         tool = {"name": "f", "input_schema": {}, "strict": True, "cache_control": {"type": "ephemeral"}}
@@ -258,7 +250,6 @@ def test_a_key_and_an_id_are_required():
     run(qwen(), body)
 
 
-@pytest.mark.slow
 def test_clients_set_the_temperature_only_if_they_may():
     class Recording(Script):
         async def __call__(self, ids: Any, params: SamplingParams, part: Any = None) -> Any:
@@ -277,7 +268,6 @@ def test_clients_set_the_temperature_only_if_they_may():
     assert [(params.max_new_tokens, params.stop) for params in used] == [(7, ("x",))] * 2
 
 
-@pytest.mark.slow
 def test_roles_have_urls_and_keys_and_conversations_apart():
     script = qwen("one", "two", "three")
 

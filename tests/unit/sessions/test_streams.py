@@ -19,8 +19,6 @@ from furlong.sessions.samples import samples_from_session
 from furlong.sessions.tree import TreeNode
 from served_sessions import run
 
-pytestmark = pytest.mark.slow
-
 USER = {"role": "user", "content": "what is the sum?"}
 CALLS = "".join(
     f'\n<tool_call>\n{{"name": "add", "arguments": {{"a": {i}, "b": "two"}}}}\n</tool_call>' for i in range(2)

@@ -127,7 +127,6 @@ def test_padding_is_filled_again():
     assert torch.equal(repeated["w13"], right["w13"])
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_order_of_shards_is_repeated_exactly(data):

@@ -41,11 +41,11 @@ def distance(folder: Path) -> float:
     return float((whole.exp() * (whole - quantized)).sum(-1).mean())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "has_text", "least"),
     [("hf-to-int4", True, 4), ("hf-to-fp8", True, 4), ("hf-to-int4", False, 2)],
 )
+@pytest.mark.nightly
 def test_calibrated_weights_change_the_model_less_in_the_same_format(
     tmp_path: Path, capsys, command: str, has_text: bool, least: int
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, capsys, content: 
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_of_a_model_are_the_same_each_time() -> None:
     first = calibration.own_samples(model_folder())
     assert first.shape == (12, 128)
@@ -87,7 +87,6 @@ def test_a_folder_in_the_place_of_the_text_is_explained(tmp_path: Path, capsys) 
     assert "after SOURCE and TARGET" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_tuned_scales_bring_a_model_closer_to_its_unquantized_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BATCH_TOKENS", 64)
     folder = model_folder()

@@ -26,8 +26,6 @@ from furlong.tools import quantize_folder as conversion
 from runs import FORKED, write_model
 from stored_models import write_stored_model
 
-pytestmark = pytest.mark.slow
-
 NUM_SHARDS, PER_SHARD, SHAPE = 20, 8, (128, 128)
 SHARD_BYTES = PER_SHARD * SHAPE[0] * SHAPE[1] * 2
 
@@ -117,6 +115,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("moment", "calls"), MOMENTS, ids=[f"{moment}-{calls}" for moment, calls in MOMENTS])
+@pytest.mark.nightly
 def test_a_killed_conversion_leaves_nothing_that_loads_and_can_be_repeated(small, tmp_path, moment, calls):
     target = tmp_path / "target"
     words = ["convert", "hf-to-int4", str(small), str(target), "--group-size", "16"]

@@ -79,7 +79,6 @@ def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
     assert moe.mlp_width == 8 * 768
 
 
-@pytest.mark.slow
 @given(
     shape=st.sampled_from(sorted(QWEN3)),
     gib=st.integers(24, 200),
@@ -101,7 +100,6 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(shape, gib, shar
         assert peak(best) <= limit
 
 
-@pytest.mark.slow
 @given(gib=st.integers(16, 80), tokens=st.sampled_from([4096, 32768, 131072]), longest=st.sampled_from([2048, 16384]))
 def test_the_smallest_change_makes_it_fit(gib, tokens, longest):
     limit = usable(gib * GIB)

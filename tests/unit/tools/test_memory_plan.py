@@ -294,7 +294,6 @@ def test_a_limit_on_tokens_comes_with_what_it_needs(command, capsys):
     assert main(["plan", *mended, *flags, "--device", "h100"]) == 0
 
 
-@pytest.mark.slow
 def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypatch):
     path = REPOSITORY / "scripts" / "plan_sizes.py"
     spec = importlib.util.spec_from_file_location("plan_sizes", path)

@@ -137,7 +137,6 @@ def test_a_folder_without_config_json_does_not_load(model: Path, tmp_path: Path,
         load_model(target)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["convert_hf_to_fp8", "convert_hf_to_int4_direct", "fp8_cast_bf16"])
 def test_the_names_of_slimes_tools_run(model: Path, tmp_path: Path, monkeypatch, tool: str) -> None:
     quantized, target = tmp_path / "fp8", tmp_path / "target"

@@ -55,7 +55,6 @@ def reward(folder, capsys):
     return test
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("--rm-type", "math"), ("--rm-type", "boxed_f1"), ("--rm-type", "f1"), ("--custom-rm-path", "own:exact")]
 )
@@ -72,7 +71,6 @@ def test_right_answers_score_and_wrong_ones_do_not(words, reward):
     assert all(c["seconds"] >= 0 and c["type"] == "float" for c in found["calls"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -92,7 +90,6 @@ def test_broken_reward_is_found_with_its_reason(function, words, reward):
     assert words in finding["finding"]
 
 
-@pytest.mark.slow
 def test_reward_process_has_a_memory_limit(reward):
     code, found = reward("--custom-rm-path", "own:eats", "--rows", "1", "--reward-memory-limit", "2")
     assert code == 1
@@ -102,7 +99,6 @@ def test_reward_process_has_a_memory_limit(reward):
     assert "--reward-memory-limit" in finding["remedy"]
 
 
-@pytest.mark.slow
 def test_entry_that_is_trained_on_is_named(reward):
     assert reward("--custom-rm-path", "own:entries", "--reward-key", "score")[0] == 0
     code, found = reward("--custom-rm-path", "own:entries", "--reward-key", "form")

@@ -183,7 +183,6 @@ def test_prompts_that_were_rendered_before_are_found(tokenizer):
     assert prompt_findings(["hi"], tokenizer, name="data.jsonl") == []
 
 
-@pytest.mark.slow
 def test_command_finds_all_three_and_prints_json(folder, capsys):
     (folder / "forgetful.jinja").write_text(FORGETFUL.replace("<|im_end|>", "<|unk|>"))
     data = write_jsonl(folder / "prompts.jsonl", [{"q": "<|im_start|>user\nhi"}])
@@ -194,7 +193,6 @@ def test_command_finds_all_three_and_prints_json(folder, capsys):
     assert {t["conversation"] for t in found["trials"]} == {c.name for c in CONVERSATIONS}
 
 
-@pytest.mark.slow
 def test_command_reports_templates_that_render_nothing(folder, capsys):
     texts = {
         "{% for": "line 1",

@@ -98,7 +98,6 @@ def test_a_package_that_is_not_installed_is_a_configuration_error(monkeypatch, t
         build(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MLflow calls in newer SQLAlchemy and pandas
 def test_mlflow_itself_stores_metrics_flags_and_samples(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
@@ -124,7 +123,6 @@ def test_mlflow_itself_stores_metrics_flags_and_samples(tmp_path):
     ]
 
 
-@pytest.mark.slow
 def test_trackio_itself_stores_metrics_and_samples(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     pytest.importorskip("trackio", reason="the extra trackio is not installed")
@@ -139,7 +137,6 @@ def test_trackio_itself_stores_metrics_and_samples(tmp_path, monkeypatch):
     assert [(row["reward"], row["response"]) for row in shown["_value"]] == [(1.0, HOSTILE), ('{"right": 1}', HOSTILE)]
 
 
-@pytest.mark.slow
 def test_swanlab_itself_writes_its_log_and_samples(tmp_path):
     pytest.importorskip("swanlab", reason="the extra swanlab is not installed")
     tracker = SwanlabTracker(FLAGS, {"lr": 1e-4}, tmp_path)
@@ -151,7 +148,6 @@ def test_swanlab_itself_writes_its_log_and_samples(tmp_path):
     assert f"1+1=\n---\n{HOSTILE}" in texts
 
 
-@pytest.mark.slow
 def test_wandb_itself_stores_metrics_and_samples(tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     tracker = WandbTracker(

@@ -39,7 +39,6 @@ def test_every_field_is_restored(tmp_path):
     assert dump.groups[0].samples[0].label == {"a": (1, 2)}
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -76,7 +76,6 @@ def test_rows_are_plain_values():
     assert dict(zip(COLUMNS, expected, strict=True)) == {name: values[0] for name, values in table.columns().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer")  # of TensorBoard's own copy
 def test_tensorboard_reads_a_table_whose_texts_are_no_markup(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -169,7 +169,6 @@ def test_a_custom_loss_gets_tempered_logits_with_their_gradient(folder):
     assert grads(backend)
 
 
-@pytest.mark.slow
 def test_bfloat16_keeps_float32_master_weights_and_learns(folder):
     backend = build(folder, dtype=torch.bfloat16, optim={"lr": 1e-3})
     assert all(m.dtype == torch.float32 for m in backend.optimizer.master_weights)

@@ -18,7 +18,6 @@ KIB = 1024
 Sizes = st.lists(st.sampled_from([1, 400, 512, 513, 3 * KIB, 40 * KIB, 70 * KIB]), max_size=40)
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(Sizes, Sizes)
 def test_nothing_overlaps_and_the_same_sizes_get_the_same_places_again(sizes, others):

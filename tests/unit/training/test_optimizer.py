@@ -20,7 +20,6 @@ def test_constant_with_warmup_starts_at_its_initial_rate():
     assert [schedule.lr(k) for k in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     style=st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),

@@ -125,7 +125,6 @@ def test_micro_batches_with_the_same_index_have_similar_costs():
     assert tokens.max(axis=0).sum() < 1.02 * tokens.mean(axis=0).sum()
 
 
-@pytest.mark.slow
 def test_65536_samples_need_no_quadratic_pass():
     lengths = np.random.default_rng(0).integers(50, 4000, 65536)
     step = plan(lengths, np.arange(65536), num_ranks=64, max_tokens=16384)[0]

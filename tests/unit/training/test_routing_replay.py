@@ -176,7 +176,6 @@ def trained_on(folder: Path, batch: RolloutBatch, parts: list[list[int]], replay
     return trained
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_with_replay_do_not_depend_on_packing_order_and_recomputation(family, folders, rollouts):
     batch = rollouts[family]
@@ -216,7 +215,6 @@ def worker(folder: Path, replay: str, **options) -> RoundWorker:
     )
 
 
-@pytest.mark.slow
 def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
     batch = rollouts["qwen3_moe"].select([0, 1, 2, 3])
     batch = dataclasses.replace(batch, routed_experts=None)
@@ -267,7 +265,6 @@ def test_agreement_is_the_share_of_choices_in_common(folders, rollouts):
 # -- the engine
 
 
-@pytest.mark.slow
 def test_a_request_keeps_the_routes_its_tokens_were_sampled_with(folders, monkeypatch):
     """Three slots for five requests of two prompts, and new weights half way: prompts are run again."""
     shape = RoutingShape.of(load_config(folders["qwen3_moe"]).to_dict())
@@ -300,7 +297,6 @@ def test_a_request_keeps_the_routes_its_tokens_were_sampled_with(folders, monkey
     assert (after.routed_experts[known:] != before.routed_experts[known:]).any()
 
 
-@pytest.mark.slow
 def test_servers_return_requested_routes(folders):
     engine = EmbeddedEngine(folders["glm4_moe"], dtype=torch.float32, return_routed_experts=True)
     shape = RoutingShape.of(load_config(folders["glm4_moe"]).to_dict())
@@ -344,7 +340,6 @@ def test_an_engine_without_recorded_routes_is_an_error(folders, tmp_path):
 # -- quantized folders
 
 
-@pytest.mark.slow
 def test_an_int4_engine_records_routes_of_its_unquantized_router_and_they_are_replayed(folders, tmp_path):
     """The trainer has the weights before quantization, as with --ref-load: its own choices are others."""
     whole, quantized = folders["qwen3_moe"], tmp_path

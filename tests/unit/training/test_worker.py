@@ -269,7 +269,6 @@ def test_skipped_steps_are_counted(folder):
     assert backend.optimizer.num_steps == 1
 
 
-@pytest.mark.slow
 def test_the_same_round_gives_the_same_bits(folder):
     def run():
         backend = fsdp_backend(folder, optim=OptimFlags(lr=1e-2))

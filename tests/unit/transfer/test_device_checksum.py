@@ -73,7 +73,6 @@ def test_checksum_equals_a_slow_implementation_of_the_definition(num_bytes):
     assert device_checksum(data) == oracle(bytes(data.tolist()))
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 1, 2, 6, 2 * TILE_WORDS - 2, 8 * TILE_WORDS]), min_size=1, max_size=5), st.booleans()
@@ -140,7 +139,6 @@ def test_checksums_do_not_depend_on_batching():
     assert together.digests() == in_turn.digests() == alone
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from([1, 3, TILE_WORDS - 1, TILE_WORDS, 2 * TILE_WORDS + 5]), min_size=1, max_size=6),

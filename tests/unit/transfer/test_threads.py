@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 STILL_RUNNING = """
 import asyncio, time, torch
 from furlong.transfer.threads import in_thread
@@ -23,7 +21,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 def test_a_program_that_ends_while_a_thread_computes_does_not_abort():
     done = subprocess.run([sys.executable, "-c", STILL_RUNNING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -99,7 +99,6 @@ def test_server_without_a_usable_address_is_an_error_with_a_fix(monkeypatch):
     asyncio.run(body())
 
 
-@pytest.mark.slow
 def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
     members: list[ProcessGroupGloo] = []
     stuck = threading.Event()

@@ -35,7 +35,6 @@ def disk_sync(engine, folder, *, state=OTHER, **options):
     return LocalSync(Untrained(state), servers, transport)
 
 
-@pytest.mark.slow
 def test_a_version_is_a_whole_folder_and_the_one_before_is_removed(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     sync = disk_sync(engine, tmp_path)
@@ -56,7 +55,6 @@ async def _twice(sync):
     return [await sync.update_weights(1), await sync.update_weights(2)]
 
 
-@pytest.mark.slow
 def test_a_user_function_runs_once_a_folder_is_complete_and_before_engines_read_it(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     calls: list[tuple[str, int, bool]] = []
@@ -85,7 +83,6 @@ def test_a_user_function_runs_once_a_folder_is_complete_and_before_engines_read_
     assert calls == [("version_000001", 1, True), ("version_000002", 1, True)]
 
 
-@pytest.mark.slow
 def test_files_are_kept_on_request(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     sync = disk_sync(engine, tmp_path, disk_keep_files=True)
@@ -94,7 +91,6 @@ def test_files_are_kept_on_request(tmp_path):
     assert sorted(p.name for p in (tmp_path / "w").iterdir() if p.is_dir()) == ["version_000001", "version_000002"]
 
 
-@pytest.mark.slow
 def test_an_engine_that_failed_to_load_never_answers(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     wrong = {**OTHER, "model.norm.weight": torch.zeros(5)}
@@ -110,7 +106,6 @@ def test_an_engine_that_failed_to_load_never_answers(tmp_path):
     asyncio.run(sync.close())
 
 
-@pytest.mark.slow
 def test_a_folder_belongs_to_one_run(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     one, two = disk_sync(engine, tmp_path), disk_sync(engine, tmp_path)

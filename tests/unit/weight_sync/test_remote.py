@@ -53,7 +53,6 @@ def disk(folder):
     return DiskTransport(transport_context(4096, folder=folder / "w"))
 
 
-@pytest.mark.slow
 def test_a_weight_sync_in_another_event_loop_reaches_the_engines_by_address(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     worker = Worker(OTHER, disk(tmp_path))
@@ -155,7 +154,6 @@ class Heard:
         self.events.append((event, fields))
 
 
-@pytest.mark.slow
 def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_engines():
     engine, heard = ServedEngine(CONFIG, STATE), Heard()
 
@@ -172,7 +170,6 @@ def test_hanging_weight_update_is_an_error_and_an_event_that_name_transport_and_
     run(engine, body)
 
 
-@pytest.mark.slow
 def test_a_server_is_not_given_weights_that_the_trainer_has_left_behind(tmp_path):
     engine = ServedEngine(CONFIG, STATE)
     trainer = Untrained(dict(OTHER))
@@ -205,7 +202,6 @@ def test_buckets_are_read_ahead_and_the_last_is_known():
     assert asyncio.run(body()) == [(0, ["0", "1"], False), (1, ["2"], False), (2, ["3"], True)]
 
 
-@pytest.mark.slow
 def test_verification_during_serving_ends_before_training_and_removes_a_wrong_server(tmp_path, monkeypatch):
     engine = ServedEngine(CONFIG, STATE)
     allowed, wrong = asyncio.Event(), {}
@@ -241,7 +237,6 @@ def test_verification_during_serving_ends_before_training_and_removes_a_wrong_se
     run(engine, body)
 
 
-@pytest.mark.slow
 def test_next_weight_update_waits_for_the_previous_verification(tmp_path, monkeypatch):
     engine = ServedEngine(CONFIG, STATE)
     checksums = SglangServer.checksums
