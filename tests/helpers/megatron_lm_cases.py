@@ -20,6 +20,8 @@ from backends import megatron_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.errors import CheckpointError
 from furlong.models import hf_model as hf
+from furlong.models.hf_config import load_config
+from furlong.models.stored_tensors import open_tensors
 from furlong.training.megatron_lm.dist_files import DistReader
 from furlong.training.ranks import Ranks
 from megatron_cases import OPTIM, steps_of, take_step
@@ -154,6 +156,34 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
     dist_checkpointing.save(state, str(target), content_metadata=content)
 
 
+def read_from_core(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
+    """Check and convert a checkpoint of `saved_by_core` with furlong's commands."""
+    from furlong.cli import main
+
+    stored, back, trained = (
+        folder / f"{family}-{kind}" for kind in (f"tensor-{FORMS[1]}", "from-core", "tensor-trained")
+    )
+    (stored / "latest_checkpointed_iteration.txt").write_text("5")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        codes = [main(["check", str(stored), "--hf-checkpoint", str(trained)])]
+        codes.append(main(["convert", "megatron-to-hf", str(stored), str(back), "--hf-checkpoint", str(trained)]))
+    with open_tensors(trained) as expected, open_tensors(back) as results:
+        is_same = expected.names == results.names
+        is_same = is_same and all(torch.equal(expected.read(name), results.read(name)) for name in expected.names)
+    return {"codes": codes, "output": output.getvalue(), "is_same": is_same, "rank": ranks.rank}
+
+
+def refused_buffers(ranks: Ranks, folder: Path, *, family: str) -> str:
+    """Return the error for optimizer states that Megatron-core saved in flat buffers."""
+    stored = folder / f"{family}-tensor-dp_reshardable" / "iter_0000005"
+    try:
+        megatron_backend(folder / family, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def damaged_for_one(ranks: Ranks, folder: Path, *, family: str) -> dict[str, str]:
     """Return the error of each rank for folders that only the last rank cannot read, as with local disks."""
     errors: dict[str, str] = {}
@@ -184,3 +214,20 @@ def _damage(folder: Path, word: str) -> None:
             with (folder / info.relative_path).open("r+b") as file:
                 file.seek(info.offset)
                 file.write(b"x" * info.length)
+
+
+def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
+    """Return whether models with and without vocabulary padding load the same states from a padded checkpoint."""
+    config = load_config(folder / family)
+    config.vocab_size -= 2
+    hf.save_model(hf.build_model(config, seed=0), folder / f"{family}-less")
+    stored = folder / f"{family}-tensor-fully_reshardable" / "iter_0000005"
+    states: list[list[Tensor]] = []
+    for name in (family, f"{family}-less"):
+        trained = megatron_backend(folder / name, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
+        parameters = list(trained._models["actor"][0].parameters())
+        kinds = ("master", "exp_avg", "exp_avg_sq")
+        states.append([trained.state.whole(parameter, kind) for parameter in parameters for kind in kinds])
+        parallel_state.destroy_model_parallel()
+    assert len(states[1][0]) == config.vocab_size
+    return [torch.equal(padded[: len(cut)], cut) and bool(cut.any()) for padded, cut in zip(*states, strict=True)]
