@@ -243,18 +243,9 @@ def key_problem(key: str | None, who: str, address: str) -> str | None:
     )
 
 
-# Runs a module like `python -m` with the key of its environment. SGLang and sglang-router only take the key on the
-# command line, where `ps` shows it to every user of the machine.
-_WITH_KEY = (
-    "import os, runpy, sys\n"
-    f"sys.argv = [*sys.argv[1:], '--api-key=' + os.environ.pop('{API_KEY_VARIABLE}')]\n"
-    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-)
-
-
 def module_command(module: str, key: str | None) -> list[str]:
     """Return the command of a module that takes an `--api-key`; the key itself is in `api_key_environment`."""
-    return [sys.executable, *(["-c", _WITH_KEY] if key else ["-m"]), module]
+    return [sys.executable, "-m", *(["furlong.inference.supervisor.with_api_key"] if key else []), module]
 
 
 def argv_from_options(values: Mapping[str, Any]) -> list[str]:

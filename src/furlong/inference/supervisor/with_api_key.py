@@ -1,0 +1,28 @@
+"""Run a module like `python -m`, with its `--api-key` from the environment: FURLONG_API_KEY=KEY python -m ... MODULE.
+
+SGLang 0.5.16 and sglang-router only take the key on the command line, where `ps` shows it to every user of the machine,
+and SGLang logs it with its settings. A module, because child processes that are spawned need one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from typing import Any
+
+from furlong.core.process_environment import API_KEY_VARIABLE
+
+if __name__ == "__main__":
+    key = os.environ.pop(API_KEY_VARIABLE)  # child processes do not need it
+    make_record = logging.getLogRecordFactory()
+
+    def _masked(name: str, level: int, path: str, line: int, message: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(message, str):
+            message = message.replace(f"api_key={key!r}", "api_key='***'")
+        return make_record(name, level, path, line, message, *args, **kwargs)
+
+    logging.setLogRecordFactory(_masked)
+    sys.argv = [*sys.argv[1:], f"--api-key={key}"]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
