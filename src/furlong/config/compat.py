@@ -74,8 +74,6 @@ SLIME: tuple[Refusal, ...] = (
          "--dist-ckpt-optim-fully-reshardable",
          "checkpoints are whole tensors in safetensors, which any parallel layout and both backends read",
          "remove it; `furlong convert` reads and writes Megatron-LM checkpoints"),
-        ("--update-weight-local-checkpoint-dir", "SGLang servers load the whole checkpoint of a weight update",
-         "remove it, and set a fast directory with --update-weight-disk-dir"),
         ("--main-grads-dtype", "gradients are float32", "use --grad-reduce-in-bf16 for bfloat16 models"),
         ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
          "the learning rate follows from the flags of this start and the step of the checkpoint", _OMIT),

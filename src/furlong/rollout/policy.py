@@ -109,14 +109,14 @@ class Policy:
             params = params_from_dict({**dict_from_params(session.params), **sampling_params})
         if self.watch.has_ended and session.tree.nodes:
             done = await self._full_context([])
-            return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "", 0)
+            return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
         try:
             return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params, role=role)
         except FullContextError:
             if not session.tree.nodes:
                 raise
             done = await self._full_context([0] * (self.context_len or 0))
-        return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "", 0)
+        return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
 
     def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RolePolicy:
         """Return the policy as one of several agents of the episode.

@@ -212,6 +212,11 @@ class SyncFlags:
         "directory.",
         needs="update_weight_transport=disk",
     )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None,
+        "Accepted for slime compatibility; no effect: engines load weight updates from --update-weight-disk-dir.",
+        instead="engines load weight updates from --update-weight-disk-dir",
+    )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         "User function called once the files of a weight update are written, before engines read them.",
