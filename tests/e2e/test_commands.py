@@ -57,7 +57,7 @@ async def generate(args, sample, sampling_params):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_of_a_generate_function_end_with_the_run(model, tmp_path):
     data = write_prompts(tmp_path / "prompts.jsonl", 8)
     seconds = str(10**7 + os.getpid())
