@@ -124,8 +124,12 @@ def explain(
     failure = failure_record(error)
     if parse_diagnosis(str(error)) is not None:
         return [], []
-    if isinstance(error, HookError):
-        found = _of_user(failure)
+    if isinstance(
+        error, HookError
+    ):  # the user's; but torch's compiler, which it may call, has a cache that can be damaged
+        own = LogText("traceback", "".join(traceback.format_exception(error)), flags, {}, failure)
+        damaged = find_cause([signature for signature in SIGNATURES if signature.id == "ENG02"], [own])
+        found = [damaged] if damaged is not None else _of_user(failure)
     else:
         facts: dict[str, Any] = {"steps": (read_steps(folder) or [(0, {})])[-1][0]}
         if after_memory is not None and is_out_of_memory(error):
