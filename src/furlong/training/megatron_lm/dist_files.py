@@ -35,6 +35,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import (
     _get_layout,  # pyright: ignore[reportPrivateUsage]
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
     get_unsafe_globals_in_checkpoint,
     safe_globals,
 )
@@ -123,6 +126,8 @@ def common_of(folder: Path) -> Mapping[str, Any]:
     path = folder / COMMON
     if not path.is_file():
         return {}
+    registered = get_safe_globals()  # Megatron-core registers argparse.Namespace, which would be read as itself
+    clear_safe_globals()
     try:
         names = get_unsafe_globals_in_checkpoint(path)
         with safe_globals([(type("Placeholder", (Placeholder,), {}), name) for name in names]):
@@ -131,6 +136,8 @@ def common_of(folder: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"cannot read {path} ({type(error).__name__}); copy the checkpoint again, or use another"
         ) from error
+    finally:
+        add_safe_globals(registered)
     return cast("Mapping[str, Any]", common) if isinstance(common, dict) else {}
 
 
