@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from furlong.core.routing import Routes, RoutingShape
@@ -154,13 +155,15 @@ class _CacheAdapter:
 
 @dataclass
 class _LayerStates:
-    """The states of a decode step by layer, where transformers before 5.13 reads them."""
+    """The states of a decode step by layer, where transformers before 5.21 reads them; since 5.14, by number."""
 
     adapter: _CacheAdapter
 
     def __getitem__(self, layer_idx: int) -> SimpleNamespace:
         adapter = self.adapter
         conv, recurrent = adapter.get_conv_state(layer_idx), adapter.get_recurrent_state(layer_idx)
+        if hasattr(LinearAttentionLayer, "activate_past_recording"):
+            return SimpleNamespace(conv_states=[conv], recurrent_states=[recurrent], record_past=False)
         return SimpleNamespace(conv_states=conv, recurrent_states=recurrent)
 
 
