@@ -48,6 +48,7 @@ WAITING = {
     "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
 }
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "slime-scripts.md"
+CODING_AGENT = TARGET.parents[2] / "examples" / "coding_agent"  # modules that coding_agent_rl imports
 REPOSITORY = "https://github.com/THUDM/slime/blob/624b824"
 PAGE = """\
 # slime's launch scripts
@@ -56,7 +57,8 @@ PAGE = """\
 
 slime has {total} launch scripts at commit 624b824: `run-*.sh` and `low_precision/*.sh` in its folder of scripts, and
 those of its examples. With `--train-backend megatron --engine sglang` added and paths of your own, {passed} of them
-pass furlong's checks. The others are refused before anything starts: {reasons}.
+pass furlong's checks (coding_agent_rl with `examples/coding_agent` of this repository on PYTHONPATH).
+The others are refused before anything starts: {reasons}.
 
 `python scripts/check_launch_scripts.py SLIME_DIR` prints the messages for any checkout of slime. It lets bash evaluate
 each script in a sandbox in which no command runs, replaces models and data by stand-ins with the script's architecture
@@ -150,7 +152,8 @@ def verdict_of(script: Path, scratch: Path, commands: Sequence[TrainingCommand],
         problem = f"no stand-in for the model {error}: add its family to scripts/launch_standins.py"
         return Verdict(str(script), "refused", "no stand-in", (problem,), tuple(notes), model)
     request = {"words": [*words, *ADDED], "is_async": command.entry_point == "train_async.py"}
-    paths = [str((root / script).parent), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str((root / script).parent), str(root), str(CODING_AGENT)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

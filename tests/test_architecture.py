@@ -94,7 +94,7 @@ BUDGET = {
     "sandboxes": 750,
     "sessions": 3050,
     "sglang_layout": 1250,
-    "slime_api": 1450,
+    "slime_api": 985,
     "tools": 3800,
     "tracking": 900,
     "training": 9000,

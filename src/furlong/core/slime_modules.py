@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,14 +77,13 @@ class SlimeModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         table = _table()
-        target = table.NAMES[self.__name__].get(name)
-        if target is None:
-            if f"{self.__name__}.{name}" in table.NAMES:
-                return importlib.import_module(f"{self.__name__}.{name}")
+        if f"{self.__name__}.{name}" in table.NAMES:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        module, _, attribute = table.NAMES[self.__name__].get(name, "").partition(":")
+        if not module or importlib.util.find_spec(module) is None:
             raise NotInFurlongError(
                 f"{self.__name__} of furlong has no {name}; {table.remedy(self.__name__, name)}", name=self.__name__
             )
-        module, _, attribute = target.partition(":")
         value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value

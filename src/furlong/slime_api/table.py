@@ -5,7 +5,8 @@ from __future__ import annotations
 _SAMPLE = "furlong.core.sample"
 _GENERATION, _REWARDS, _HTTP = "furlong.slime_api.generation", "furlong.slime_api.rewards", "furlong.slime_api.http"
 _HELPERS, _MASKS, _ROLLOUTS = "furlong.slime_api.helpers", "furlong.slime_api.masks", "furlong.slime_api.rollouts"
-_ADAPTERS, _HARNESSES = "furlong.slime_api.agent_adapters", "furlong.slime_api.agent_harnesses"
+_ADAPTERS = "furlong.slime_api.agent_adapters"
+_HARNESSES = "coding_agents"  # of examples/coding_agent, if that folder is on PYTHONPATH
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
 HARNESS_NAMES = (
     *("ClaudeCodeHarness", "CodexHarness", "BaseHarness", "HarnessContext"),
@@ -120,9 +121,12 @@ _MAP = "docs/guides/from-slime.md lists the names that exist"
 _VALUE = "it is only a value of"
 _SOURCE = "write a class with the methods in docs/reference/hooks.md, without a base class"
 _IMAGES = "images, audio and video are not supported; train on text"
+_EXAMPLE = "put examples/coding_agent of furlong's repository on PYTHONPATH: its coding_agents.py has these names"
 _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.agent": "write the agent as a generate function with furlong.agent.policy() or session() "
     "(docs/guides/agents.md)",
+    "slime.agent.harness": _EXAMPLE,
+    "slime.agent.sandbox": _EXAMPLE,
     "slime.utils.external_utils": "start runs with `furlong train` or furlong.train(); nothing else is needed",
     "slime.utils.misc:exec_command": "use subprocess.run",
     "slime.utils.misc": f"copy the helper into your module; {_MAP}",

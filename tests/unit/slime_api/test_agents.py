@@ -7,12 +7,9 @@ import re
 import sys
 from types import SimpleNamespace
 
+import coding_agents
 import pytest
-
-from furlong.core import slime_modules
-from furlong.errors import RolloutError
-from furlong.slime_api import agent_adapters, agent_harnesses
-from furlong.slime_api.agent_harnesses import (
+from coding_agents import (
     EXIT_TIME_BUDGET_EXCEEDED,
     ClaudeCodeHarness,
     CodexHarness,
@@ -21,6 +18,10 @@ from furlong.slime_api.agent_harnesses import (
     exec_and_wait,
     install_node22,
 )
+
+from furlong.core import slime_modules
+from furlong.errors import RolloutError
+from furlong.slime_api import agent_adapters
 
 slime_modules.install()
 
@@ -71,7 +72,7 @@ def sandbox(tmp_path):
 
 
 def test_a_detached_command_returns_its_code_and_output_and_may_run_again(sandbox, monkeypatch):
-    monkeypatch.setattr(agent_harnesses, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(coding_agents, "FIRST_POLL_S", 0.01)
 
     async def main():
         wait = {"time_budget_sec": 60, "tag": "t"}
@@ -101,7 +102,7 @@ def test_a_harness_gives_its_agent_the_address_and_the_session(harness, key, url
         seen.update(env, command=cmd)
         return 0, ""
 
-    monkeypatch.setattr("furlong.slime_api.agent_harnesses.exec_and_wait", no_wait)
+    monkeypatch.setattr("coding_agents.exec_and_wait", no_wait)
     context = HarnessContext("/work", "sid-1", "http://host:18001")
     assert asyncio.run(harness().launch_and_wait(sandbox, context, "fix it", 30)) == 0
     assert (seen[key], seen["EXTRA"]) == ("sid-1", "1")
@@ -181,7 +182,7 @@ class Service:
 
 def test_a_sandbox_of_e2b_repeats_calls_and_reports_codes(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "e2b", SimpleNamespace(AsyncSandbox=Service))
-    monkeypatch.setattr(agent_harnesses, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(coding_agents, "LONGEST_WAIT_S", 0.0)
     monkeypatch.delenv("SWE_SANDBOX_IMAGE_METADATA_KEY", raising=False)
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "my/image")
 

@@ -126,3 +126,11 @@ def test_fields_for_images_are_none_and_values_of_user_code_survive_a_round_trip
     assert (copy.turns, copy.names) == (2, {"a": [1.5]})
     with pytest.raises(AttributeError, match="JSON values"):
         _ = copy.client
+
+
+def test_a_name_of_an_example_that_is_not_on_the_path_says_where_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("coding_agent")])
+    for name in [name for name in sys.modules if name.startswith(("slime.agent.harness", "coding_agents"))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(NotInFurlongError, match="examples/coding_agent"):
+        exec("from slime.agent.harness import ClaudeCodeHarness")

@@ -1,6 +1,7 @@
 """Coding agents in sandboxes that call the policy through an adapter: `slime.agent.harness` and `slime.agent.sandbox`.
 
-Environment variables are those that slime reads.
+With this folder on PYTHONPATH, functions written for slime import these names from there. Environment variables are
+those that slime reads.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import shlex
 import shutil
 import tempfile
 import time
-from abc import ABC, ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from furlong.errors import RolloutError
-from furlong.slime_api.helpers import SingletonMeta
 
 logger = logging.getLogger(__name__)
 
@@ -239,10 +239,6 @@ async def ensure_agent_user(sb: AgentSandbox, workdir: str) -> None:
     )
 
 
-class SingletonABCMeta(ABCMeta, SingletonMeta):
-    """Metaclass of harnesses: abstract classes with one instance per process."""
-
-
 @dataclass(frozen=True)
 class HarnessContext:
     """A run of an agent: its folder, its session, the adapter's address, and the name of the model for the CLI."""
@@ -253,7 +249,7 @@ class HarnessContext:
     model_label: str = "slime-actor"
 
 
-class BaseHarness(ABC, metaclass=SingletonABCMeta):
+class BaseHarness(ABC):
     """A coding agent: how it is installed, configured and started."""
 
     name: str = ""
