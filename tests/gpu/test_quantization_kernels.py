@@ -46,17 +46,3 @@ def test_a_value_without_a_number_is_refused(form, value):
     weight[100, 200] = value
     with pytest.raises(QuantizationError, match="1 of"):
         form.quantize(weight)
-
-
-def test_sums_of_many_tensors_are_those_of_each():
-    from furlong.sglang_layout.quantized_loading import integer_sum, integer_sums
-
-    generator = torch.Generator().manual_seed(0)
-    tensors = []
-    for number, dtype in enumerate((torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32, torch.int64) * 4):
-        tensor = torch.randn(number * 977 + 3, 5, generator=generator).mul(50).to(dtype).cuda()
-        tensors.append((f"tensor {number % 7}", tensor[1:]))
-    right = {}
-    for name, tensor in tensors:
-        right[name] = right.get(name, 0) + int(integer_sum(tensor))
-    assert {name: int(total) for name, total in integer_sums(tensors).items()} == right

@@ -1,11 +1,9 @@
 """python reload_model.py OLD,NEW,MODULE,CLASS...: weight updates of SGLang's own quantized models, on a CPU.
 
 Each model loads the folder OLD and then, by `quantized_loading.load`, the tensors of NEW, and is compared with one that
-loads NEW at its start. Another update with the same buckets then loads OLD by the recorded copies, and rearranges
-layers before its end. The repacking of INT4 weights runs on GPUs only; here it is a permutation that depends on its
-arguments. Writes NEW/reloaded.json: the parameters that differ or moved, the calls of SGLang's `load_weights`, and what
-three updates end with: one whose last bucket has tensors of layers that are already rearranged, one without some
-tensors, and one that SGLang loads wrongly.
+loads NEW at its start. Another update then loads OLD again. The repacking of INT4 weights runs on GPUs only; here it is
+a permutation that depends on its arguments. Writes NEW/reloaded.json: the parameters that differ or moved, and what two
+updates end with: one without some tensors, and one that SGLang loads wrongly.
 """
 
 from __future__ import annotations
@@ -70,13 +68,11 @@ def built(folder: str, module: str, name: str) -> Any:
     return model
 
 
-def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int, *, again: int = 0) -> None:
-    """Send tensors as the ipc transport does, in the last bucket also the first `again` ones once more."""
+def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int) -> None:
+    """Send tensors as the ipc transport does."""
     size = -(-len(tensors) // num_buckets)
     for index in range(num_buckets):
         some = tensors[index * size : (index + 1) * size]
-        if index == num_buckets - 1:
-            some += tensors[:again]
         starts, total = offsets(some)
         buffer = torch.zeros(total, dtype=torch.uint8)
         for (_, tensor), begin in zip(some, starts, strict=True):
@@ -86,24 +82,10 @@ def update(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int
         load(model, [(header, buffer)])
 
 
-def repeated(model: Any, fresh: Any, folder: str, places: dict[str, int]) -> tuple[dict[str, list[str]], int]:
-    """Update a model a second time; return what differs, and how often SGLang's `load_weights` was called."""
-    load_weights, calls = model.load_weights, []
-
-    def counting(pairs: Any) -> None:
-        calls.append(1)
-        load_weights(pairs)
-
-    model.load_weights = counting
-    update(model, sorted(load_file(f"{folder}/model.safetensors").items()), 3)
-    model.load_weights = load_weights
-    return compare(model, fresh, places), len(calls)
-
-
-def error_of(model: Any, tensors: list[tuple[str, torch.Tensor]], num_buckets: int = 2, *, again: int = 0) -> str:
+def error_of(model: Any, tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Return the error that an update ends with."""
     try:
-        update(model, tensors, num_buckets, again=again)
+        update(model, tensors, 2)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -133,9 +115,8 @@ def main(models: list[list[str]]) -> None:
         before = compare(model, fresh, places)["differ"]
         update(model, tensors, 3)
         found: dict[str, Any] = compare(model, fresh, places) | {"before": before}
-        found["repeated"], found["calls"] = repeated(model, built(old, module, name), old, places)
-        update(model, tensors, 3)
-        found["another_order"] = error_of(model, tensors, 3, again=len(tensors) // 3)
+        update(model, sorted(load_file(f"{old}/model.safetensors").items()), 3)
+        found["repeated"] = compare(model, built(old, module, name), places)
         update(model, tensors, 3)
         workspaces = [each.workspace for layer in model.modules() for each in (layer, getattr(layer, "scheme", None))
                       if isinstance(getattr(each, "workspace", None), torch.Tensor)]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -67,20 +66,7 @@ def test_an_update_gives_what_a_new_server_has_in_the_same_memory(case, reloaded
     assert len(found["before"]) > 10
     assert found["differ"] == found["moved"] == []
     assert found["locks"] == 0
-    assert found["after_a_failure"] == {"differ": [], "moved": []}
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_later_update_repeats_the_copies_of_the_first_one(case, reloaded):
-    found = reloaded[case]
-    assert found["calls"] == 0
-    assert found["repeated"] == {"differ": [], "moved": []}
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_layers_are_rearranged_once_complete_and_then_take_no_more_tensors(case, reloaded):
-    expected = "tensors of model.layers.0.mlp.* came in another order than in the update before"
-    assert re.match(expected, reloaded[case]["another_order"])
+    assert found["repeated"] == found["after_a_failure"] == {"differ": [], "moved": []}
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -9,9 +9,6 @@ It also compares what arrived: every parameter of a quantized layer must have be
 as integers, must be that of the tensors that were sent. Checksums of the others are compared in a last message, since
 SGLang's own dequantize the whole model. An error ends the SGLang process, with its message in the log.
 
-What SGLang copies for a bucket is recorded in the first update and repeated in later ones (`copy_plan`). These also
-rearrange a layer as soon as the last bucket with tensors of it was loaded, while the sender reads the next one.
-
 Servers that furlong starts with quantized weights have `--custom-weight-loader` set to `LOADER`; set it for those that
 you start.
 """
@@ -20,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,28 +27,22 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.weights import NamedTensor
-from furlong.sglang_layout.copy_plan import CopyPlan, CopyRecorder
 from furlong.transfer.device_checksum import Checksums
 
 LOADER = "furlong.sglang_layout.quantized_loading.load"
 UPDATE = "_furlong_update"  # attribute of a model during an update
 CHECKSUMS = "checksums"
-PLAN = "_furlong_plan"  # attribute of a model between updates
 CONSTANT = "weight_shape"  # no kernel reads it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def header_of(tensors: Sequence[NamedTensor], starts: Sequence[int], *, is_first: bool, is_last: bool) -> str:
-    """Return the header of a bucket: a line of JSON with these facts, and one with the tensors' places in its buffer.
-
-    A place is name, dtype, shape, and first and last byte.
-    """
+    """Return the header of a bucket: name, dtype, shape, and first and last byte of each tensor in its buffer."""
     places = [
         (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, start, start + tensor.nbytes)
         for (name, tensor), start in zip(tensors, starts, strict=True)
     ]
-    facts = orjson.dumps({"is_first": is_first, "is_last": is_last})
-    return b"\n".join([facts, orjson.dumps(places, default=list)]).decode()
+    return orjson.dumps({"is_first": is_first, "is_last": is_last, "places": places}, default=list).decode()
 
 
 def check_header_of(checksums: Mapping[str, Sequence[str]]) -> str:
@@ -77,7 +68,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     Raises RuntimeError if weights do not arrive, or differ.
     """
     [(header, buffer)] = named_tensors
-    facts = orjson.loads(header.partition("\n")[0])
+    facts = orjson.loads(header)
     if CHECKSUMS in facts:
         check(model, facts[CHECKSUMS])
         return
@@ -87,53 +78,12 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if update is None:
         raise RuntimeError("furlong's weight loader received a later bucket of an update before the first one")
     with torch.no_grad():
-        update.load(header, buffer)
+        update.load(facts["places"], buffer)
         if facts["is_last"]:
             delattr(model, UPDATE)
             update.finish()
     if buffer.is_cuda:  # the sender fills the buffer again once this is answered
         torch.cuda.current_stream(buffer.device).synchronize()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a buffer has a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    def tensor(self, buffer: Tensor) -> Tensor:
-        """Return the tensor."""
-        return buffer[self.begin : self.end].view(self.dtype).view(self.shape)
-
-
-def places_in(header: str) -> list[Place]:
-    """Return the places of the tensors that are loaded."""
-    read = orjson.loads(header.partition("\n")[2])
-    return [
-        Place(name, getattr(torch, dtype), tuple(shape), begin, end)
-        for name, dtype, shape, begin, end in read
-        if not name.endswith(CONSTANT)
-    ]
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """How to load a bucket again. `counted`: what its sums count, each under the name of a parameter."""
-
-    copies: CopyPlan
-    counted: Sequence[Place]
-
-
-@dataclass(frozen=True)
-class UpdatePlan:
-    """What was recorded of an update: the buckets by header, in order, and the last one with tensors of each layer."""
-
-    buckets: Mapping[str, BucketPlan | None] = field(default_factory=dict[str, BucketPlan | None])
-    last_of: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Update:
@@ -142,67 +92,33 @@ class Update:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers = [layer for name, module in model.named_modules() if (layer := _layer(name, module)) is not None]
-        self._parameters: dict[str, Tensor] = {name: each.data for name, each in model.named_parameters()}
-        for layer in self._layers:
-            self._parameters |= {name: each.data for name, each in layer.named_parameters()}
-        self._layer_of = {name: layer.name for layer in self._layers for name, _ in layer.named_parameters()}
+        self._dtypes = {name: each.dtype for layer in self._layers for name, each in layer.named_parameters()}
         self._sent: dict[str, Tensor] = {}  # by parameter: the sum of what was sent
-        self._loaded: dict[str, Tensor] = {}  # the same of what was loaded, of layers that are rearranged
-        self._plan: UpdatePlan = getattr(model, PLAN, UpdatePlan())
-        self._used: dict[str, BucketPlan | None] = {}
-        self._last_of: dict[str, str] = {}
 
-    def load(self, header: str, buffer: Tensor) -> None:
-        """Load a bucket, by the plan for its header if there is one."""
-        plan = self._plan.buckets.get(header)
-        if plan is not None and plan.copies.fits(self._parameters):
-            plan.copies.run(buffer, self._parameters)
-            counted = [(place.name, place.tensor(buffer)) for place in plan.counted]
-        elif header in self._plan.buckets and plan is None:
-            counted = self._load_by_sglang(places_in(header), buffer)
-        else:
-            places = places_in(header)
-            with CopyRecorder(buffer, self._parameters) as recorder:
-                counted = self._load_by_sglang(places, buffer)
-            copies = recorder.plan([(place.begin, place.end) for place in places])
-            plan = None if copies is None else _bucket_plan(copies, counted, buffer)
-        self._used[header] = plan
-        for name, total in integer_sums(self._in_stored_precision(counted)).items():
-            self._sent[name] = self._sent[name] + total if name in self._sent else total
-        self._note_layers(header, {self._layer_of[name] for name, _ in counted})
-
-    def _note_layers(self, header: str, names: Collection[str]) -> None:
-        """Rearrange the layers that a bucket completes, if all buckets so far came as in the update before."""
-        self._last_of |= dict.fromkeys(names, header)
-        if all(one == other for one, other in zip(self._used, self._plan.buckets, strict=False)):
-            self._rearrange([layer for layer in self._layers if self._plan.last_of.get(layer.name) == header])
-
-    def _rearrange(self, layers: Sequence[QuantizedLayer]) -> None:
-        self._loaded |= integer_sums([each for layer in layers if layer.is_whole for each in layer.named_parameters()])
-        for layer in layers:
-            layer.rearrange()
-
-    def _load_by_sglang(self, places: Sequence[Place], buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """Have SGLang load the tensors; return what it gave to the loaders of which quantized parameters."""
-        tensors = [(place.name, place.tensor(buffer)) for place in places]
+    def load(self, places: Sequence[Any], buffer: Tensor) -> None:
+        """Have SGLang load the tensors at these places of a buffer, and count what its loaders receive."""
+        tensors = [
+            (name, buffer[begin:end].view(getattr(torch, dtype)).view(tuple(shape)))
+            for name, dtype, shape, begin, end in places
+            if not name.endswith(CONSTANT)
+        ]
         blocks = {_block_of(name) for name, _ in tensors}
         layers = [layer for layer in self._layers if (block := _block_of(layer.name)) is None or block in blocks]
         with _loadable(layers):
             self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]  SGLang's
-        return [part for layer in layers for part in layer.take_loaded()]
-
-    def _in_stored_precision(self, counted: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return tensors in the precision of their parameters: scales may be sent in float32."""
-        return [(name, tensor.to(self._parameters[name].dtype)) for name, tensor in counted]
+        # in the precision of the parameters: scales may be sent in float32
+        loaded = [(name, tensor.to(self._dtypes[name])) for layer in layers for name, tensor in layer.take_loaded()]
+        for name, total in integer_sums(loaded).items():
+            self._sent[name] = self._sent[name] + total if name in self._sent else total
 
     def finish(self) -> None:
-        """Rearrange the layers that are left, and compare what was loaded."""
-        setattr(self._model, PLAN, UpdatePlan(self._used, self._last_of))
-        missing = [name for name in self._layer_of if name not in self._sent]
+        """Compare what was loaded, and rearrange the layers."""
+        missing = [name for name in self._dtypes if name not in self._sent]
         if missing:
             raise RuntimeError(f"{len(missing)} quantized parameters were not loaded: {', '.join(missing[:3])}")
-        self._rearrange([layer for layer in self._layers if not layer.is_rearranged])
-        loaded = self._loaded
+        loaded = integer_sums([each for layer in self._layers if layer.is_whole for each in layer.named_parameters()])
+        for layer in self._layers:
+            layer.rearrange()
         differences = (
             torch.stack([self._sent[name] - total for name, total in loaded.items()]).tolist() if loaded else []
         )
@@ -212,36 +128,17 @@ class Update:
             raise RuntimeError(f"{len(wrong)} quantized parameters differ from what was sent: {names}")
 
 
-def _bucket_plan(copies: CopyPlan, counted: Sequence[tuple[str, Tensor]], buffer: Tensor) -> BucketPlan | None:
-    """Return the plan of a bucket; None if something else than whole tensors of it is to be counted.
-
-    Tensors that follow each other in the buffer and count for the same parameter become one place.
-    """
-    memory = buffer.untyped_storage().data_ptr()
-    if not all(each.untyped_storage().data_ptr() == memory and each.is_contiguous() for _, each in counted):
-        return None
-    places: list[Place] = []
-    for name, each in sorted(counted, key=lambda pair: pair[1].data_ptr()):
-        begin, end = each.data_ptr() - buffer.data_ptr(), each.data_ptr() - buffer.data_ptr() + each.nbytes
-        if places and (places[-1].name, places[-1].dtype, places[-1].end) == (name, each.dtype, begin):
-            begin = places.pop().begin
-        places.append(Place(name, each.dtype, ((end - begin) // each.itemsize,), begin, end))
-    return BucketPlan(copies, places)
-
-
 @dataclass
 class QuantizedLayer:
     """A quantized layer during an update.
 
     parameters: those to load. is_staged: they take the place of the kernels' own while something is loaded.
-    is_rearranged: nothing can be loaded any more.
     """
 
     name: str
     module: Any
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     is_staged: bool = False
-    is_rearranged: bool = False
     _loaders: dict[str, Callable[..., None]] = field(default_factory=dict[str, Callable[..., None]])
     _loaded: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
 
@@ -278,11 +175,6 @@ class QuantizedLayer:
 
     def _counting(self, name: str) -> Callable[..., None]:
         def load_and_count(parameter: nn.Parameter, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self.is_rearranged:
-                raise RuntimeError(
-                    f"tensors of {self.name} came in another order than in the update before, after it was complete; "
-                    "restart the server"
-                )
             self._loaded.append((f"{self.name}.{name}", tensor))
             self._loaders[name](parameter, tensor, *args, **kwargs)
 
@@ -305,7 +197,7 @@ class QuantizedLayer:
 
     def rearrange(self) -> None:
         """Have SGLang rearrange what was loaded, into the tensors that the kernels use."""
-        module, self.is_rearranged = self.module, True
+        module = self.module
         before, attributes = dict(module._parameters), _attributes(module)
         scheme = _scheme(module)
         of_scheme = dict(vars(scheme))
@@ -348,29 +240,22 @@ def _scales_permuted_at_once(scheme: Any) -> Generator[None]:
         module.marlin_moe_permute_scales = own  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def integer_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements, read as integers; it does not depend on their order."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
-
-
 def integer_sums(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return `integer_sum` by name, added up where a name has several tensors, with few launches on a GPU."""
-    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in tensors))}
-    if not places:
-        return {}
-    sums = torch.zeros(len(places), dtype=torch.int64, device=tensors[0][1].device)
-    left = list(tensors)
-    if sums.is_cuda:
-        from furlong.sglang_layout.integer_sum_kernel import add_sums, can_sum
+    """Return the sum of the elements read as integers, by name, over all tensors of a name.
 
-        for size in INTEGERS:
-            some = [(name, each) for name, each in tensors if each.itemsize == size and can_sum(each)]
-            add_sums(sums, [each for _, each in some], [places[name] for name, _ in some])
-        left = [(name, each) for name, each in tensors if not can_sum(each)]
-    for name, each in left:
-        sums[places[name]] += integer_sum(each)
-    return dict(zip(places, sums.unbind(), strict=True))
+    It does not depend on their order. Tensors of one size are summed together: a mixture of experts has thousands of
+    them.
+    """
+    alike: dict[tuple[torch.dtype, int], list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        integers = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.itemsize])
+        alike.setdefault((integers.dtype, len(integers)), []).append((name, integers))
+    totals: dict[str, Tensor] = {}
+    for some in alike.values():
+        rows = some[0][1][None] if len(some) == 1 else torch.stack([integers for _, integers in some])
+        for (name, _), total in zip(some, rows.sum(1, dtype=torch.int64).unbind(), strict=True):
+            totals[name] = totals[name] + total if name in totals else total
+    return totals
 
 
 def _block_of(name: str) -> int | None:
