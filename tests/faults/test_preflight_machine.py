@@ -24,6 +24,7 @@ from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import machine_checks as machine
 from furlong.run.launch import findings_before_run
+from furlong.tools import memory_plan as memory
 from runs import flags
 
 
@@ -150,22 +151,22 @@ def test_a_port_that_another_process_has(tmp_path, capsys):
     assert taken_port("--port", "127.0.0.1", 0) is None
 
 
+def set_dimensions(world, **changes):
+    """Give the model of `world` dimensions as of a large one."""
+    large = {
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 2560,
+        "intermediate_size": 9728, "num_hidden_layers": 2, "vocab_size": 151936,
+    }  # fmt: skip
+    path = world.model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | large | changes))
+
+
 @fault("MEM01")
 def test_training_that_does_not_fit_the_gpu_is_reported_with_a_change_that_does(world, monkeypatch):
     """The driver's command is a script that names a GPU, and the model's config one of 4B parameters."""
     path = world.folder / "bin" / "nvidia-smi"
     path.parent.mkdir()
-    config = json.loads((world.model / "config.json").read_text())
-    large = {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 2,
-        "vocab_size": 151936,
-    }
-    (world.model / "config.json").write_text(json.dumps(config | large))
+    set_dimensions(world)
 
     def gpu(mebibytes: int) -> None:
         path.write_text(f"#!/bin/sh\necho 'Tiny GPU, {mebibytes}'\n")
@@ -182,6 +183,21 @@ def test_training_that_does_not_fit_the_gpu_is_reported_with_a_change_that_does(
     assert not [each for each in world.look(bf16=True, **mended) if each.id == "MEM01"]
     gpu(141 * 1024)
     assert not [each for each in world.look(bf16=True) if each.id == "MEM01"]
+
+
+def test_the_preflight_plans_the_sizes_that_the_run_would_choose(world, monkeypatch):
+    set_dimensions(world)
+    planned: list[int] = []
+
+    def plan(config, *args):
+        planned.append(config.train.max_tokens_per_gpu)
+        return memory.plan_memory(config, *args)
+
+    monkeypatch.setattr(machine, "local_device", lambda: ("H100", 80 << 30))
+    monkeypatch.setattr(machine, "plan_memory", plan)
+    world.doctor()
+    world.doctor(use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
+    assert planned == [32768, 4096]
 
 
 @contextlib.contextmanager

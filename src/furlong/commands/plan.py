@@ -15,7 +15,7 @@ from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
 from furlong.tools.gpu_memory import DEVICES, device_bytes, local_device
 from furlong.tools.memory_formulas import GIB
-from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown
+from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown, with_chosen_sizes
 
 USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
                     [FLAGS] [--json]
@@ -50,11 +50,14 @@ def plan(words: list[str]) -> int:
             f"--gpus {gpus} has no effect on a complete command; use --actor-num-gpus-per-node, "
             "--rollout-num-gpus and --colocate"
         )
-    config = load(words, preset=assumed).config
-    folder = Path(str(config.rollout.hf_checkpoint))
-    memory = plan_memory(config, read_json(folder / "config.json"), size)
-    report.record(memory.record() | {"device": name, "assumed": shown(assumed)})
-    report.text(*([f"assumed: {shown(assumed)}", ""] if shown(assumed) else []), _text(memory, name))
+    resolved = load(words, preset=assumed)
+    model_config = read_json(Path(str(resolved.config.rollout.hf_checkpoint)) / "config.json")
+    config, _, chosen = with_chosen_sizes(resolved.config, resolved.sources, model_config, size)
+    memory = plan_memory(config, model_config, size)
+    report.record(memory.record() | {"device": name, "assumed": shown(assumed), "chosen": chosen})
+    notes = [f"assumed: {shown(assumed)}"] if assumed else []
+    notes += [f"chosen by the run: {line}" for line in chosen]
+    report.text(*([*notes, ""] if notes else []), _text(memory, name))
     return 0 if memory.fits else 1
 
 
@@ -115,7 +118,6 @@ def _text(plan: MemoryPlan, name: str) -> str:
             "trainer and engine use the GPU in turn (--colocate); next to the trainer, the engine can use at most "
             f"--sglang-mem-fraction-static {plan.most_fraction:.2f}"
         )
-    lines.append("accuracy: " + "; ".join(f"{part} {how}" for part, how in plan.sure.items()))
     if plan.fits:
         lines.append(f"it fits, with up to --max-tokens-per-gpu {plan.most_tokens}")
     else:

@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.ray_session import check_fits, cluster_nodes
@@ -46,7 +46,7 @@ from furlong.run.folder import folder_problems, lock_save_folder, log_changed_fl
 from furlong.run.records import explain_errors, log_run, record_outcome, trace_processes
 from furlong.run.signals import EXIT_CODES, EndSignals, Reason
 from furlong.tools.gpu_memory import local_device, type_bytes
-from furlong.tools.memory_plan import chosen_sizes, engine_advice
+from furlong.tools.memory_plan import engine_advice, with_chosen_sizes
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
 
 def findings_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
     """Return the diagnoses of a command, most severe first. `problems` are those of reading its flags."""
-    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)])
+    findings = preflight(resolved.config, [*problems, *folder_problems(resolved)], sources=resolved.sources)
     if any(finding.id == "GPU05" for finding in findings):  # there is no cluster to ask
         return findings
     return most_severe_first([*findings, *_cluster_findings(resolved.config)])
@@ -180,32 +180,17 @@ def sized_for_gpus(resolved: Resolved) -> Resolved:
 
     Flags take precedence.
     """
-    config, sources = resolved.config, dict(resolved.sources)
+    config, sources, lines = resolved.config, resolved.sources, list[str]()
     size, why = gpu_bytes(config)
     try:
-        model_config = read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json") if size else {}
-        sizes = chosen_sizes(config, model_config, size) if size else {}
+        if size:
+            model_config = read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json")
+            config, sources, lines = with_chosen_sizes(config, sources, model_config, size)
     except ConfigError as error:
-        sizes, why = {}, str(error)
+        why = str(error)
     if why:
         line = f"micro-batches and engines keep their default sizes, as the memory plan cannot choose them: {why}"
         return replace(resolved, lines=(*resolved.lines, line))
-    lines: list[str] = []
-    for name, (value, reason) in sizes.items():
-        section = next(each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
-        before = getattr(getattr(config, section), name)
-        is_free = sources[name].startswith(("default", "derived"))
-        if not is_free and not isinstance(value, dict):
-            continue
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        if isinstance(value, dict):  # options of SGLang, of which some may be given
-            new = {option: each for option, each in cast(dict[str, Any], value).items() if option not in before}
-            words = [f"--sglang-{option.replace('_', '-')} {each}" for option, each in new.items()]
-            sources[name] = f"derived: {reason}" if is_free else f"{sources[name]}; derived {', '.join(new)}: {reason}"
-        else:
-            words = [f"--{name.replace('_', '-')} {value}"]
-            sources[name] = f"derived: {reason}"
-        lines.append(f"{' '.join(words)}: {reason}")
     if config.cluster.engine == "embedded" and not is_served(config) and not without_engines(config):
         lines.append(engine_advice(config))
     return replace(resolved, config=config, sources=sources, lines=(*resolved.lines, *lines))

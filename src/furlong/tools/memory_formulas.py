@@ -233,43 +233,6 @@ def stages(model: ModelSize, setup: TrainingSetup) -> list[PipelineStage]:
     return [PipelineStage(model, setup, number) for number in sorted({0, min(1, last), last})]
 
 
-def larger_layouts(model: ModelSize, layout: Layout) -> list[Layout]:
-    """List layouts that shard the model further, cheapest first: by TP within a machine, then PP, then both."""
-    layouts: list[Layout] = []
-    for ranks in (2, 4, 8, 16, 32, 64):
-        for tensor in (1, 2, 4, NODE):
-            pipeline = ranks // tensor
-            if tensor * pipeline != ranks or model.kv_heads % tensor or model.layers % pipeline:
-                continue
-            if tensor < layout.tensor or pipeline < layout.pipeline:
-                continue
-            layouts.append(
-                replace(
-                    layout,
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    sequence_parallel=tensor > 1,
-                    expert_tensor=1 if layout.expert > 1 else tensor,
-                    virtual=1,
-                    first_layers=None,
-                    last_layers=None,
-                )
-            )
-    return [each for each in layouts if (each.tensor, each.pipeline) != (layout.tensor, layout.pipeline)]
-
-
-def layout_flags(layout: Layout, ranks: int) -> str:
-    """Return the flags of a layout on this many ranks."""
-    words = [f"--actor-num-gpus-per-node {min(ranks, NODE)}"]
-    if ranks > NODE:
-        words.insert(0, f"--actor-num-nodes {ranks // NODE}")
-    if layout.tensor > 1:
-        words.append(f"--tensor-model-parallel-size {layout.tensor} --sequence-parallel")
-    if layout.pipeline > 1:
-        words.append(f"--pipeline-model-parallel-size {layout.pipeline}")
-    return " ".join(words)
-
-
 def _layers_of(layers: int, layout: Layout, number: int) -> int:
     explicit = {0: layout.first_layers, layout.pipeline - 1: layout.last_layers}
     if (count := explicit.get(number)) is not None:
@@ -307,9 +270,7 @@ def resting(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
     if setup.layout is not None:
         return max((stage.resting() for stage in stages(model, setup)), key=lambda parts: sum(parts.values()))
     share = math.ceil(model.parameters / setup.shards)
-    is_copied = (
-        setup.is_half and setup.shards == 1
-    )  # separate float32 master weights; sharded ranks gather weights from them
+    is_copied = setup.is_half and setup.shards == 1  # sharded ranks gather bfloat16 weights from the master weights
     parts = {
         "weights": (2 if is_copied else 4) * share,
         "master_weights": 4 * share if is_copied and not setup.offloads_masters else 0,
@@ -405,9 +366,7 @@ def _activations(model: ModelSize, setup: TrainingSetup, tokens: int, room: int)
         one = (EAGER_FACTOR if setup.on_cpu else 1.0) * model.kept_per_token
         return int(wide * (model.layers * 2 * model.hidden + one)) * tokens, "whole layers recomputed"
     kept = int(wide * model.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * tokens * model.layers
-    saved = (
-        wide * (4 if is_compiled else 8) * model.mlp_width * tokens
-    )  # gate and up, and their product if not compiled
+    saved = wide * (4 if is_compiled else 8) * model.mlp_width * tokens  # gate and up; their product if not compiled
     excess = kept - room
     if excess <= 0 or model.experts or setup.on_cpu:
         return kept, "nothing recomputed"
@@ -437,27 +396,25 @@ def smallest_change(model: ModelSize, setup: TrainingSetup, limit: int, *, longe
     longest: tokens of the longest sample, which gets its own micro-batch if it exceeds --max-tokens-per-gpu.
     """
     sequence = max(longest, TOKEN_STEP)
-    candidates: list[tuple[str, TrainingSetup]] = [
-        ("", setup),
-        ("--recompute-activations", replace(setup, whole_layers=True)),
-    ]
-    if not setup.on_cpu:  # where moments are on the host anyway
-        candidates += [
-            ("--offload-optimizer-states", replace(setup, is_offloaded=True)),
-            (
-                "--recompute-activations --offload-optimizer-states",
-                replace(setup, whole_layers=True, is_offloaded=True),
-            ),
-        ]
-    for flags, changed in candidates:
+    for whole, offloaded in ((False, False), (True, False), (False, True), (True, True)):
+        if offloaded and setup.on_cpu:  # where moments are on the host anyway
+            break
+        changed = replace(setup, whole_layers=whole or setup.whole_layers, is_offloaded=offloaded or setup.is_offloaded)
         tokens = most_tokens(model, changed, limit)
         if tokens >= sequence:
-            fewer = f"--max-tokens-per-gpu {tokens}" if tokens < setup.tokens else ""
-            return " ".join(filter(None, (fewer, flags)))
+            flags = [
+                f"--max-tokens-per-gpu {tokens}" if tokens < setup.tokens else "",
+                "--recompute-activations" if whole else "",
+                "--offload-optimizer-states" if offloaded else "",
+            ]
+            return " ".join(filter(None, flags))
     if setup.on_cpu:
         return "use a smaller model, shorter samples, or more memory: no micro-batch size fits"
     if setup.layout is not None:
-        return _larger_layout(model, setup, limit, sequence)
+        return (
+            "use more ranks with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size, a smaller "
+            "model, or shorter samples"
+        )
     for ranks in (2, 4, 8, 16, 32, 64, 128):
         changed = replace(setup, shards=ranks * setup.shards, whole_layers=True)
         tokens = most_tokens(model, changed, limit)
@@ -468,19 +425,6 @@ def smallest_change(model: ModelSize, setup: TrainingSetup, limit: int, *, longe
                 fewer = f" --max-tokens-per-gpu {tokens}" if tokens < setup.tokens else ""
                 return f"{more}{split} --recompute-activations{fewer}"
     return "use a smaller model, or shorter samples: no setting of up to 128 times the GPUs fits"
-
-
-def _larger_layout(model: ModelSize, setup: TrainingSetup, limit: int, sequence: int) -> str:
-    assert setup.layout is not None
-    for layout in larger_layouts(model, setup.layout):
-        ranks = max(setup.shards, layout.tensor * layout.pipeline * layout.context)
-        for whole in (False, True):
-            changed = replace(setup, layout=layout, shards=ranks, whole_layers=whole)
-            tokens = most_tokens(model, changed, limit)
-            if tokens >= sequence:
-                fewer = f" --max-tokens-per-gpu {tokens}" if tokens < setup.tokens else ""
-                return layout_flags(layout, ranks) + (" --recompute-activations" if whole else "") + fewer
-    return "use more ranks, a smaller model, or shorter samples: no layout of up to 64 GPUs fits"
 
 
 @dataclass(frozen=True)

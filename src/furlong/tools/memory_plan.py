@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import examine
@@ -78,8 +78,7 @@ class MemoryPlan:
     """Phases on one GPU of `device_bytes`. `change`: flags with which they fit, "" if they already do.
 
     least_fraction: --mem-fraction-static with which the engine fits all requests at full length. most_fraction: the
-    largest that leaves room for a colocated trainer. host: host memory of a machine's ranks, None if negligible. sure:
-    for each part, what its prediction was compared with.
+    largest that leaves room for a colocated trainer. host: host memory of a machine's ranks, None if negligible.
     """
 
     device_bytes: int
@@ -90,7 +89,6 @@ class MemoryPlan:
     least_fraction: float | None
     most_fraction: float | None = None
     host: Phase | None = None
-    sure: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def limit(self) -> int:
@@ -120,7 +118,6 @@ class MemoryPlan:
             "max_tokens_per_gpu": self.most_tokens,
             "sglang_mem_fraction_static": self.least_fraction,
             "sglang_mem_fraction_static_at_most": self.most_fraction,
-            "sure": dict(self.sure),
         }
 
 
@@ -160,27 +157,7 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
         most_fraction=most,
         host=_on_host(config, topology, model, setup),
-        sure=_validation(model, setup, has_engine=engine is not None, has_sleeper="sleeping engine" in other),
     )
-
-
-def _validation(model: ModelSize, setup: TrainingSetup, *, has_engine: bool, has_sleeper: bool) -> dict[str, str]:
-    """Describe how each part of a prediction was validated (docs/internals/benchmarks.md has the figures)."""
-    layout = setup.layout
-    unmeasured = {
-        "experts": model.experts > 0,
-        "pipeline stages": layout is not None and layout.pipeline > 1,
-        "context parallelism": layout is not None and layout.context > 1,
-    }
-    names = " and ".join(name for name, is_used in unmeasured.items() if is_used)
-    notes = {"trainer": "within 10 % of measurements on one or two H200s"}
-    if names:
-        notes["trainer"] = f"computed; {names} not validated on a GPU"
-    if has_engine:
-        notes["engine"] = "within 5 % of SGLang 0.5.16 on an H200"
-    if has_sleeper:
-        notes["sleeping engine"] = "an upper bound from measurements, up to 5 GiB less with few concurrent requests"
-    return notes
 
 
 def _on_host(config: Config, topology: Topology, model: ModelSize, setup: TrainingSetup) -> Phase | None:
@@ -204,12 +181,11 @@ def _num_moments(config: Config) -> int:
 
 def _as_flags(change: str, config: Config) -> str:
     """Add the flags that --max-tokens-per-gpu in `change` needs in this run."""
-    is_default = config.train.max_tokens_per_gpu == DEFAULT_MAX_TOKENS  # which is dropped with either flag
-    if "--max-tokens-per-gpu" not in change or (config.train.use_dynamic_batch_size and not is_default):
+    train = config.train
+    is_given = train.max_tokens_per_gpu not in (DEFAULT_MAX_TOKENS, *TOKENS)  # else nothing was given, and is lost now
+    if "--max-tokens-per-gpu" not in change or (train.use_dynamic_batch_size and is_given):
         return change
-    if config.train.use_dynamic_batch_size:
-        return f"--use-dynamic-batch-size {change}"
-    dropped = "" if config.train.micro_batch_size == 1 else ", without --micro-batch-size"
+    dropped = "" if train.use_dynamic_batch_size or train.micro_batch_size == 1 else ", without --micro-batch-size"
     return f"--use-dynamic-batch-size {change}{dropped}"
 
 
@@ -317,6 +293,31 @@ def chosen_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: 
     elif RECOMPUTED_TOKENS in fitting:
         sizes["max_tokens_per_gpu"] = RECOMPUTED_TOKENS, f"{device}: fits with MLPs recomputed"
     return sizes
+
+
+def with_chosen_sizes(
+    config: Config, sources: Mapping[str, str], model_config: Mapping[str, Any], device_bytes: int
+) -> tuple[Config, dict[str, str], list[str]]:
+    """Return the configuration with `chosen_sizes`, its sources, and each size as flags with its reason.
+
+    Flags take precedence: only values whose source is a default, or derived, are replaced.
+    """
+    sources, lines = dict(sources), list[str]()
+    for name, (value, reason) in chosen_sizes(config, model_config, device_bytes).items():
+        section = next(each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
+        before, source = getattr(getattr(config, section), name), sources.get(name, "default")
+        is_free = source.startswith(("default", "derived"))
+        if not is_free and not isinstance(value, dict):
+            continue
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        prefix, new = "", {name: value}
+        if isinstance(value, dict):  # options of SGLang, of which some may be given
+            options = cast("dict[str, Any]", value)
+            prefix, new = "sglang-", {option: each for option, each in options.items() if option not in before}
+        sources[name] = f"derived: {reason}" if is_free else f"{source}; derived {', '.join(new)}: {reason}"
+        words = [f"--{prefix}{flag.replace('_', '-')} {each}" for flag, each in new.items()]
+        lines.append(f"{' '.join(words)}: {reason}")
+    return config, sources, lines
 
 
 def _full_length(config: Config) -> int:
@@ -563,7 +564,7 @@ def shown(assumed: Mapping[str, Any]) -> str:
 
 
 def _sizes(explicit: set[str], config: Config, model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return prompts, samples, and tokens per micro-batch: one of the longest sample, unless set by a flag."""
+    """Return the numbers of prompts and samples, and their tokens, unless set by a flag."""
     positions = (model_config.get("text_config") or model_config).get("max_position_embeddings")
     most = min(SAMPLE_TOKENS, int(positions or SAMPLE_TOKENS))
     rollout = config.rollout
@@ -575,11 +576,7 @@ def _sizes(explicit: set[str], config: Config, model_config: Mapping[str, Any]) 
     assumed: dict[str, Any] = {"rollout_batch_size": prompts, "n_samples_per_prompt": n}
     if "rollout_max_context_len" not in explicit:
         assumed |= {"rollout_max_prompt_len": prompt, "rollout_max_response_len": response}
-    if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & explicit:
-        longest = rollout.rollout_max_context_len or prompt + response
-        tokens = -(-longest // config.train.context_parallel_size)
-        assumed |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": tokens}
-    elif "max_tokens_per_gpu" in explicit:
+    if "max_tokens_per_gpu" in explicit:
         assumed["use_dynamic_batch_size"] = True
     return assumed
 

@@ -18,23 +18,12 @@ from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_ad
 
 GIB = 2**30
 QWEN3_06B = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-QWEN3_4B = QWEN3_06B | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-}
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+WIDER = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+QWEN3_4B = QWEN3_06B | WIDER
 SGLANG = "--engine sglang"
 FOUR, SPLIT = "--actor-num-gpus-per-node 4", "--actor-num-gpus-per-node 2 --rollout-num-gpus 2"
 MEGATRON = f"--train-backend megatron {FOUR}"
@@ -75,8 +64,9 @@ def test_each_layout_gets_large_micro_batches_and_an_engine_for_all_of_its_reque
     assert sizes.pop("sglang_options", sizes) == engine
 
 
-def test_micro_batches_grow_with_the_memory_and_the_ranks_and_shrink_next_to_an_engine():
+def test_sizes_grow_with_the_memory_and_the_ranks_and_shrink_next_to_an_engine():
     assert sizes_on(12) == {}
+    assert sizes_on(80, new=1024)["embedded_num_slots"] < sizes_on(80, new=256)["embedded_num_slots"]
     tokens = [sizes_on(gib)["max_tokens_per_gpu"] for gib in (56, 140)]
     assert 4096 < tokens[0] < tokens[1] <= 32768
     alone, next_to_engine, four = (
@@ -97,10 +87,6 @@ def test_a_model_that_needs_recomputation_gets_moderate_micro_batches():
     tokens, reason = chosen_sizes(command().config, wide, 80 * GIB)["max_tokens_per_gpu"]
     assert tokens == RECOMPUTED_TOKENS
     assert "recomputed" in reason
-
-
-def test_slots_are_fewer_for_longer_responses():
-    assert sizes_on(80, new=1024)["embedded_num_slots"] < sizes_on(80, new=256)["embedded_num_slots"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from furlong.catalogue import NO_EFFECT, Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.config.sections import Config
@@ -47,14 +47,20 @@ REFUSED_AS: dict[type[FurlongError], str] = {
 }
 
 
-def preflight(config: Config, problems: Sequence[Problem] = (), *, checks: Sequence[Check] = CHECKS) -> list[Diagnosis]:
-    """Run the checks and return their diagnoses, most severe first. `problems` are those of the flags themselves.
+def preflight(
+    config: Config,
+    problems: Sequence[Problem] = (),
+    *,
+    sources: Mapping[str, str] | None = None,
+    checks: Sequence[Check] = CHECKS,
+) -> list[Diagnosis]:
+    """Run the checks and return their diagnoses, most severe first. `problems` and `sources` are those of the flags.
 
     An input that a check refuses with furlong's own error is reported as a problem of that input. Another exception is
     CHECK01, unless there is an error already: the check may depend on what that error is about, and runs again once it
     is corrected.
     """
-    context = PreflightContext(config, tuple(problems))
+    context = PreflightContext(config, tuple(problems), sources or {})
     found: list[Diagnosis] = []
     raised: list[Diagnosis] = []
     for check in checks:

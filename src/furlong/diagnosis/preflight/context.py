@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -71,7 +71,7 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class PreflightContext:
-    """A configuration, the problems of its flags, and its files. What cannot be read is None.
+    """A configuration, the problems and sources of its flags, and its files. What cannot be read is None.
 
     A file that cannot be read is reported by its own check only. `reads_all`: read prompt files completely, not only
     their first rows.
@@ -79,6 +79,7 @@ class PreflightContext:
 
     config: Config
     problems: tuple[Problem, ...] = ()
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     reads_all: bool = False
 
     @cached_property

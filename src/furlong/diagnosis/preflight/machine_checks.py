@@ -26,7 +26,7 @@ from furlong.machine import MemoryUse, cpu_quota, has_amx
 from furlong.tools import memory_plan as plan
 from furlong.tools.environment import environment_findings, read_environment
 from furlong.tools.gpu_memory import gpus_in_use, local_device
-from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
+from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory, with_chosen_sizes
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
@@ -237,10 +237,14 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
     try:
         model = read_json(path)
         if device is not None:
-            plan = plan_memory(context.config, model, device[1])
-            yield from findings(plan, device[0])
+            config = context.config
+            num_gpus = max(len(_gpu_files(Path("/dev"))), 1)
+            if uses_ray(config) or num_gpus >= Topology.of(config).num_gpus:  # a run with fewer chooses nothing
+                config, _, _ = with_chosen_sizes(config, context.sources, model, device[1])
+            memory = plan_memory(config, model, device[1])
+            yield from findings(memory, device[0])
             if machine is not None:
-                yield from host_findings(plan, context.config, machine.limit)
+                yield from host_findings(memory, config, machine.limit)
         elif machine is not None:
             yield from cpu_findings(context.config, model, machine)
     except ConfigError:
