@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from furlong.data.audit import audit
@@ -62,29 +58,6 @@ def test_data_that_ends_before_a_rollout_is_full_is_an_error(model, tmp_path):
         train(flags(model, data, tmp_path / "run", num_rollout=9, num_epoch=1))
 
 
-def test_parquet_gives_the_same_run_as_json_lines(model, tmp_path):
-    data = write_prompts(tmp_path / "prompts.jsonl", 10)
-    table = pa.Table.from_pylist([json.loads(line) for line in data.read_text().splitlines()])
-    pq.write_table(table, tmp_path / "prompts.parquet")
-    train(flags(model, data, tmp_path / "a"))
-    train(flags(model, tmp_path / "prompts.parquet", tmp_path / "b"))
-    assert [reproducible(r) for r in rows(tmp_path / "a")] == [reproducible(r) for r in rows(tmp_path / "b")]
-
-
-def test_slice_of_a_file_is_read(model, tmp_path):
-    data = write_prompts(tmp_path / "prompts.jsonl", 20)
-    train(flags(model, f"{data}@[5:9]", tmp_path / "run", num_rollout=1))
-    assert len(issued(tmp_path / "run")) == 4
-    assert "5+10=" not in (tmp_path / "run" / "ledger.jsonl").read_text()
-
-
-def test_long_prompts_are_left_out_and_counted(model, tmp_path):
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"input": "1+1=" * (1 + i % 2), "label": "2"}) + "\n" for i in range(8)))
-    train(flags(model, data, tmp_path / "run", num_rollout=1, rollout_max_prompt_len=4))
-    assert "4 of 8" in (tmp_path / "run" / "run.log").read_text()
-
-
 def test_wrong_column_is_an_error_that_names_the_right_one(model, tmp_path):
     data = write_prompts(tmp_path / "prompts.jsonl", 4)
     with pytest.raises(ConfigError, match=r"the closest is 'label' \(--label-key label\)"):
@@ -99,9 +72,3 @@ def test_bad_rows_are_an_error_unless_they_are_to_be_skipped(model, tmp_path):
     evaluated = {"eval_prompt_data": ["own", data], "eval_interval": 1}
     assert train(flags(model, data, tmp_path / "skipped", skip_bad_rows=True, num_rollout=1, **evaluated)) == 1
     assert "eval/own" in rows(tmp_path / "skipped")[-1]
-
-
-def test_rows_choose_their_own_verifier(model, tmp_path):
-    data = write_prompts(tmp_path / "prompts.jsonl", 8, metadata={"rm_type": "f1"})
-    train(flags(model, data, tmp_path / "run", num_rollout=1))
-    assert rows(tmp_path / "run")[0]["rollout/raw_reward"] < 0.3  # random would give half

@@ -114,11 +114,6 @@ def test_rollouts_only_generate_score_and_dump(recorded, model, data, tmp_path):
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
 
 
-def test_training_only_without_a_dump_is_refused(model, data, tmp_path):
-    with pytest.raises(ConfigError, match="--load-debug-rollout-data"):
-        train(flags(model, data, tmp_path / "run", debug_train_only=True))
-
-
 def test_equal_commands_give_equal_runs_and_another_seed_another(model, data, tmp_path):
     def run(name, **changes):
         train(flags(model, data, tmp_path / name, **changes))
@@ -150,20 +145,3 @@ def test_the_profiler_records_the_selected_part_of_the_selected_rollouts(model, 
     (profile,) = (tmp_path / "run" / "profile").iterdir()
     assert profile.name == "train_actor-actor_train-rank0-rollout1.json"
     assert any(event["name"] == "aten::mm" for event in json.loads(profile.read_text())["traceEvents"])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"profile_target": "train_actor"}, "--use-pytorch-profiler"),
-        ({"use_pytorch_profiler": True, "profile_target": "train_actr"}, "train_actor"),
-        (
-            {"use_pytorch_profiler": True, "profile_target": ["train_overall", "train_actor"]},
-            "train_overall train_actor",
-        ),
-        ({"use_pytorch_profiler": True, "profile_step_start": 3}, "--profile-step-start 3"),
-    ],
-)
-def test_profiling_flags_that_cannot_work_are_refused(model, data, tmp_path, change, said):
-    with pytest.raises(ConfigError, match=said):
-        train(flags(model, data, tmp_path / "run", **change))

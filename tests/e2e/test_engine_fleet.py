@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fakes_engine import run as run_engine
-from furlong.config.command_line import load
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded import EmbeddedEngine
@@ -85,22 +84,6 @@ def test_a_server_that_fails_to_start_ends_the_run_with_its_log(is_tolerant, mod
         train(flags(model, data, tmp_path / "run", **two))
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"engine-0.log", "engine-1.log"}
     assert children_of_this_process() == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engine": "sglang", "rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus.* 2 or 4 "),
-        ({"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus-per-engine"),
-        ({"rollout_num_gpus": 2, "update_weight_transport": "memory"}, "--rollout-num-gpus"),
-        ({"rollout_external_engine_addrs": ["a:1"], "rollout_num_gpus": 2}, "--rollout-num-gpus.*--engine"),
-        ({"engine": "sglang", "rollout_num_gpus": 1, "embedded_num_slots": 4}, "--embedded-num-slots"),
-        ({"sglang_log_dir": "x"}, "--sglang-log-dir.*--rollout-num-gpus"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        load(flags(model, data, tmp_path / "run", **changes))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

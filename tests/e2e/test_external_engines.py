@@ -13,7 +13,6 @@ import pytest
 
 import faulty_engines
 from diagnosed_runs import events
-from furlong.config.command_line import load
 from furlong.core.model_config import read_json
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, EngineError, SyncError
@@ -149,33 +148,6 @@ def test_requests_go_through_sglang_router(model, data, servers, embedded, tmp_p
         )  # fmt: skip
     assert [s.tokens for s in first] == [s.tokens for s in wanted]
     assert audit(folder / "ledger.jsonl", finished=True).ok
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engine": "external"}, "--rollout-external-engine-addrs"),
-        (
-            {"engine": "embedded", "rollout_external_engine_addrs": ["a:1"]},
-            "--rollout-external-engine-addrs a:1 .*--engine is embedded",
-        ),
-        ({"rollout_external_engine_addrs": ["a:1"], "update_weight_transport": "memory"}, "use nccl .* or disk"),
-        ({"update_weight_transport": "disk"}, "--update-weight-transport.*--engine"),
-        (
-            {"rollout_external_engine_addrs": ["a:1"], "update_weight_disk_dir": "x"},
-            "without --update-weight-transport",
-        ),
-        ({"rollout_external_engine_addrs": ["a:1", "a:1"]}, "twice"),
-        (
-            {"rollout_external_engine_addrs": ["a:1"], "embedded_num_slots": 4},
-            "--embedded-num-slots 4 .*--engine is external",
-        ),
-        ({"sglang_router_ip": "a"}, "--sglang-router-port"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_named(model, data, tmp_path, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        load(flags(model, data, tmp_path / "run", **changes))
 
 
 def test_an_address_without_a_server_ends_the_run_before_it_starts(model, data, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 
-import numpy as np
 import pytest
 
 import hooks_zoo
@@ -83,17 +82,6 @@ def test_fanned_out_samples_pass_through_a_filter(go):
     assert [row["train/global_batch_size"] for row in found] == [16, 16]
 
 
-def test_failing_and_hanging_generation_is_counted_and_masked(go):
-    found, _, batches = go(
-        custom_generate_function_path=path_of(hooks_zoo.generate_that_fails_at_times), generate_timeout=0.2
-    )
-    assert found[0]["rollout/generate_failed"] == 4
-    assert found[0]["rollout/generate_timed_out"] == 4
-    assert found[0]["rollout/reward_failed"] == 0
-    assert np.isnan(batches[0].raw_rewards).sum() == 8
-    assert batches[0].response_lengths.tolist() == [1, 0, 0, 1] * 4
-
-
 def test_generate_with_evaluation_parameter_receives_it(go, tmp_path):
     _, noted, _ = go(
         rm_type=None,
@@ -103,33 +91,6 @@ def test_generate_with_evaluation_parameter_receives_it(go, tmp_path):
     )
     assert [call["evaluation"] for call in noted].count(True) == 6
     assert [call["evaluation"] for call in noted].count(False) == 32
-
-
-@pytest.mark.parametrize("name", ["reward_slime", "reward_trl"])
-@pytest.mark.nightly
-def test_reward_function_in_either_style(name, go):
-    _, _, batches = go(rm_type=None, custom_rm_path=path_of(getattr(rewards_zoo, name)), num_reward_workers=1)
-    batch = batches[0]
-    lengths = [int(n) for n in batch.response_lengths]
-    if name == "reward_slime":
-        assert set(batch.raw_rewards.tolist()) <= {0.0, 1.0}
-    else:
-        assert (batch.raw_rewards >= [3 * int(g) for g in batch.group_ids]).all()
-    assert len(lengths) == 16
-
-
-@pytest.mark.nightly
-def test_dict_reward_with_key_and_category(go):
-    found, _, _ = go(
-        rm_type=None,
-        custom_rm_path=path_of(rewards_zoo.reward_verifier),
-        reward_key="score",
-        log_reward_category="kind",
-        num_reward_workers=1,
-    )
-    shares = {k: v for k, v in found[0].items() if k.startswith("rollout/error_cat/")}
-    assert shares
-    assert sum(shares.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -164,61 +125,6 @@ def test_removed_samples_have_no_gradient(go):
     starts = batches[0].response_starts
     masked = [batches[0].loss_masks[starts[i] : starts[i + 1]].sum() == 0 for i in range(16)]
     assert masked == [True, False, False, False] * 4
-
-
-def test_buffer_filter_picks_and_drops(go, tmp_path):
-    _, noted, _ = go(
-        expect=4, over_sampling_batch_size=8, buffer_filter_path=path_of(hooks_zoo.buffer_filter), partial_rollout=True
-    )
-    assert any(call["buffer"] for call in noted)
-    dropped = [e["g"] for e in ledger_events(tmp_path / "run") if e["e"] == "dropped"]
-    assert all(g % 5 == 0 for g in dropped)
-    seen = {g for call in noted for g in call["buffer"] if g % 5 == 0}
-    assert set(dropped) == seen
-
-
-def test_sample_hook_runs_once_for_each_sample(go, tmp_path):
-    _, noted, _ = go(
-        rollout_sample_hook_path=path_of(hooks_zoo.sample_hook),
-        eval_prompt_data=["own", write_prompts(tmp_path / "eval.jsonl", 3)],
-        eval_interval=2,
-        skip_eval_before_train=True,
-    )
-    assert sorted(call["index"] for call in noted if not call["evaluation"]) == list(range(32))
-    assert sorted(call["index"] for call in noted if call["evaluation"]) == [0, 1, 2]
-
-
-def test_reward_post_process_replaces_normalization(go):
-    _, _, batches = go(custom_reward_post_process_path=path_of(hooks_zoo.reward_post_process))
-    assert batches[0].rewards.tolist() == (2 * batches[0].raw_rewards - 1).tolist()
-
-
-def test_conversion_makes_the_batch(go):
-    found, _, batches = go(custom_convert_samples_to_train_data_path=path_of(hooks_zoo.convert))
-    assert batches[0].rewards.tolist() == [-1.0, 1.0] * 8
-    assert "token_versions" not in batches[0].columns
-    assert found[0]["train/grad_norm"] > 0
-
-
-def test_logging_hooks_see_everything_and_may_replace_the_standard_metrics(go, tmp_path):
-    own, more = write_prompts(tmp_path / "own.jsonl", 3), write_prompts(tmp_path / "more.jsonl", 2)
-    found, noted, _ = go(
-        custom_rollout_log_function_path=path_of(hooks_zoo.log_rollout),
-        custom_eval_rollout_log_function_path=path_of(hooks_zoo.log_evaluation),
-        eval_prompt_data=["own", own, "more", more],
-        eval_interval=1,
-    )
-    rollouts = [call for call in noted if call["hook"] == "log_rollout"]
-    assert [(call["rollout_id"], call["samples"]) for call in rollouts] == [(0, 16), (1, 16)]
-    assert all("perf/rollout_time" in call["extra"] for call in rollouts)
-    assert "rollout/response_len/mean" in found[0]
-    assert "rollout/response_len/mean" not in found[1]
-    evaluations = [call for call in noted if call["hook"] == "log_evaluation"]
-    assert [call["rollout_id"] for call in evaluations] == [0, 1, 2]
-    assert all(call["sets"] == {"own": 3, "more": 2} for call in evaluations)
-    assert {"eval/own", "eval/more"} <= set(found[0])
-    assert not [name for name in found[1] if name.startswith("eval/")]
-    assert "perf/eval_time" in found[1]
 
 
 def test_postprocess_may_clear_masks(go):
@@ -311,16 +217,6 @@ def test_rollout_function_brings_its_prompts(model, tmp_path):
     trained = [e["g"] for e in ledger_events(tmp_path / "run") if e["e"] == "trained"]
     assert trained == list(range(12))
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
-
-
-def test_own_evaluation_function(go, tmp_path):
-    found, _, _ = go(
-        eval_function_path=path_of(hooks_zoo.rollout_function),
-        eval_prompt_data=["own", write_prompts(tmp_path / "eval.jsonl", 3)],
-        eval_interval=2,
-    )
-    assert found[1]["eval/own"] == 0.5
-    assert found[1]["eval/own-truncated_ratio"] == 0.5
 
 
 @pytest.mark.nightly

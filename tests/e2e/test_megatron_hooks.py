@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from furlong.config.command_line import load
 from furlong.errors import ConfigError
 from runs import flags, train, write_model, write_prompts
 
@@ -103,8 +102,3 @@ def test_a_provider_of_something_else_is_refused(files):
     words = command(files, custom_model_provider_path=f"{files / 'own.py'}:wrong_provider")
     with pytest.raises(ConfigError, match=r"returned str, not a Megatron-core GPTModel; return what .*default_model"):
         train(words)
-
-
-def test_hooks_of_megatron_need_the_backend():
-    with pytest.raises(ConfigError, match=r"--custom-megatron-init-path .*--train-backend megatron"):
-        load(["--custom-megatron-init-path", "own.init"])

@@ -116,47 +116,6 @@ def test_a_request_that_takes_too_long_ends_with_the_flag():
     assert stream.text.endswith("data: [DONE]\n\n")
 
 
-def test_no_parameter_of_one_request_fails_another():
-    wrong = [
-        {"temperature": 1e-300},
-        {"temperature": 1e300, "min_new_tokens": 1},
-        {"stop_token_ids": [2**63]},
-        {"stop_token_ids": [-1]},
-        {"top_k": 2**63},
-        {"max_new_tokens": 2**64 - 1, "min_new_tokens": 2**64 - 1},
-        {"stop_token_ids": list(range(300_000))},
-        {"stop": ["x"] * 10_000},
-    ]
-    with served_tiny() as (url, _, _), ThreadPoolExecutor() as pool:
-        other = pool.submit(post, url, "/generate", text="a", sampling_params={**GREEDY, "max_new_tokens": 150})
-        for params in wrong:
-            assert post(url, "/generate", text="a", sampling_params=params).status_code == 400
-        assert other.result().status_code == 200
-
-
-def test_a_refused_weight_version_changes_nothing(tmp_path):
-    tiny_model("qwen2", seed=1)[1].save_pretrained(tmp_path)
-    with served_tiny() as (url, _, _):
-        for label in ("", "a\nb", "-1", 5.5, 2**63, 10**30, [], True):
-            replies = [
-                post(url, "/update_weights_from_disk", model_path=str(tmp_path), weight_version=label),
-                post(url, "/update_weights_from_tensor", weight_version=label, **encoded(*STATE)),
-                post(url, "/update_weight_version", new_version=label),
-            ]
-            assert [reply.status_code for reply in replies] == [400] * 3
-        reply = post(url, "/generate", text="a", sampling_params=GREEDY)
-        assert (reply.status_code, reply.json()["meta_info"]["weight_version"]) == (200, "0")
-
-
-def test_the_largest_weight_version_generates_and_the_next_one_follows():
-    with served_tiny() as (url, _, _):
-        for label in (str(2**63 - 1), "after", 7):
-            assert post(url, "/update_weight_version", new_version=label).status_code == 200
-            reply = post(url, "/generate", text="a", sampling_params=GREEDY)
-            assert reply.status_code == 200
-            assert reply.json()["meta_info"]["weight_version"] == str(label)
-
-
 def test_a_refused_bucket_changes_nothing(tmp_path):
     wrong = {"model.norm.weight": torch.zeros(3)}
     safetensors.torch.save_file(wrong, tmp_path / "model.safetensors")
@@ -210,18 +169,6 @@ def test_the_events_of_an_incremental_stream_add_up_to_the_answer():
     rows = [row for event in events for row in event["meta_info"]["output_token_logprobs"]]
     assert rows == whole["meta_info"]["output_token_logprobs"]
     assert events[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
-
-
-def test_an_incremental_stream_with_stop_strings_adds_up_to_the_text():
-    with served_tiny() as (url, _, _):
-        params = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-        text = post(url, "/generate", text="abc", sampling_params=params).json()["text"]
-        params["stop"] = [text[20:23]]
-        request = {"text": "abc", "sampling_params": params}
-        whole = post(url, "/generate", **request).json()
-        lines = post(url, "/generate", stream=True, incremental_streaming_output=True, **request).text.split("\n\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert "".join(event["text"] for event in events) == whole["text"]
 
 
 def test_long_texts_and_large_requests_are_answered():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections import Counter
@@ -59,16 +58,6 @@ async def generate_fan_out(args, sample, sampling_params):
     return branches
 
 
-async def generate_that_fails_at_times(args, sample, sampling_params):
-    sample.append_response_tokens(tokens=[5], log_probs=[-1.0], text="a")
-    if sample.index % 4 == 1:
-        raise ValueError("the tool is gone")
-    if sample.index % 4 == 2:
-        sample.response_length = 7  # incomplete sample
-        await asyncio.sleep(60)
-    return sample
-
-
 async def generate_unseen(args, sample, sampling_params, evaluation=False):
     sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], text="ab")
     sample.reward = float(sample.index % 2)
@@ -109,11 +98,6 @@ def buffer_filter(args, rollout_id, buffer, num_samples):
 def sample_hook(args, sample, *, rollout_id, evaluation):
     sample.metadata["seen_in"] = "evaluation" if evaluation else rollout_id
     note(args, "sample_hook", index=sample.index, evaluation=evaluation)
-
-
-def reward_post_process(args, samples):
-    raw = [sample.get_reward_value(args) for sample in samples]
-    return raw, [2.0 * r - 1.0 for r in raw]
 
 
 def convert(args, samples):

@@ -6,20 +6,8 @@ import asyncio
 import time
 
 
-async def reward_slime(args, sample, **kwargs):
-    return float(len(sample.response) % 2)
-
-
 async def reward_group(args, samples, **kwargs):
     return [float(i) for i, _ in enumerate(samples)]
-
-
-def reward_trl(prompts, completions, label, **kwargs):
-    return [float(len(c) + int(number)) for c, number in zip(completions, label, strict=True)]
-
-
-def reward_verifier(response, label, metadata):
-    return {"score": len(response) % 3 / 2, "kind": "odd" if len(response) % 2 else "even"}
 
 
 def reward_that_raises_at_times(args, sample, **kwargs):

@@ -90,15 +90,11 @@ def examine(
     # A flag that is misspelled or has a wrong value is reported once, not again as missing.
     wrong_flags = {flag for part in parts for flag in part.wrong_flags}
     for problem in validate(resolved.config, device_type=device_type):
-        if wrong_flags.isdisjoint(_flags_in(problem)):
+        if wrong_flags.isdisjoint(word.strip(".,:;()`'\"").split("=")[0] for word in problem.split()):
             problems.append(problem)
-    return resolved, _without_moot(problems)
-
-
-def _without_moot(problems: list[Problem]) -> list[Problem]:
-    """Leave out what is wrong with the value of a flag that has no effect."""
+    # what is wrong with the value of a flag that has no effect is left out
     idle = {flag for problem in problems if problem.row == NO_EFFECT and (flag := problem.split()[0]).startswith("--")}
-    return [each for each in problems if each.row == NO_EFFECT or each.split()[0] not in idle]
+    return resolved, [each for each in problems if each.row == NO_EFFECT or each.split()[0] not in idle]
 
 
 def argv_from_config(config: Config) -> list[str]:
@@ -261,8 +257,3 @@ def _refuse_unknown(read: FlagValues, name: str, known: Sequence[str]) -> None:
     message = f"unknown flag {name}; {hint or 'see `furlong train --help` for all flags'}"
     read.problems.append(Problem(message, NO_EFFECT))
     read.wrong_flags.extend(matches)
-
-
-def _flags_in(problem: str) -> set[str]:
-    """Return the words of a message, flags among them, without punctuation."""
-    return {word.strip(".,:;()`'\"").split("=")[0] for word in problem.split()}

@@ -130,14 +130,10 @@ class Hooks:
     )
 
 
-def _call_of(field: dataclasses.Field[Any]) -> Hook:
-    facts: dict[str, Any] = {"flag": f"--{field.name.replace('_', '-')}-path"} | dict(field.metadata)
-    return Hook(**facts)
-
-
-HOOKS: dict[str, Hook] = {field.name: _call_of(field) for field in dataclasses.fields(Hooks)}
-
-
+HOOKS: dict[str, Hook] = {
+    field.name: Hook(**{**dict[str, Any](flag=f"--{field.name.replace('_', '-')}-path"), **field.metadata})
+    for field in dataclasses.fields(Hooks)
+}
 _CAUGHT_BY_CALLER = ("custom_rm", "custom_generate_function", "agent_function", "environment")
 
 
@@ -158,7 +154,7 @@ def check_signature(hook: Hook, function: Function) -> str | None:
     try:
         style = reward_style(function) if hook.flag == "--custom-rm-path" else "single"
         if style == "trl":
-            signature.bind(**dict.fromkeys(_columns_of(signature)))
+            signature.bind(**dict.fromkeys(n for n, p in signature.parameters.items() if p.kind not in _VARIADIC))
         elif style == "verifier":
             signature.bind("response", "label", {})
         else:
@@ -171,11 +167,6 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         if expected in places and places.index(expected) != place:
             return f"{hook.flag}: {name}{signature} has {expected} in another position; write {hook.signature}"
     return None
-
-
-def _columns_of(signature: inspect.Signature) -> list[str]:
-    """Return the parameter names of a TRL reward. Whether the data has such columns is checked later."""
-    return [name for name, parameter in signature.parameters.items() if parameter.kind not in _VARIADIC]
 
 
 def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
@@ -208,7 +199,9 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
                 problems.append(f"{hook.flag} {error}")
             else:
                 if name == "environment":
-                    problems.extend(_environment_problems(config, len(functions) - 1, functions[-1]))
+                    with contextlib.suppress(ConfigError):  # of the values of the flag, which `validate` reports
+                        spec_of_class = parse_environments(config.session.environment)[len(functions) - 1]
+                        problems.extend(class_problems(spec_of_class, functions[-1]))
                 elif problem := check_signature(hook, functions[-1]):
                     problems.append(problem)
         if name == "eval_function" and value == config.rollout.rollout_function_path:
@@ -216,12 +209,6 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
         if functions:
             loaded[name] = tuple(functions) if spec.kind in ("append", "many") else functions[0]
     return Hooks(**loaded), problems
-
-
-def _environment_problems(config: Config, number: int, made: Function) -> list[str]:
-    with contextlib.suppress(ConfigError):  # of the values of the flag, which `validate` reports
-        return list(class_problems(parse_environments(config.session.environment)[number], made))
-    return []
 
 
 def usable_hooks(config: Config) -> Hooks:

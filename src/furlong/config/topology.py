@@ -5,9 +5,10 @@ On machines without GPUs, a GPU is a CPU slot for one process, so that the same 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
-from furlong.config.engine_groups import engine_groups, engine_parts
+from furlong.config.engine_groups import EnginePart, engine_groups, engine_parts
 from furlong.config.facts import is_started
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
@@ -36,6 +37,10 @@ class Topology:
         """Return the topology of a configuration with derived values."""
         cluster, debug = config.cluster, config.debug
         trains = not debug.debug_rollout_only
+        split: list[EnginePart] = []
+        if config.engines.sglang_config is not None and is_started(config):
+            with contextlib.suppress(ConfigError):  # validate reports the problems of the file
+                split = engine_parts(engine_groups(config))
         return Topology(
             num_nodes=cluster.actor_num_nodes if trains else 0,
             gpus_per_node=cluster.actor_num_gpus_per_node,
@@ -43,7 +48,7 @@ class Topology:
             gpus_per_engine=config.engines.rollout_num_gpus_per_engine,
             is_colocated=cluster.colocate,
             engine_node_gpus=cluster.num_gpus_per_node,
-            split=_split(config),
+            split=tuple((part.first_gpu, part.num_gpus) for part in split),
         )
 
     @property
@@ -100,16 +105,6 @@ class Topology:
         if not ways:
             ways.append("lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or add machines")
         return f"{message}; {', '.join(ways)}"
-
-
-def _split(config: Config) -> tuple[tuple[int, int], ...]:
-    if config.engines.sglang_config is None or not is_started(config):
-        return ()
-    try:
-        groups = engine_groups(config)
-    except ConfigError:  # validate reports the problems of the file
-        return ()
-    return tuple((part.first_gpu, part.num_gpus) for part in engine_parts(groups))
 
 
 def uses_ray(config: Config) -> bool:

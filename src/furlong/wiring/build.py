@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import Resolved, without_credentials
-from furlong.config.evaluation import EvalSpec, used_eval_specs
+from furlong.config.evaluation import used_eval_specs
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
@@ -147,13 +147,21 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
     cluster = build_cluster(context, on_event=watch.notify) if uses_ray(config) else None
     if cluster is not None:
         opened.callback(cluster.close)
-        context = _on_cluster(context, cluster)
+        if problems := validate(config, device_type=cluster.device):  # of GPUs, which only the cluster knows
+            raise ConfigError(*problems)
+        context = context.on(cluster.device)
     if config.cluster.colocate and context.device == "cuda":
         warn_of_sharing(config)
-    generates = _generates(config, specs)
+    generates = not config.debug.debug_train_only and (config.algo.loss_type != "sft_loss" or bool(specs))
     if generates:
         check_startable(config, context.device)
-    training = _training(context, cluster, schedule.num_rollout, watch)
+    if config.debug.debug_rollout_only:
+        training = TrainingParts(FrozenTrainer())
+    elif cluster is None:
+        training = TrainingParts(build_trainer(context, schedule.num_rollout))
+    else:
+        ray_trainer = build_ray_trainer(context, cluster, schedule.num_rollout, on_event=watch.notify)
+        training = TrainingParts(ray_trainer, ray_trainer)
     serving = build_serving(context, training, cluster, watch, opened) if generates else ServingParts()
     engine = serving.engine
     routers, gateway = serving.router_addresses, None
@@ -163,6 +171,10 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         routers = {} if gateway is None else {MODEL: gateway.address}
     rollout_context = dataclasses.replace(context.with_routers(routers), session_server=session_server)
     rollout = build_rollout(rollout_context, engine, source, ledger, specs)
+    trainer_starts = [] if training.ray_trainer is None else [training.ray_trainer.start]
+    starting: Sequence[Sequence[Start]] = [[*trainer_starts, *serving.starting]]
+    if config.cluster.colocate:  # engines start after the trainer has left its GPUs
+        starting = [trainer_starts, [serving.device_sharing.make_room], serving.starting]
     return Built(
         parts=Parts(
             trainer=training.trainer,
@@ -183,41 +195,11 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         rewards=context.rewards,
         watch=watch,
         files=context.files,
-        starting=_stages(config, training, serving),
+        starting=starting,
         cluster=cluster,
         hooks=build_agent_hooks(context),
         listeners=[each for each in (gateway, session_server) if each is not None],
     )
-
-
-def _on_cluster(context: RunContext, cluster: Cluster) -> RunContext:
-    """Return the context on the cluster's device. Raises ConfigError for flags that do not suit it."""
-    if problems := validate(context.config, device_type=cluster.device):  # of GPUs, which only the cluster knows
-        raise ConfigError(*problems)
-    return context.on(cluster.device)
-
-
-def _generates(config: Config, specs: Sequence[EvalSpec]) -> bool:
-    """Whether anything is generated: demonstrations only are where they are evaluated."""
-    is_sft = config.algo.loss_type == "sft_loss"
-    return not config.debug.debug_train_only and (not is_sft or bool(specs))
-
-
-def _training(context: RunContext, cluster: Cluster | None, num_rollout: int, watch: RunMonitor) -> TrainingParts:
-    if context.config.debug.debug_rollout_only:
-        return TrainingParts(FrozenTrainer())
-    if cluster is None:
-        return TrainingParts(build_trainer(context, num_rollout))
-    trainer = build_ray_trainer(context, cluster, num_rollout, on_event=watch.notify)
-    return TrainingParts(trainer, trainer)
-
-
-def _stages(config: Config, training: TrainingParts, serving: ServingParts) -> Sequence[Sequence[Start]]:
-    """Return the start-up stages, each of parts that start concurrently: colocated engines start after the trainer."""
-    trainer = [] if training.ray_trainer is None else [training.ray_trainer.start]
-    if not config.cluster.colocate:
-        return [[*trainer, *serving.starting]]
-    return [trainer, [serving.device_sharing.make_room], serving.starting]
 
 
 def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -> RunSchedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from furlong.config import Config
-from furlong.config.checks.engine_checks import engine_problems
 from furlong.config.checks.training_checks import parallel_problems
 from furlong.config.checks.validate import declared_problems
 from furlong.config.command_line import config_from_json, config_from_values, config_to_json, parse
@@ -99,19 +98,6 @@ def test_colocated_roles_offload_memory_unless_disabled():
         assert (cluster.offload_train, cluster.offload_rollout) == offloads
 
 
-def test_options_incompatible_with_shared_gpus_are_refused():
-    for words, problem in [
-        (["--update-weights-interval", "2"], "--update-weights-interval 2 with --colocate"),
-        (["--rollout-num-gpus", "2"], "--rollout-num-gpus 2 with --colocate"),
-    ]:
-        config = parse(["--colocate", *words]).config
-        assert [found for found in engine_problems(config) if problem in found]
-        free = parse(
-            ["--colocate", *words, "--no-offload-train", "--no-offload-rollout", "--actor-num-nodes", "2"]
-        ).config
-        assert not [found for found in engine_problems(free) if problem in found]
-
-
 def test_the_cluster_of_the_environment_is_used_by_runs_that_place_something(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert parse(["--rollout-num-gpus", "2"]).config.cluster.ray_address == "10.0.0.1:6379"
@@ -127,24 +113,6 @@ def test_the_key_of_servers_may_be_in_the_environment(monkeypatch):
     assert parse(["--rollout-external-engine-addrs", "a:1"]).config.cluster.sglang_api_key == "a secret"
     assert parse(["--rollout-num-gpus", "2", "--sglang-api-key", "b"]).config.cluster.sglang_api_key == "b"
     assert parse(["--lr", "1"]).config.cluster.sglang_api_key is None, "no server wants it"
-
-
-def test_incompatible_options_are_refused():
-    for words, problem in [
-        (["--actor-num-gpus-per-node", "2"], "--rollout-num-gpus"),
-        (["--colocate", "--async-buffer-size", "1"], "--colocate with --async-buffer-size 1"),
-        (["--colocate", "--debug-train-only"], "--debug-train-only needs no engines; remove --colocate"),
-        (
-            ["--ray-address", "auto", "--rollout-num-gpus", "12", "--rollout-num-gpus-per-engine", "12"],
-            "whole machines",
-        ),
-        (
-            ["--ray-address", "auto", "--rollout-num-gpus", "1", "--train-env-vars", '{"A": 1}'],
-            "--train-env-vars: A is 1",
-        ),
-    ]:
-        config = parse(words).config
-        assert any(problem in message for message in (*declared_problems(config), *engine_problems(config)))
 
 
 def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused():

@@ -222,8 +222,9 @@ def device_problems(config: Config, device: str) -> Iterator[str]:
     dtype = "bfloat16" if config.train.bf16 or (device == "cuda" and not config.train.fp32) else "float32"
     if problem := attention_problem(config.train, config.megatron, device, dtype):
         yield problem
-    if device == "cuda" and cluster.colocate:
-        yield from sharing_problems(config)
+    transport = config.sync.update_weight_transport
+    if device == "cuda" and cluster.colocate and (problem := transport_spec(transport).one_gpu_problem):
+        yield f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
 
 
 def offload_problem(flags: OptimFlags, device: str) -> str | None:
@@ -241,13 +242,6 @@ def attention_problem(train: TrainFlags, megatron: MegatronFlags, device: str, d
     if device == "cuda" and dtype == "bfloat16":
         return None
     return f"--attention-backend flash needs CUDA and bfloat16; this run has {device} and {dtype}; use auto"
-
-
-def sharing_problems(config: Config) -> Iterator[str]:
-    """Yield why a weight transport does not work on shared GPUs."""
-    transport = config.sync.update_weight_transport
-    if problem := transport_spec(transport).one_gpu_problem:
-        yield f"--update-weight-transport {transport} with --colocate: {problem}; leave it out (ipc), or use disk"
 
 
 def start_problems(config: Config, device: str) -> Iterator[str]:
