@@ -282,6 +282,9 @@ class DeviceSharing:
     async def make_room(self) -> None:
         """Offload the trainer before engines start on its devices."""
 
+    async def release_engines(self) -> None:
+        """Release the memory of engines that have started, before the trainer is built on their devices."""
+
     def training(self) -> AbstractAsyncContextManager[None]:
         """Reserve the devices for training."""
         return nullcontext()

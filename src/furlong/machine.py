@@ -24,6 +24,16 @@ DETERMINISTIC_ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
+# Folders of what torch, Triton, CUDA and SGLang compile, below --compile-cache-dir.
+COMPILE_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+}
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # values with which cuBLAS is deterministic
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -236,6 +246,13 @@ def disable_nccl_cumem() -> None:
     used.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
+def keep_compile_caches(folder: str | None) -> None:
+    """Keep what this process and its children compile in `folder`, for the next run; variables that are set win."""
+    if folder is not None:
+        for name, part in COMPILE_CACHES.items():
+            os.environ.setdefault(name, str(Path(folder).expanduser().resolve() / part))
 
 
 @contextlib.contextmanager

@@ -167,6 +167,15 @@ class TrainerRank:
         self._listener.listen()
         return int(self._listener.getsockname()[1])
 
+    def import_parts(self) -> None:
+        """Import what `start` builds, which takes longer than anything else that needs no device."""
+        self._build_function()
+
+    def _build_function(self) -> Callable[..., RankParts]:
+        module, _, name = self._settings.build.partition(":")
+        with import_without_gc(module):
+            return getattr(importlib.import_module(module), name)
+
     def start(self, address: str, port: int) -> Any:
         """Join the process group at `address`:`port` and build the model; return its FLOPs model."""
         settings, flags, ranks = self._settings, self._settings.cluster, self._ranks
@@ -191,10 +200,7 @@ class TrainerRank:
                 timeout=timedelta(minutes=flags.distributed_timeout_minutes),
                 listener=self._listener,
             )
-        module, _, name = settings.build.partition(":")
-        with import_without_gc(module):
-            build: Callable[..., RankParts] = getattr(importlib.import_module(module), name)
-        self._parts = build(
+        self._parts = self._build_function()(
             settings.config_json, folder=Path(settings.folder), num_rollout=settings.num_rollout, ranks=ranks
         )
         return self._parts.worker.flops

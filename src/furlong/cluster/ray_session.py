@@ -23,6 +23,7 @@ from typing import Any
 
 from furlong.config.topology import Topology
 from furlong.errors import ClusterError, ConfigError
+from furlong.machine import COMPILE_CACHES
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class RaySession:
         """Environment variables that workers do not inherit from their machine."""
         if self.is_own:
             return {}
-        return {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) or k in FORWARDED_NAMES}
+        names = (*FORWARDED_NAMES, *COMPILE_CACHES)
+        return {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) or k in names}
 
     def close(self) -> None:
         """Disconnect; stop the cluster and its processes if the run started it."""

@@ -66,7 +66,7 @@ class Rank:
 
 
 class RayTrainer(Trainer):
-    """Drives all ranks of a trainer, which `start` creates.
+    """Drives all ranks of a trainer, whose processes `open` creates, and whose model `start` builds.
 
     Args:
         settings: What every rank needs to start.
@@ -98,8 +98,8 @@ class RayTrainer(Trainer):
         self._num_calls = 0  # in progress
         self._is_ended = self._has_sent_weights = False
 
-    async def start(self) -> None:
-        """Start one actor on each slot and build the model over all.
+    async def open(self) -> None:
+        """Start one actor on each slot, which imports what it needs and uses no device yet.
 
         Raises the error of a rank that failed, and ClusterError if one does not see a folder of `outputs`.
         """
@@ -109,6 +109,10 @@ class RayTrainer(Trainer):
         locations = await self._all("location")
         self.ranks = [replace(rank, where=where) for rank, where in zip(self.ranks, locations, strict=True)]
         await self.check_outputs()
+        await self._all("import_parts")
+
+    async def start(self) -> None:
+        """Build the model over all ranks. Raises the error of a rank that failed."""
         address = self.ranks[0].where.address
         port = (await self._all("listen", address, ranks=self.ranks[:1]))[0]
         self._flops = (await self._all("start", address, port))[0]

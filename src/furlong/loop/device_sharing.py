@@ -9,7 +9,8 @@ generating: the engines are on the device; the trainer's parameters and optimize
 Memory is released before the next owner allocates, so both never have to fit at once. This includes memory that the
 trainer's allocator caches, which may be the whole device. A run therefore proceeds as follows:
 
-1. the trainer is built and offloaded (`Colocated.make_room`); engines start and size their caches by the free memory;
+1. engines start on empty devices and release everything (`Colocated.release_engines`), then the trainer is built; or a
+   trainer that is built already is offloaded (`Colocated.make_room`) before engines start;
 2. to update weights: engines release cache and graphs, the trainer is loaded back, weights are sent;
 3. to generate: the trainer is offloaded, engines allocate graphs and cache;
 4. to train: engines release everything, the trainer is loaded back;
@@ -98,6 +99,12 @@ class Colocated(DeviceSharing):
         """Offload the trainer before engines start on its devices."""
         await self._change_trainer(is_awake=False)
         await self._empty_cache()
+
+    async def release_engines(self) -> None:
+        """Release the memory of engines that have started, before the trainer is built on their devices."""
+        if self._offload_rollout:
+            await self._engine.release_memory(sorted(self._resident))
+            self._resident.clear()
 
     def training(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Reserve the device for training."""

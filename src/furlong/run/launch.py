@@ -39,6 +39,7 @@ from furlong.machine import (
     choose_threads,
     deterministic_kernels,
     disable_nccl_cumem,
+    keep_compile_caches,
     limit_malloc_arenas,
     set_threads,
 )
@@ -138,6 +139,7 @@ def run_in_folder(
     """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
     config = resolved.config
     disable_nccl_cumem()
+    keep_compile_caches(config.cluster.compile_cache_dir)
     limit_malloc_arenas()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
     with log_run(config.track.log_level, folder / RUN_LOG), lock_save_folder(config.checkpoint.save), fixed:

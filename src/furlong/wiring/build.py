@@ -171,10 +171,6 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         routers = {} if gateway is None else {MODEL: gateway.address}
     rollout_context = dataclasses.replace(context.with_routers(routers), session_server=session_server)
     rollout = build_rollout(rollout_context, engine, source, ledger, specs)
-    trainer_starts = [] if training.ray_trainer is None else [training.ray_trainer.start]
-    starting: Sequence[Sequence[Start]] = [[*trainer_starts, *serving.starting]]
-    if config.cluster.colocate:  # engines start after the trainer has left its GPUs
-        starting = [trainer_starts, [serving.device_sharing.make_room], serving.starting]
     return Built(
         parts=Parts(
             trainer=training.trainer,
@@ -195,11 +191,31 @@ def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
         rewards=context.rewards,
         watch=watch,
         files=context.files,
-        starting=starting,
+        starting=_stages(config, training, serving),
         cluster=cluster,
         hooks=build_agent_hooks(context),
         listeners=[each for each in (gateway, session_server) if each is not None],
     )
+
+
+def _stages(config: Config, training: TrainingParts, serving: ServingParts) -> Sequence[Sequence[Start]]:
+    """Return the start-up stages, each of parts that start concurrently.
+
+    Engines take a minute or more to start. Those that share devices with the trainer start first, while its processes
+    import, and leave the devices before the model is built; a trainer of this process, which has its model already,
+    leaves them instead.
+    """
+    ranks, sharing = training.ray_trainer, serving.device_sharing
+    if ranks is None:
+        return [[sharing.make_room], serving.starting] if config.cluster.colocate else [serving.starting]
+    if not config.cluster.colocate:
+
+        async def start_ranks() -> None:
+            await ranks.open()
+            await ranks.start()
+
+        return [[start_ranks, *serving.starting]]
+    return [[ranks.open, *serving.starting], [sharing.release_engines], [ranks.start]]
 
 
 def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -> RunSchedule:

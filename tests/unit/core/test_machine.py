@@ -21,6 +21,7 @@ from furlong.machine import (
     choose_threads,
     cpu_quota,
     deterministic_kernels,
+    keep_compile_caches,
     raise_open_file_limit,
     set_gloo_interface,
     set_threads,
@@ -222,3 +223,13 @@ def test_explicit_thread_count_is_not_tuned(monkeypatch):
 @pytest.mark.usefixtures("restore_threads")
 def test_the_trial_measures_time():
     assert 0 < machine._matmul_seconds(1) < 10
+
+
+def test_compiled_kernels_are_kept_in_the_folder_that_the_user_gives(tmp_path, monkeypatch):
+    environment = {"TRITON_CACHE_DIR": "/mine"}
+    monkeypatch.setattr(machine.os, "environ", environment)
+    keep_compile_caches(None)
+    assert environment == {"TRITON_CACHE_DIR": "/mine"}
+    keep_compile_caches(str(tmp_path))
+    assert environment["TRITON_CACHE_DIR"] == "/mine"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")

@@ -283,6 +283,25 @@ def test_engine_that_dies_before_receiving_weights_does_not_change_memory_of_the
     asyncio.run(body())
 
 
+def test_engines_that_start_first_leave_the_device_before_the_trainer_is_built():
+    device = Device()
+
+    async def body():
+        shared = Colocated(device, device)
+        await shared.release_engines()
+        assert not device.tags
+        device.log.append("trainer is built")
+        async with shared.updating_weights():
+            device.log.append("update weights")
+        async with shared.generating():
+            assert (device.awake, len(device.tags)) == (False, 3)
+
+    asyncio.run(body())
+    assert device.log[:5] == [
+        "release cuda_graph kv_cache weights", "trainer is built", "trim", "resume weights", "update weights"
+    ]  # fmt: skip
+
+
 def test_a_trainer_that_stays_makes_room_of_what_no_tensor_has():
     device = Device()
     asyncio.run(Colocated(device, device, offload_train=False).make_room())

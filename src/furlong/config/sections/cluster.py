@@ -104,6 +104,11 @@ class ClusterFlags:
     num_threads: int | None = flag(
         None, "Number of CPU threads for PyTorch. Default: the cores available to this process.", within="[1, 1024]"
     )
+    compile_cache_dir: str | None = flag(
+        None,
+        "Folder for kernels that torch, Triton and SGLang compile, so that the next run, also in another container, "
+        "starts with them. Default: their own folders in /tmp and the home directory.",
+    )
     embedded_num_slots: int = flag(
         128,
         "Number of sequences that the embedded engine decodes at the same time. On a GPU the default grows to the "
