@@ -12,7 +12,7 @@ import faulty_hooks
 from diagnosed_runs import events, run
 from fakes_loop import Unobserved
 from faults_marker import fault
-from furlong.core.tracing import Heartbeat, heartbeat
+from furlong.core.tracing import heartbeat
 from furlong.data.audit import audit
 from furlong.diagnosis.hang_watchdog import HangWatchdog, busy_in
 from furlong.training.fsdp.backend import FsdpBackend
@@ -34,7 +34,7 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
     assert "--on-hang stop" not in event["remedy"]
     report = Path(event["evidence"]["report"]).read_text()
     assert re.search(r" x Task-N+: generate_and_wait_for_ever", report)
-    assert "group: " in report
+    assert "'group': " in report
     assert "Thread 0x" in report
     assert "[HANG01]" in capsys.readouterr().err
     assert events(tmp_path / "run")[-1]["event"] == "stopped"
@@ -61,17 +61,6 @@ def test_a_trainer_that_hangs_is_reported_with_its_source_line_and_continues(tmp
     assert len(list((tmp_path / "run").glob("hang_*.txt"))) == 1
     monkeypatch.undo()
     assert run(tmp_path / "mended", num_rollout=1, hang_timeout=30) == (0, {})
-
-
-def test_reward_calls_that_do_not_return_are_distinguished_from_other_waits(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "import asyncio\n\nasync def reward(args, sample, **more):\n"
-        "    await asyncio.sleep(0 if sample.index < 2 else 1e4)\n    return 0\n"
-    )
-    own = {"rm_type": None, "custom_rm_path": f"{tmp_path / 'own.py'}:reward", "reward_timeout": 1e4}
-    _, found = run(tmp_path / "run", **own, num_rollout=1, hang_timeout=1, on_hang="stop")  # before a worker is there
-    assert found["HANG01"]["evidence"]["probable"] == "REW03"
-    assert "--reward-timeout" in found["HANG01"]["remedy"]
 
 
 def hang_for_ever(folder: str) -> None:
@@ -116,18 +105,6 @@ def test_progress_of_any_kind_keeps_the_watchdog_silent(tmp_path):
     assert not list(tmp_path.iterdir())
     with HangWatchdog(tmp_path, seconds=0, observer=Unobserved()) as hang:
         assert hang._thread is None
-
-
-def test_heartbeats_count_and_age():
-    beats = Heartbeat()
-    assert beats.last() == 0
-    beats.beat("a")
-    beats.beat("a")
-    beats.beat("b")
-    assert beats.counts() == {"a": 2, "b": 1}
-    assert 0 <= beats.ages()["b"] <= beats.ages()["a"]
-    beats.reset()
-    assert beats.counts() == {}
 
 
 def test_a_busy_thread_is_distinguished_from_an_idle_one():

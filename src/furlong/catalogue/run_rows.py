@@ -167,7 +167,7 @@ ROWS = (
         cause="One part waits for another that never answers.",
         checked="No event for some time; then the stacks of every process, queue lengths, the last collective of "
         "each rank, and which part waits for which.",
-        remedy="The message names the probable cause from this list.",
+        remedy="The message has what each part does, and the file with all stacks.",
         guides=(MD,),
     ),
     Row(

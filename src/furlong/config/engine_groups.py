@@ -19,7 +19,7 @@ only. A `placeholder` leaves its GPUs without an engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -35,7 +35,6 @@ ROLES: tuple[Role, ...] = ("regular", "prefill", "decode", "placeholder")
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 DEFAULT_NAME = "default"
-WHOLE_KV_CACHES = ("auto", "bf16", "bfloat16")  # values of SGLang's kv_cache_dtype
 
 
 @dataclass(frozen=True)
@@ -110,18 +109,6 @@ def layout_problems(options: Mapping[str, Any], num_gpus: int) -> Iterator[str]:
             f"dp-size {dp_size} does not divide the {num_gpus // pp_size} tensor-parallel processes of an engine; "
             "use a divisor"
         )
-
-
-def quantized_kv_cache(config: Config, groups: Sequence[EngineGroup]) -> str:
-    """Return SGLang's `kv_cache_dtype` of these engines if it has fewer than 16 bits, such as fp8_e4m3, or ""."""
-    own = [group.options for group in groups if group.num_engines] or [{}]
-    dtypes = [str({**config.engines.sglang_options, **options}.get("kv_cache_dtype", "auto")) for options in own]
-    return first_quantized(dtypes)
-
-
-def first_quantized(kv_cache_dtypes: Iterable[str]) -> str:
-    """Return the first of SGLang's `kv_cache_dtype`s with fewer than 16 bits, or ""."""
-    return next((dtype for dtype in kv_cache_dtypes if dtype not in WHOLE_KV_CACHES), "")
 
 
 def is_split(groups: Sequence[EngineGroup]) -> bool:

@@ -28,7 +28,6 @@ from furlong.core.event_loop import LoopProbe
 from furlong.core.process_end import exit_now
 from furlong.core.tracing import heartbeat
 from furlong.core.user_code import is_event_loop, is_library_file, is_user_file
-from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -38,13 +37,11 @@ BLOCKED_S = 5.0  # beyond the first time that user code is seen to block the eve
 HUNG = 1  # exit code of a process that had to be killed
 TASKS = 12  # maximum number of tasks to list with the objects they wait for
 CALLERS = ("furlong-trainer", "MainThread", "asyncio_")  # threads that call user code
-AWAITED = {"(rewards/": "REW03", "(sglang/http_": "ENG06"}  # part of a function's place, and the row of such a wait
 ENGINE_CALLS = ("Policy.generate", "generate_turn")
 WAITING = ("threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py")  # where idle threads wait
 
 Depths = Callable[[], Mapping[str, int]]
 OnHang = Literal["warn", "stop-user-code", "stop"]
-NOTED_S, NOTED_PAUSES = 30.0, 2.0  # without progress, in seconds and in units of the longest pause so far, for a note
 
 
 class HangWatchdog:
@@ -52,9 +49,8 @@ class HangWatchdog:
 
     One report is written to `folder` each time that progress stops. If the hang `stops` the run (`stop-user-code`: if
     user code does not return), the task passed to `attach` is cancelled, which ends the run in good order if its parts
-    still respond; otherwise, and without such a task, the process exits with code 1 after `grace_s`. Before, the event
-    `no_progress` has what the run is doing, for `furlong doctor --run`, and `blocked` the user's line that keeps the
-    event loop from running.
+    still respond; otherwise, and without such a task, the process exits with code 1 after `grace_s`. The event
+    `blocked` has the user's line that keeps the event loop from running.
 
     seconds: time without progress; 0 disables the watchdog. observer: gets the events; without one, a hang is logged.
     depths: returns queue lengths. stacks: returns stack traces of processes that are not children of this one.
@@ -112,7 +108,7 @@ class HangWatchdog:
 
     def _watch(self) -> None:
         probe = None
-        last = reported = noted = longest_pause_s = 0.0  # times of the last heartbeat, and of reported ones
+        last = reported = 0.0  # times of the last heartbeat, and of the last one that was reported
         while not self._done.wait(min(self._seconds / 4, 5.0)):
             self._await_lock()
             if probe is None and self._loop is not None:
@@ -120,13 +116,8 @@ class HangWatchdog:
             if probe is not None:
                 self._report_blocking(probe.blocked_at())
             if (now := heartbeat.last()) != last:
-                longest_pause_s = max(longest_pause_s, now - (last or now))
                 last, self._requests = now, heartbeat.notes().get("request", 0)
             seconds = time.monotonic() - last
-            if last != noted and max(NOTED_S, NOTED_PAUSES * longest_pause_s) < seconds < self._seconds:
-                noted = last
-                doing, probable = self._activity(describe_ranks(self._other_stacks()))
-                self._notify("no_progress", seconds=round(seconds, 1), doing=doing, probable=probable)
             if seconds < self._seconds or last == reported:
                 continue
             is_ending = self._report(seconds)
@@ -185,18 +176,22 @@ class HangWatchdog:
             self._stops != "warn" and self._waits_for_user_code()
         )
         others = self._other_stacks()
-        doing, probable = self._activity(describe_ranks(others))
-        ages, counts, waits = heartbeat.ages(), heartbeat.counts(), self._waits()
+        counts = heartbeat.counts()
+        is_updating = counts.get("weight_update_started", 0) > counts.get("weight_update", 0)
+        doing = "; ".join(["weights are being updated"] * is_updating + self._activity(describe_ranks(others)))
+        fields: dict[str, Any] = {
+            "seconds": round(seconds, 1),
+            "doing": doing,
+            "updates_weights": is_updating,
+            "last": {name: round(age, 1) for name, age in heartbeat.ages().items()},  # seconds since each heartbeat
+            "queues": dict(self._depths()),
+            "waits": self._waits(),
+            "requests": heartbeat.notes().get("request", 0) - self._requests,
+        }
         path = self._folder / f"hang_{self._reports}.txt"
         self._reports += 1
         with path.open("w") as file:
-            file.write(f"no progress for {seconds:.1f} s; {doing}\n\nlast heartbeats:\n")
-            for name, age in sorted(ages.items(), key=lambda item: item[1]):
-                file.write(f"  {name}: {age:.1f} s ago, {counts[name]} in total\n")
-            file.write("\nqueues:\n")
-            file.writelines(f"  {name}: {depth}\n" for name, depth in self._depths().items())
-            file.write("\nwaiting tasks:\n")
-            file.writelines(f"  {line}\n" for line in waits)
+            file.writelines(f"{name}: {value}\n" for name, value in fields.items())
             file.write(f"\nthreads of this process ({os.getpid()}):\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -204,20 +199,8 @@ class HangWatchdog:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):  # it has ended
                     file.write(f"  {child.pid}: {' '.join(child.cmdline())}\n")
-            for name, text in others.items():
-                file.write(f"\n{name}:\n{text}\n")
-        self._notify(
-            "hang",
-            seconds=round(seconds, 1),
-            doing=doing,
-            probable=probable,
-            report=str(path),
-            stops=is_ending,
-            last={name: round(age, 1) for name, age in ages.items()},
-            queues=dict(self._depths()),
-            waits=waits,
-            requests=heartbeat.notes().get("request", 0) - self._requests,
-        )
+            file.writelines(f"\n{name}:\n{text}\n" for name, text in others.items())
+        self._notify("hang", **fields, report=str(path), stops=is_ending)
         return is_ending
 
     def _waits(self) -> list[str]:
@@ -239,37 +222,18 @@ class HangWatchdog:
             logger.warning("[CHECK01] cannot read the stack traces of other processes", exc_info=error)
             return {}
 
-    def _activity(self, ranks: str) -> tuple[str, str]:
-        """Describe what the run is doing, and guess the catalogue row behind the hang."""
-        counts = heartbeat.counts()
-        if counts.get("weight_update_started", 0) > counts.get("weight_update", 0):
-            return f"weights are being updated{'; ' if ranks else ''}{ranks}", "SYNC01"
+    def _activity(self, ranks: str) -> list[str]:
+        """Describe what the ranks are doing, or else what functions wait for and where threads are busy."""
         if ranks:
-            return ranks, "HANG01"
-        waits, engine = self._user_waits(), busy_in("furlong-engine")
-        requests = heartbeat.notes().get("request", 0) - self._requests  # finished since the last progress
+            return [ranks]
+        waits = self._user_waits()
+        requests = heartbeat.notes().get("request", 0) - self._requests
         shown = "; ".join(f"{count} x {wait}" for wait, count in waits.most_common(3))
-        if waits and requests:  # the engine answers, so a function does not come to an end
-            return f"functions keep asking the engine, {requests} requests finished since: {shown}", "HANG01"
-        for name in CALLERS:
+        found = [f"functions wait, {requests} requests finished since the last progress: {shown}"] if waits else []
+        for name in (*CALLERS, "furlong-engine"):
             if (where := busy_in(name)) is not None:
-                return f"the thread {name.rstrip('_')} is in {where}", "HANG01"
-        in_engine = "" if engine is None else f"the thread furlong-engine is in {engine}"
-        if waits and not any(wait.for_engine for wait in waits):
-            return f"functions wait for something of their own, not for the engine: {shown}", "HANG01"
-        if waits:
-            is_own = any(not wait.for_engine for wait in waits)
-            return f"no request finished since: {'; '.join(filter(None, [shown, in_engine]))}", (
-                "HANG01" if is_own else "STOP02"
-            )
-        if in_engine:
-            return in_engine, "HANG01"
-        if threads := _user_code_in_threads():
-            return f"user code runs in threads of its own: {'; '.join(threads[:3])}", "HANG01"
-        lines = self._waits()
-        row = next((row for part, row in AWAITED.items() if any(part in line for line in lines)), None)
-        is_generating = any(count for name, count in self._depths().items() if name.endswith("running"))
-        return "; ".join([ALL_IDLE, *lines[:2]]), row or ("STOP02" if is_generating else "HANG01")
+                found.append(f"the thread {name.rstrip('_')} is in {where}")
+        return found or ["all threads are idle", *self._waits()[:2]]
 
 
 @dataclass(frozen=True)
@@ -329,18 +293,6 @@ def _busy_frames(thread_name: str) -> tuple[FrameType, FrameType] | None:
         if frame is None or not is_event_loop(frame):  # which is between two tasks
             return frame or innermost, innermost
     return None
-
-
-def _user_code_in_threads() -> list[str]:
-    """Return the innermost places of user code in threads of its own, such as those of environments."""
-    places: list[str] = []
-    for innermost in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
-        frame: FrameType | None = innermost
-        while frame is not None and not is_user_file(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is not None and not innermost.f_code.co_filename.endswith(WAITING):
-            places.append(_place(frame))
-    return places
 
 
 def _place(frame: FrameType) -> str:

@@ -16,7 +16,7 @@ from furlong.config.engine_groups import engine_groups, engine_parts, is_split, 
 from furlong.config.facts import is_served, is_started, returns_routes, routing_of
 from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
-from furlong.diagnosis.monitors.monitor import CONNECTED, RunMonitor
+from furlong.diagnosis.monitors.monitor import RunMonitor
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.external import connect_external
@@ -124,7 +124,7 @@ def _build_servers(
     log_dir = Path(config.engines.sglang_log_dir or context.folder / "logs")
     if not is_started(config):
         dtypes = sorted({server.info.kv_cache_dtype for server in engine.servers})
-        watch.notify(CONNECTED, num=len(engine.servers), kv_cache_dtypes=dtypes)
+        watch.notify("engines_connected", num=len(engine.servers), kv_cache_dtypes=dtypes)
         supervisor = EngineSupervisor(config, engine, on_event=watch.notify, log_dir=log_dir)
         return ServingParts(engine, sync or WeightSync(), device_sharing, supervisor)
     supervisor = EngineSupervisor(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +120,13 @@ def test_a_resumed_run_has_no_first_step() -> None:
     assert read(row, first=7, start_rollout_id=6, **SMALL_MODEL) == ["TPL03", "NUM01", "STOP02"]
 
 
-def test_kl_to_another_reference_model_is_an_info() -> None:
-    models = {"hf_checkpoint": "a", "ref_load": "b", "use_kl_loss": True}
-    [found] = diagnose({"train/kl_loss": 0.5}, **models)
-    assert (found.severity, "--ref-load b" in found.cause) == ("info", True)
-    [found] = diagnose({"train/kl_loss": 1.5}, **models)
-    assert found.severity == "error"
-
-
-def test_kl_of_a_warm_start_is_an_info(tmp_path: Path) -> None:
+def test_kl_between_two_models_is_an_info(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     warm = {"hf_checkpoint": "a", "load": str(tmp_path)}
-    for flags in (warm, {"hf_checkpoint": "a", "load": "saved", "finetune": True}):
+    finetuned, other = warm | {"load": "saved", "finetune": True}, {"hf_checkpoint": "a", "ref_load": "b"}
+    for flags, start in ((warm, str(tmp_path)), (finetuned, "saved"), (other, "a")):
         [found] = diagnose({"train/kl_loss": 1.5}, **flags)
-        assert (found.severity, f"--load {flags['load']}" in found.cause) == ("info", True)
-        assert "the same weights" not in found.cause
+        assert (found.severity, f"starts from {start}," in found.cause) == ("info", True)
     [found] = diagnose({"train/kl_loss": 1.5}, **warm, ref_load=str(tmp_path))  # the reference is the start
     assert found.severity == "error"
     [found] = diagnose({"train/kl_loss": 1.5}, hf_checkpoint="a", load="saved")  # the first start of a resumable run
@@ -159,8 +150,6 @@ def test_rewards_without_spread_are_reported_after_three_steps_and_again_after_t
     assert found.evidence == {"step": 3, "raw_reward": 0.0, "steps": 3, "label_key": "answer"}
     assert "every reward is 0" in found.finding
     assert "--label-key answer" in found.cause
-    [solved] = diagnose(*[flat | {"rollout/raw_reward": 1.0}] * 3)
-    assert "--dynamic-sampling-filter-path" in solved.remedy
 
 
 @pytest.mark.parametrize(("compares", "n"), [(True, 1), (False, 1), (False, 4)])  # 4: no baseline of a group
@@ -173,43 +162,6 @@ def test_one_reward_for_all_samples_is_reported_where_groups_are_not_compared(co
     assert read(*[flat] * 3, **flags | {"rollout_batch_size": 64 // n}) == ["REW02"]
     assert read(*[flat | {"rollout/reward_range": 1.0}] * 9, **flags) == []  # prompts differ, -0.5 and 0.5
     assert read(*[flat, flat, flat | {"rollout/raw_reward": 1.0}] * 9, **flags) == []
-
-
-def test_one_reward_for_all_samples_has_its_value_and_a_remedy() -> None:
-    def only(reward: float, **flags: Any) -> Diagnosis:
-        row = {"rollout/raw_reward": reward, "rollout/reward_range": 0.0}
-        [found] = diagnose(*[row] * 3, rollout_batch_size=64, rewards_normalization=False, **flags)
-        assert found.evidence["raw_reward"] == reward
-        return found
-
-    assert "every reward is 0 for 3 steps" in only(0.0).finding
-    assert "--label-key" not in only(0.0).cause
-    assert "--label-key answer" in only(0.0, label_key="answer").cause
-    assert "filter" not in only(1.0).remedy  # it would drop everything
-    assert "every reward is -0.1 " in only(-0.1).finding
-    assert only(-0.1).cause not in (only(0.0).cause, only(1.0).cause, CATALOGUE["REW02"].cause)
-
-
-def test_rewards_whose_mean_is_0_are_not_all_0() -> None:
-    row = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 2.0}
-    [found] = diagnose(*[row] * 3)
-    assert "every reward is" not in found.finding
-
-
-def test_stale_samples_of_over_sampling_name_its_flag() -> None:
-    row = {"rollout/staleness/max": 3.0, "rollout/staleness/mean": 2.0}
-    [found] = diagnose(row, partial_rollout=True, over_sampling_batch_size=12)
-    assert re.search(r"--over-sampling-batch-size \(\D*12\)", found.remedy)
-
-
-def test_another_kind_of_alert_of_the_same_row_is_reported_even_if_not_worse() -> None:
-    flat = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0}
-    learned = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}
-    solved = flat | {"rollout/raw_reward": 1.0}
-    found = diagnose(*[flat] * 10, learned, *[solved] * 4)
-    assert [(d.evidence["raw_reward"], d.evidence["step"]) for d in found] == [(0.0, 3), (1.0, 14)]
-    kl, gradient = {"train/ppo_kl": 5.0}, {"train/grad_norm": 200.0}
-    assert read(gradient, gradient | kl) == ["NUM03"] * 2
 
 
 def test_a_reward_that_collapses_is_reported() -> None:
@@ -263,24 +215,6 @@ def test_weights_that_do_not_arrive_have_the_remedies_of_their_transport(transpo
     assert (earlier.cause, earlier.remedy) == (found.cause, found.remedy)  # events of versions without `transport`
 
 
-def test_slow_weight_updates_and_hangs_name_what_their_transport_depends_on() -> None:
-    slow = {"perf/update_weights_time": 11.0, "perf/step_time": 20.0}
-
-    def remedies(**flags: Any) -> tuple[str, str]:
-        [found] = diagnose(*[slow] * 3, **flags)
-        [hang] = diagnose_events({"event": "hang", "seconds": 9, "doing": "weights", "probable": "SYNC01"}, **flags)
-        return found.remedy, hang.remedy
-
-    by_disk, hang_by_disk = remedies(update_weight_transport="disk")
-    assert "--update-weights-interval" in by_disk
-    assert "--update-weight-disk-dir" in by_disk
-    assert "NCCL" not in by_disk + hang_by_disk
-    assert "--update-weights-interval" not in remedies(update_weight_transport="ipc", offload_rollout=True)[0]
-    by_nccl = remedies(update_weight_transport="nccl")[0]
-    assert "NCCL_SOCKET_IFNAME" in by_nccl
-    assert "GLOO_SOCKET_IFNAME" in by_nccl
-
-
 def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_bound() -> None:
     old = {GAP: 0.3, "rollout/staleness/max": 2.0, "rollout/staleness/mean": 2.0}
     fresh = {GAP: 0.0, "rollout/staleness/max": 0.0, "rollout/staleness/mean": 0.0}
@@ -293,11 +227,7 @@ def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_boun
     foreign = old | {"rollout/env_tokens_in_loss": 1.0}
     assert read(fresh, *[foreign] * 9, **own) == ["TOOL01"]
     [found] = diagnose(*[old] * 9, **own, partial_rollout=True)
-    assert re.findall(r"--[a-z-]+", found.remedy) == [
-        "--async-buffer-size", "--update-weights-interval", "--mask-offpolicy-in-partial-rollout", "--lr", "--use-tis"
-    ]  # fmt: skip
-    [corrected] = diagnose(*[old] * 9, **own, use_tis=True)
-    assert "--use-tis" not in corrected.remedy
+    assert found.evidence["mean_abs_diff"] == pytest.approx(0.3)
 
 
 def test_waits_for_rewards_are_reported_after_three_steps() -> None:
@@ -309,27 +239,6 @@ def test_waits_for_rewards_are_reported_after_three_steps() -> None:
     assert read(*[slow | {"perf/reward_wait_time": 0.9, "perf/rollout_time": 1.0}] * 4) == []
     assert read(*[slow | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
     assert read(*[{"perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}] * 4) == []  # not measured
-
-
-@pytest.mark.parametrize(
-    ("flags", "timed_out", "remedies"),
-    [
-        ({"num_reward_workers": 3, "colocate": True}, 0.0, ["--num-reward-workers 3"]),
-        ({"custom_rm_path": CUSTOM, "num_reward_workers": 1, "colocate": True}, 0.0,
-         ["--num-reward-workers 1", "async def"]),
-        ({"rm_type": "remote_rm"}, 0.0, ["--rm-url", "--async-buffer-size 1"]),
-        ({"rm_type": "boxed_remote_rm", "reward_timeout": 5.0, "colocate": True}, 3.0,
-         ["--reward-timeout 5", "--rm-url"]),
-    ],
-)  # fmt: skip
-def test_slow_rewards_have_the_remedies_of_their_kind(flags, timed_out: float, remedies: list[str]) -> None:
-    row = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
-    row["rollout/reward_timed_out"] = timed_out
-    [found] = [d for d in diagnose(*[row] * 3, **flags, rollout_batch_size=10_000) if d.id == "REW04"]
-    listed = found.remedy.split("; ")
-    assert len(listed) == len(remedies)
-    for words, remedy in zip(remedies, listed, strict=True):
-        assert all(word in remedy for word in words.split())
 
 
 def test_host_memory_that_fills_up_is_reported_in_time() -> None:
@@ -488,9 +397,9 @@ def test_the_facts_of_a_configuration(tmp_path: Path) -> None:
     facts = RunFacts.of(parse(words.split()).config)
     assert (facts.num_samples, facts.first_step) == (32, 6)
     assert facts.has_chat_template
-    assert facts.is_own_reference
+    assert facts.reference == facts.initial_weights
     resumed = RunFacts.of(parse([*words.split(), "--load", "x", "--ref-load", "y"]).config)
-    assert (resumed.first_step, resumed.is_own_reference) == (1, False)
+    assert (resumed.first_step, resumed.reference) == (1, "y")
 
 
 def timed(*layers_s: float, cost: tuple[float, ...] = (), stages: int = 1, seconds: float = 1.0) -> dict[str, Any]:
@@ -507,13 +416,6 @@ def test_a_slow_rank_is_named_with_its_machine_and_factor() -> None:
     assert (found.id, found.evidence["ranks"]) == ("RANK01", [2])
     assert (found.evidence["ratio"], found.evidence["seconds"]) == (pytest.approx(2.6), 0.52)
     assert all(value in found.finding for value in ("trainer rank 2, on host-1", "2.6 times", "0.52 s of 1 s"))
-
-
-def test_all_ranks_of_a_slow_machine_are_named() -> None:
-    uneven = [timed(0.2, 0.2, 0.4 + 0.1 * (i % 2), 0.45) for i in range(8)]
-    [found] = diagnose_events(*uneven)
-    assert found.evidence["ranks"] == [2, 3]
-    assert "trainer rank 2, on host-1; trainer rank 3, on host-1" in found.finding
 
 
 @pytest.mark.parametrize(
@@ -536,146 +438,12 @@ def test_ranks_without_a_lasting_lag_are_not_reported(events: list[dict[str, Any
     assert diagnose_events(*events) == []
 
 
-def test_log_probs_of_tokens_that_no_policy_sampled_are_reported_only_as_tool01() -> None:
-    row = {"rollout/env_tokens_in_loss": 32.0, GAP: 3.4, "rollout/log_probs": -6.0}
-    assert read(row, **SMALL_MODEL) == ["TOOL01"]
-    assert read(row | {"rollout/env_tokens_in_loss": 0.0}, **SMALL_MODEL) == ["TPL03", "NUM02"]
-
-
-def test_low_log_probs_of_tokens_that_the_model_did_not_choose_are_not_those_of_its_template() -> None:
-    row = {"rollout/log_probs": -6.0}
-    assert read(row, **SMALL_MODEL) == ["TPL03"]
-    assert read(row, **SMALL_MODEL, rollout_min_new_tokens=6) == []
-
-
-def test_log_probs_near_chance_have_both_causes_and_a_check_for_each() -> None:
-    [found] = diagnose({"rollout/log_probs": -5.0}, **SMALL_MODEL)
-    assert (found.severity, found.evidence["share_of_chance"]) == ("warning", pytest.approx(5 / math.log(49_152)))
-    assert "--apply-chat-template is off" in found.cause
-    assert "damaged" in found.cause
-    assert all(command in found.remedy for command in ("`furlong doctor`", "`furlong check DIR`"))
-    [rendered] = diagnose({"rollout/log_probs": -5.0}, **SMALL_MODEL, apply_chat_template=True)
-    assert "is off" not in rendered.cause
-    [untrained] = diagnose({"rollout/log_probs": -10.7}, **SMALL_MODEL)
-    assert "--apply-chat-template" not in untrained.cause + untrained.remedy
-    [large] = diagnose({"rollout/log_probs": -1.2}, **LARGE_MODEL)
-    assert (large.severity, "base" in large.finding) == ("info", True)
-
-
-def test_an_unexplained_gap_has_its_possible_causes() -> None:
-    row = {GAP: 3.0, "selftest/share/unexplained": 1.0}
-    [found] = diagnose(row)
-    assert "--check-weight-update-equal" in found.remedy
-    assert "--rollout-min-new-tokens" not in found.cause
-    [sglang] = diagnose(row, engine="sglang", rollout_min_new_tokens=8)
-    assert "--rollout-min-new-tokens 8" in sglang.cause
-    [own] = diagnose(row, engine="embedded", rollout_min_new_tokens=8)
-    assert "--rollout-min-new-tokens" not in own.cause
-
-
-GROUPS = """
-sglang:
-  - name: actor
-    server_groups:
-      - {worker_type: regular, num_gpus: 2, overrides: {kv_cache_dtype: fp8_e5m2}}
-"""
-
-
-def test_a_gap_of_engines_with_an_fp8_kv_cache_has_that_cause(tmp_path: Path) -> None:
-    numerics = {GAP: 0.2, "selftest/share/unexplained": 1.0}
-    flags: dict[str, Any] = {"engine": "sglang", "rollout_num_gpus": 2}
-    fp8 = flags | {"sglang_options": {"kv_cache_dtype": "fp8_e4m3"}}
-    for row in (numerics, {GAP: 0.2}):  # with a self-test, and in a later step
-        [found] = diagnose(row, **fp8)
-        assert "keys and values to fp8_e4m3" in found.cause
-        assert "--sglang-kv-cache-dtype auto" in found.remedy
-    (tmp_path / "engines.yaml").write_text(GROUPS)
-    [grouped] = diagnose(numerics, engine="sglang", sglang_config=str(tmp_path / "engines.yaml"))
-    assert "fp8_e5m2" in grouped.cause
-    [stale] = diagnose({GAP: 0.2, "selftest/share/stale_version": 1.0}, **fp8)
-    assert "kv-cache" not in stale.cause + stale.remedy
-    for dtype in ("auto", "bfloat16"):
-        [whole] = diagnose(numerics, **flags, sglang_options={"kv_cache_dtype": dtype})
-        assert "kv-cache" not in whole.cause + whole.remedy
-    [gone] = diagnose(numerics, **fp8 | {"sglang_config": str(tmp_path / "gone.yaml")})
-    assert "fp8_e4m3" in gone.cause
-
-
-def test_the_kv_cache_of_external_engines_is_a_cause_apart_from_quantized_weights() -> None:
-    def found_with(dtypes: list[str], shares: dict[str, float]) -> Diagnosis:
-        monitors = suite(engine="external", rollout_external_engine_addrs=["127.0.0.1:1"])
-        monitors.event({"event": "engines_connected", "num": len(dtypes), "kv_cache_dtypes": dtypes})
-        [found] = monitors.step(1, {GAP: 0.2} | {f"selftest/share/{name}": share for name, share in shares.items()})
-        return found
-
-    rounded = found_with(["auto", "fp8_e4m3"], {"numerics": 1.0})
-    assert "keys and values to fp8_e4m3 (--kv-cache-dtype)" in rounded.cause
-    assert "--kv-cache-dtype auto" in rounded.remedy
-    assert "--sglang" not in rounded.cause + rounded.remedy  # a flag of engines that the run starts
-    both = found_with(["fp8_e4m3"], {"quantization": 0.7, "numerics": 0.3})
-    assert "by cause: quantization 70%, numerics 30%" in both.finding
-    assert "quantized weights" in both.cause
-    assert "fp8_e4m3" in both.cause
-    for dtypes in (["auto"], ["bfloat16"]):
-        whole = found_with(dtypes, {"quantization": 0.7, "numerics": 0.3})
-        assert "keys and values" not in whole.cause
-
-
 @pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
 def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> None:
     """Rollouts that were generated ahead of a resume with a smaller batch have several steps, later ones have one."""
     ahead, later = {name: 0.05, "train/num_steps": 4.0}, {name: 0.05, "train/num_steps": 1.0}
     assert read(ahead, load="save") == []
     assert len(read(later, load="save")) == len(read(later, load="save", num_steps_per_rollout=4)) == 1
-
-
-def fallen(**algo: Any) -> Diagnosis:
-    good = [{"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}] * 15
-    [found] = diagnose(*good, *[{"rollout/raw_reward": 0.01, "rollout/zero_std_frac": 0.5}] * 6, **algo)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("algo", "present", "absent"),
-    [
-        ({}, "--use-kl-loss --lr", "--entropy-coef"),
-        ({"entropy_coef": 0.5}, "lower --entropy-coef", "--kl-loss-coef"),
-        ({"entropy_coef": 0.001}, "--use-kl-loss --lr", "--entropy-coef"),
-        ({"weight_decay": 5000.0}, "--weight-decay", "--entropy-coef"),
-        ({"use_kl_loss": True, "kl_loss_coef": 1000.0}, "lower --kl-loss-coef", "larger"),
-        ({"use_kl_loss": True, "kl_loss_coef": 0.01}, "larger --kl-loss-coef (now 0.01)", "--use-kl-loss"),
-    ],
-)
-def test_the_fix_of_a_collapse_follows_from_the_coefficients(algo: dict[str, Any], present: str, absent: str) -> None:
-    found = fallen(**algo)
-    text = f"{found.cause} {found.remedy}"
-    assert found.id == "REW02"
-    assert all(word in text for word in ([present] if "lower" in present or "(" in present else present.split()))
-    assert absent not in text
-
-
-def test_one_reward_of_a_half_for_all_samples_is_a_constant_not_a_hard_task() -> None:
-    row = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 0.0}
-    [found] = diagnose(*[row] * 3)
-    assert "every reward is 0.5" in found.finding
-    assert "same value for any answer" in found.cause
-    [older] = diagnose(*[{k: v for k, v in row.items() if "range" not in k}] * 3)
-    assert "every reward" not in older.finding  # a version that did not record the range
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ({"rollout_temperature": 1.8, "rollout_max_response_len": 8}, "--rollout-temperature 1.8"),
-        ({"rollout_min_new_tokens": 8, "rollout_max_response_len": 8}, "--rollout-min-new-tokens 8"),
-    ],
-)
-def test_sampling_that_keeps_responses_from_ending_is_named(flags: dict[str, Any], word: str) -> None:
-    [found] = diagnose({"rollout/truncated_ratio": 1.0}, **flags)
-    assert word.split()[0] in found.remedy
-    assert word.split()[1] in found.cause + found.remedy
-    [usual] = diagnose({"rollout/truncated_ratio": 1.0}, rollout_max_response_len=8, rollout_min_new_tokens=2)
-    assert "--rollout-min-new-tokens" not in usual.cause
 
 
 def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None:
@@ -685,20 +453,6 @@ def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None
     assert read(first | {"selftest/share/numerics": 0.4, "selftest/share/stale_version": 0.6}) == ["NUM02"]
     [found] = diagnose(first | {GAP: 0.2})
     assert "normal: below 0.08" in found.finding
-
-
-@pytest.mark.parametrize(
-    ("gap", "cause", "use_tis", "severity"),
-    [
-        (0.05, "unexplained", True, "info"),
-        (0.05, "unexplained", False, "warning"),
-        (0.2, "numerics", True, "error"),
-        (0.05, "stale_version", True, "warning"),
-    ],
-)
-def test_a_small_gap_of_numerics_that_is_corrected_is_an_info(gap: float, cause: str, use_tis: bool, severity: str):
-    [found] = diagnose({GAP: gap, f"selftest/share/{cause}": 1.0}, use_tis=use_tis)
-    assert found.severity == severity
 
 
 def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:
@@ -712,14 +466,10 @@ def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:
     assert read({"rollout/truncated_ratio": 0.92}, rollout_batch_size=16, n_samples_per_prompt=8) == ["STOP02"]
     assert read(*[flat] * 15, **few) == []  # a hard task
     assert read(*[flat] * 16, **few) == ["REW02"]
-
-
-def test_responses_that_stop_ending_later_are_reported_and_a_tight_limit_is_not() -> None:
-    ended, cut = {"rollout/truncated_ratio": 0.0}, {"rollout/truncated_ratio": 1.0}
+    ended = {"rollout/truncated_ratio": 0.0}
     assert read(*[ended] * 9, *[cut] * 7) == []
     assert read(*[ended] * 9, *[cut] * 12) == ["STOP02"]
-    tight = {"rollout/truncated_ratio": 0.4}
-    assert read(*[tight] * 9, *[cut] * 20) == []
+    assert read(*[{"rollout/truncated_ratio": 0.4}] * 9, *[cut] * 20) == []  # a tight limit
 
 
 def test_a_mean_of_few_rewards_may_vary() -> None:

@@ -127,60 +127,6 @@ def add_events(run: RecordedRun, *events: dict[str, Any]) -> RecordedRun:
     return RecordedRun.read(run.folder)
 
 
-def test_what_the_run_noted_about_its_standstill_names_the_cause_and_its_remedy(tmp_path: Path) -> None:
-    note = {
-        "time": 50,
-        "event": "no_progress",
-        "seconds": 31,
-        "doing": "4 x score (rewards/x.py:1)",
-        "probable": "REW03",
-    }
-    run = add_events(run_at(tmp_path / "run", 0, 5, 10), note)
-    found = without_progress(run, 90.0, "step", MAIN, IDLE)
-    assert "reward calls (None) do not return" in found[0].finding
-    assert "--reward-timeout" in found[0].remedy
-    assert "A reward function" in found[0].cause
-    (run.folder / "ledger.jsonl").touch()  # a group was finished since
-    found = without_progress(run, 90.0, "step", MAIN, IDLE)
-    assert "reward calls" not in found[0].finding
-    assert "--reward-timeout" not in found[0].remedy
-
-
-def test_a_line_that_blocks_the_event_loop_is_one_diagnosis_and_not_two(tmp_path: Path) -> None:
-    now = time.time()
-    run = run_at(tmp_path / "run", now - 510, now - 505, now - 500)
-    add_events(run, {"time": now - 490, "event": "blocked", "seconds": 5, "where": "score (own.py:7)"})
-    with (run.folder / "run.log").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        result = examine(run.folder)
-    assert [each.id for each in result.diagnoses] == ["HANG01"]
-    assert "score (own.py:7) blocks the run" in result.diagnoses[0].finding
-
-
-def test_a_stopped_engine_replaces_what_a_monitor_saw_of_it(tmp_path: Path) -> None:
-    engine = RunProcess(2, "python -m furlong serve --model-path x --port 3000", True)
-    found = stopped_processes([engine])
-    assert "engine server 2 (" in found[0].finding
-    assert found[0].evidence["explains"] == ["ENG06"]
-
-
-def test_a_standstill_in_which_no_function_is_named_has_no_advice_to_fix_one(tmp_path: Path) -> None:
-    note = {"time": 50, "event": "no_progress", "doing": "all threads are idle; 2 x f (x.py:1)", "probable": "HANG01"}
-    found = without_progress(add_events(run_at(tmp_path / "run", 0, 5, 10), note), 90.0, "step", MAIN, IDLE)
-    assert "2 x f (x.py:1)" in found[0].finding
-    assert "fix the function" not in found[0].remedy
-
-
-def test_a_run_that_was_killed_while_it_stood_still_says_so(tmp_path: Path) -> None:
-    run = run_at(tmp_path / "run", 0, 5, 10)
-    add_events(run, {"time": 50, "event": "blocked", "seconds": 5, "where": "score (own.py:7)"})
-    result = examine(run.folder)
-    found = {each.id: each for each in result.diagnoses}
-    assert (result.status, set(found)) == ("killed", {"KILL01", "HOOK02", "CHECK01"})  # it has no metrics
-    assert "last event: step" in found["KILL01"].finding
-    assert "it stood still before: score (own.py:7) blocks the run" in found["KILL01"].finding
-
-
 def test_a_run_of_another_machine_without_an_end_may_go_on_there(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run", time.time() - 9, process=4711, machine="far-away")
     result = examine(run.folder)

@@ -26,7 +26,6 @@ SLOW_ROLLOUTS = 8  # a rank must be slow in all of these but one
 SLOW_RANK, SLOW_RANK_SHARE, SLOW_RANK_S = 1.5, 0.05, 1.0  # times the others; share of the time lost; seconds in total
 # Vectors change by less than bfloat16 can represent for many steps: half a unit in the last place of 1.0 is 0.004.
 SMALL = re.compile(r"norm|bias|\.A_log$|\.D$|e_score_correction")
-ALL_IDLE = "all threads are idle"  # what a hanging run does in which no function is named
 OOM_KILLER = "if a signal ended it, check for the out-of-memory killer (`dmesg | grep -i oom`)"
 
 ENGINE_HANGS_CAUSE = (
@@ -319,43 +318,21 @@ def blocked_loop(event: Event, before: Sequence[Event], facts: RunFacts) -> Aler
 
 
 def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None:
-    """HANG01: the event `hang` {seconds, doing, probable, report, stops, last, queues, waits, requests}."""
+    """HANG01: the event `hang` {seconds, doing, updates_weights, report, stops, last, queues, waits, requests}."""
     del before
-    remedy = hang_remedy(str(event.get("probable", "HANG01")), facts)
     last = ", ".join(f"{name} {age} s ago" for name, age in dict(event.get("last", {})).items())
+    remedy = (
+        "fix the function named above, or what it waits for; a reward is abandoned after --reward-timeout, a response "
+        "after --generate-timeout; if responses do not end, see STOP02; if an engine does not answer, see its log"
+    )
+    if event.get("updates_weights"):
+        remedy = f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}"
     return alert(
         "HANG01",
         f"no progress for {event.get('seconds')} s: {event.get('doing')} (last: {last})",
-        cause="One part waits for another that does not answer, or a custom function does not return.",
         remedy=f"{remedy}; all stack traces are in {event.get('report')}"
         + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
         evidence=_fields(event),
-    )
-
-
-def hang_remedy(probable: str, facts: RunFacts) -> str:
-    """Return what to do about a run that hangs, by the id of the probable cause."""
-    remedies = {
-        "SYNC01": f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}",
-        "STOP02": _no_answer_remedy(facts),
-        "REW03": "reward calls do not return (REW03): a lower --reward-timeout abandons them; fix the reward function, "
-        "or the server that it calls",
-        "ENG06": "an engine server does not answer (ENG06): see the end of its log, and whether its process is stopped",
-    }
-    return remedies.get(probable, "fix the function named above")
-
-
-def _no_answer_remedy(facts: RunFacts) -> str:
-    """Return what to do if the engine's responses do not end, or its requests do not."""
-    rollout = facts.config.rollout
-    settings = [
-        f"--rollout-temperature {rollout.rollout_temperature:g}" if rollout.rollout_temperature > 1 else "",
-        f"--rollout-min-new-tokens {rollout.rollout_min_new_tokens}" if rollout.rollout_min_new_tokens else "",
-    ]
-    lower = ", ".join(filter(None, settings))
-    return (
-        "either responses do not end (STOP02): use --rollout-stop-token-ids, --rollout-max-response-len or "
-        f"--generate-timeout{f', and lower {lower}' if lower else ''}; or the engine hangs (ENG06): see its log"
     )
 
 

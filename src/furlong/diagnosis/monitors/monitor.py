@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.catalogue import Diagnosis, Severity, diagnosis
-from furlong.config.engine_groups import first_quantized, quantized_kv_cache, trained_model
 from furlong.config.sections import Config
 from furlong.core.model_config import read_json
 from furlong.core.tracing import heartbeat
@@ -31,23 +30,18 @@ if TYPE_CHECKING:
 
 HISTORY = 128  # earlier rows that monitors can read
 EVENTS = 16  # earlier events of one name that monitors can read
-CONNECTED = "engines_connected"  # the event with the settings of engines that the run did not start
-NO_PROGRESS = ("engine_silent", "blocked", "no_progress")  # events that do not count as progress
+NO_PROGRESS = ("engine_silent", "blocked")  # events that do not count as progress
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO}
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run's configuration, what follows from it, and what its model folder says: the rest is 0 if it is unknown.
-
-    reported_kv_caches: SGLang's `kv_cache_dtype` of engines that the run did not start.
-    """
+    """A run's configuration, what follows from it, and what its model folder says: the rest is 0 if it is unknown."""
 
     config: Config = dataclasses.field(default_factory=Config)
     has_chat_template: bool = False
     vocab_size: int = 0
     num_parameters: int = 0
-    reported_kv_caches: Sequence[str] = ()
 
     @staticmethod
     def of(config: Config) -> RunFacts:
@@ -62,36 +56,17 @@ class RunFacts:
 
     @property
     def reference(self) -> str:
-        """Path of the reference model's folder."""
-        return str(self.config.checkpoint.ref_load or self.model)
+        """Path of the reference model's folder, with its step if it is selected."""
+        flags = self.config.checkpoint
+        return _at_step(str(flags.ref_load or self.model), flags.ref_ckpt_step)
 
     @property
     def initial_weights(self) -> str:
-        """Path of the folder that training starts from: --load or --ref-load if it gives only weights, or the model."""
+        """Path of the folder that training starts from: --load if it gives only weights, or the model."""
         flags = self.config.checkpoint
         if flags.load is not None and (flags.finetune or _is_foreign(Path(flags.load), flags.ckpt_step)):
-            return flags.load
-        if flags.ref_load is not None and not self.config.algo.uses_reference:
-            return flags.ref_load
+            return _at_step(flags.load, flags.ckpt_step)
         return self.model
-
-    @property
-    def is_own_reference(self) -> bool:
-        """Whether training starts from the reference's weights, so that their first KL is 0."""
-        flags = self.config.checkpoint
-        is_same_step = self.initial_weights == self.model or flags.ckpt_step == flags.ref_ckpt_step
-        return is_same_step and self.reference == self.initial_weights
-
-    @property
-    def quantized_kv_cache(self) -> str:
-        """The engines' data type of keys and values if it has fewer than 16 bits, such as fp8_e4m3, or ""."""
-        if self.reported_kv_caches:
-            return first_quantized(self.reported_kv_caches)
-        try:
-            groups = trained_model(self.config).groups
-        except ConfigError:  # the --sglang-config of a finished run is gone: its flags are known
-            groups = ()
-        return quantized_kv_cache(self.config, groups)
 
     @property
     def first_step(self) -> int:
@@ -127,6 +102,10 @@ class RunFacts:
         """The transport of weight updates, as `core.transports` names it."""
         sync = self.config.sync
         return transport_spec(sync.update_weight_transport, mode=sync.update_weight_mode).name
+
+
+def _at_step(folder: str, step: int | None) -> str:
+    return folder if step is None else f"{folder} (step {step})"
 
 
 def _is_foreign(folder: Path, step: int | None) -> bool:
@@ -282,8 +261,6 @@ class MonitorSuite:
     def event(self, event: Event) -> list[Diagnosis]:
         """Check one event, an object with the key `event`; return what is new."""
         name = str(event["event"])
-        if name == CONNECTED:
-            self.facts = dataclasses.replace(self.facts, reported_kv_caches=tuple(event["kv_cache_dtypes"]))
         if name not in self._event_monitors:
             return []
         before = tuple(self._events[name])

@@ -26,7 +26,7 @@ DRIFT, DRIFT_ROWS = 0.2, 8
 # layers gave 45 % to 51 %, another tokenizer 61 %, a missing output layer 95 %; damages that leave the model as certain
 # as it was are not visible here.
 LIKELY, LARGE = -0.8, 10**9  # parameters of a model that `LIKELY` applies to
-NEAR_CHANCE, UNTRAINED = 0.42, 0.8  # of chance
+NEAR_CHANCE = 0.42  # of chance
 # Log-ratio to the old policy before any update: Miles asserts 1e-9; repeated bfloat16 passes differ by 1e-3.
 PPO_KL = 1e-2
 # Gradient norms before clipping. The first was at most 9 in 17 CPU settings; in 40 rollouts of the quickstart none
@@ -34,7 +34,6 @@ PPO_KL = 1e-2
 FIRST_GRAD_NORM = 100.0
 GRAD_JUMP = 20.0
 GRAD_ROWS, GRAD_LEAST = 32, 8
-WIDE_REWARDS = 20.0  # largest minus smallest; with rewards from 0 to 1 the first gradient norm was at most 9
 # Share of the engine's expert choices that the trainer agrees with; kernels alone leave more than 0.95.
 ROUTING = 0.9
 
@@ -46,30 +45,19 @@ def reference_kl(now: StepContext) -> Alert | None:
         kl = now.row.get("train/kl_loss")
     if not now.is_first or kl is None or abs(kl) <= KL_JITTER:
         return None
-    kl, facts = abs(kl), now.facts
-    is_warm_start = not facts.is_own_reference and facts.initial_weights != facts.model
-    severity = "error" if kl > KL_WRONG else "warning" if facts.is_own_reference else "info"
-    cause, remedies = None, ["inspect this step's samples (--save-debug-train-data)"]
-    if is_warm_start:  # two models on purpose: their distance is no fault
+    kl, start, reference = abs(kl), now.facts.initial_weights, now.facts.reference
+    severity, cause, remedy = "error" if kl > KL_WRONG else "warning", None, None
+    if start != reference:  # two models on purpose: their distance is no fault
         severity = "info"
-        cause = f"Training starts from --load {facts.initial_weights}, which differs from the reference."
-        remedies = [f"none if the reference is intended; --ref-load {facts.initial_weights} compares with the start"]
-    elif not facts.is_own_reference:
-        cause = f"--ref-load {facts.reference} is a different model from --hf-checkpoint {facts.model}."
-        remedies = ["check --ref-load, or remove it to use --hf-checkpoint as the reference; ignore this if intended"]
-    else:
-        if facts.config.train.train_backend == "megatron":
-            remedies.append("try --attention-backend flash")
-        if not facts.config.train.fp32:
-            remedies.append("try --fp32 if the run computes in bfloat16")
+        cause = f"Training starts from {start}, and the reference is another model, {reference}."
+        remedy = f"none if the reference is intended; --ref-load {start} compares with the start"
     return now.alert(
         "NUM01",
-        f"KL from the policy to the reference is {kl:.3g} before any training "
-        f"(policy {facts.initial_weights}, reference {facts.reference})",
+        f"KL from the policy to the reference is {kl:.3g} before any training (policy {start}, reference {reference})",
         cause=cause,
-        remedy="; ".join(remedies),
+        remedy=remedy,
         severity=severity,
-        evidence={"kl": kl, "model": facts.initial_weights, "reference": facts.reference},
+        evidence={"kl": kl, "model": start, "reference": reference},
         level=kl,
     )
 
@@ -88,7 +76,7 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     by_size = sorted(shares.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
     first = by_size[0][0] if by_size else ""
-    cause, remedy = _mismatch_cause(now, first)
+    cause, remedy = MISMATCHES[first or "unexplained"]
     severity: Severity = "error" if gap > GAP_ERROR else "warning"
     if gap <= GAP_ERROR and first in ("numerics", "quantization", "unexplained") and now.facts.config.algo.use_tis:
         severity = "info"  # which importance sampling corrects
@@ -129,22 +117,14 @@ def policy_drift(now: StepContext) -> Alert | None:
         return None
     age = now.row.get("rollout/staleness/mean", 0.0)
     mismatch = f"; engine and trainer differ by {fresh:.2g} on fresh samples" if fresh > GAP_WARNING else ""
-    rollout, sync, algo = now.facts.config.rollout, now.facts.config.sync, now.facts.config.algo
-    ahead, interval = rollout.async_buffer_size or 0, sync.update_weights_interval
-    flags = [
-        f"lower --async-buffer-size (now {ahead})" if ahead else "",
-        f"set --update-weights-interval 1 (now {interval})" if interval > 1 else "",
-        "add --mask-offpolicy-in-partial-rollout" if rollout.partial_rollout else "",
-        "lower --lr",
-        "" if algo.use_tis or algo.use_rollout_logprobs else "add --use-tis, which corrects part of the drift",
-    ]
     return now.alert(
         "ASYNC01",
         f"samples are {age:.2g} rollouts old on average, as the flags allow, and the policy has "
         f"moved by {gap:.2g} in log-prob per token since (over {DRIFT_ROWS} steps; 0.1 is mostly harmless"
         f"{mismatch})",
         cause="Training uses answers that the current policy would hardly give.",
-        remedy="; ".join(filter(None, flags)),
+        remedy="lower --async-buffer-size, --update-weights-interval or --lr; --use-tis corrects part of the drift; "
+        "--mask-offpolicy-in-partial-rollout leaves old tokens out",
         evidence={"mean_abs_diff": gap, "fresh": fresh, "mean": age},
         level=gap,
         kind="drift",
@@ -163,42 +143,42 @@ def _is_gap_meaningful(now: StepContext) -> bool:
     return not (now.facts.has_old_policy and now.num_optimizer_steps > 1)
 
 
-MISMATCH_REMEDIES = {
-    "stale_version": "update weights after every rollout (--update-weights-interval 1); engines must report versions",
-    "sampling_transform": "use the same --rollout-temperature in engine and trainer; the engine must report log-probs "
-    "from before top-p and top-k, as SGLang does",
-    "flat": "every token has the same log-prob in the engine: if your function fills them in, keep the engine's; if "
-    "they are chance, -ln(vocabulary size), the engine's output layer got no weights (--check-weight-update-equal, "
-    "and `furlong doctor --explain SYNC04`)",
-    "quantization": "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
-    "routing": "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
-    "numerics": "correct the difference with --use-tis, or compute in float32 (--embedded-dtype float32, --fp32)",
-    "unexplained": "use the same precision in engine and trainer (--embedded-dtype auto), and compare the weights with "
-    "--check-weight-update-equal; if both are equal, look at what sets rollout_log_probs and the prompt in your "
-    "functions, and at the engine's sampling parameters; --use-tis corrects small differences",
+# Cause (None: that of the catalogue) and remedy by the largest share of the self-test.
+MISMATCHES: dict[str, tuple[str | None, str]] = {
+    "stale_version": (
+        "Older weights sampled the tokens than the engine reported.",
+        "update weights after every rollout (--update-weights-interval 1); engines must report versions",
+    ),
+    "sampling_transform": (
+        "The engine's log-probs are those of another temperature, or after top-p or top-k.",
+        "use the same --rollout-temperature in engine and trainer; the engine must report log-probs from before top-p "
+        "and top-k, as SGLang does",
+    ),
+    "flat": (
+        "Every token has the same log-prob in the engine.",
+        "if your function fills them in, keep the engine's; if they are chance, -ln(vocabulary size), the engine's "
+        "output layer got no weights (--check-weight-update-equal, and `furlong doctor --explain SYNC04`)",
+    ),
+    "quantization": (
+        "The engine computes with quantized weights, the trainer does not.",
+        "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
+    ),
+    "routing": (
+        "Engine and trainer choose different experts.",
+        "add --use-rollout-routing-replay, or correct the mismatch with --use-tis",
+    ),
+    "numerics": (
+        "Engine and trainer compute in bfloat16, whose rounding explains a gap of this size.",
+        "correct the difference with --use-tis, or compute in float32 (--embedded-dtype float32, --fp32)",
+    ),
+    "unexplained": (
+        None,
+        "use the same precision in engine and trainer (--embedded-dtype auto; --sglang-kv-cache-dtype auto), and "
+        "compare the weights with --check-weight-update-equal; if both are equal, look at what sets rollout_log_probs "
+        "and the prompt in your functions, and at the engine's sampling parameters (SGLang computes log-probs after "
+        "--rollout-min-new-tokens masks stop tokens); --use-tis corrects small differences",
+    ),
 }
-
-
-def _mismatch_cause(now: StepContext, first: str) -> tuple[str | None, str]:
-    """Return the cause (None: the catalogue's) and the remedy. `first`: the largest share, "" without a self-test."""
-    config, first = now.facts.config, first or "unexplained"
-    causes, remedy = list[str](), MISMATCH_REMEDIES[first]
-    if first == "quantization":
-        causes.append("The engine computes with quantized weights, the trainer does not.")
-    elif first == "numerics":
-        causes.append("Engine and trainer compute in bfloat16, whose rounding explains a gap of this size.")
-    kv_cache = now.facts.quantized_kv_cache
-    if kv_cache and first in ("quantization", "numerics", "unexplained"):
-        is_external = config.cluster.engine == "external"
-        flag = "--kv-cache-dtype" if is_external else "--sglang-kv-cache-dtype"
-        causes.append(f"The engine rounds keys and values to {kv_cache} ({flag}); the trainer does not.")
-        where = "start the engines' servers with" if is_external else "use"
-        group = "" if is_external else " (in --sglang-config: kv_cache_dtype of the group)"
-        remedy = f"{where} {flag} auto{group}; {remedy}"
-    least = config.rollout.rollout_min_new_tokens
-    if first == "unexplained" and least and config.cluster.engine != "embedded":
-        causes.append(f"--rollout-min-new-tokens {least}: SGLang masks stop tokens before it computes log-probs.")
-    return " ".join(causes) or None, remedy
 
 
 def unlikely_responses(now: StepContext) -> Alert | None:
@@ -214,7 +194,6 @@ def unlikely_responses(now: StepContext) -> Alert | None:
     share = log_prob / -math.log(facts.vocab_size)
     if share < NEAR_CHANCE and (log_prob > LIKELY or facts.num_parameters < LARGE):
         return None
-    cause, remedy = _unlikely_cause(now, share)
     limit = (
         f"chance is {-math.log(facts.vocab_size):.3g}, a healthy model is above {NEAR_CHANCE:.0%} of it"
         if share >= NEAR_CHANCE
@@ -223,33 +202,17 @@ def unlikely_responses(now: StepContext) -> Alert | None:
     return now.alert(
         "TPL03",
         f"the trainer's mean log-prob of the first responses is {log_prob:.3f} per token ({limit})",
-        cause=cause,
-        remedy=remedy,
+        cause="The prompts do not have the chat format that the model was trained on, or its weights are damaged, not "
+        "loaded, or those of a base model.",
+        remedy="`furlong doctor` with the same flags compares the prompts with the template (TPL01, TPL02); check "
+        "--apply-chat-template and `furlong template check`; `furlong check DIR` reads the tensors of --hf-checkpoint; "
+        "a base model has an instruct version",
         severity="warning" if share >= NEAR_CHANCE else "info",
         evidence={
             "log_prob": log_prob,
             "share_of_chance": share,
             "apply_chat_template": config.data.apply_chat_template,
         },
-    )
-
-
-def _unlikely_cause(now: StepContext, share: float) -> tuple[str, str]:
-    """Return the causes and how to tell them apart. `share`: the mean log-prob as a share of chance."""
-    weights = "`furlong check DIR` reads the tensors of --hf-checkpoint"
-    if share >= UNTRAINED:
-        return "The model is untrained, or its weights were not loaded.", f"check --hf-checkpoint: {weights}"
-    template = "`furlong doctor` with the same flags compares the prompts with the template (TPL01, TPL02)"
-    if now.facts.config.data.apply_chat_template:
-        form = (
-            "they are rendered with --apply-chat-template, so check --apply-chat-template-kwargs and custom templates"
-        )
-    else:
-        form = "--apply-chat-template is off; add it if they are plain questions or messages"
-    return (
-        "Two causes are possible: the prompts do not have the chat format that the model was trained on "
-        f"({form}), or its weights are damaged, in the wrong place or those of a base model.",
-        f"{template}, and `furlong template check` shows it; {weights}; a base model has an instruct version",
     )
 
 
@@ -274,34 +237,28 @@ def gradient(now: StepContext) -> Alert | None:
 
 
 def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> Alert:
-    spread, algo = now.row.get("rollout/reward_range", 0.0), now.facts.config.algo
-    remedy = (
-        "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
-        "--label-key"
+    cause, remedy = (
+        None,
+        (
+            "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
+            "--label-key; scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; lower --lr; "
+            "--clip-grad limits each step"
+        ),
     )
-    cause = None
     if name == "train/ppo_kl":
         cause = "Two passes over the same weights differ: kernels, or a split over ranks."
-        remedy += "; try --fp32"
-    elif not (algo.grpo_std_normalization or algo.normalize_advantages) and spread > WIDE_REWARDS:
-        cause = (
-            f"Rewards spread over {spread:.4g} and are not divided by their standard deviation, so the gradient grows "
-            "with them."
-        )
-        remedy = (
-            "scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; --clip-grad limits each step "
-            "until then"
-        )
-    elif now.is_first:
-        cause = "Data or template do not fit the model, or the reward reads a wrong key."
-    else:
-        remedy += "; lower --lr; --clip-grad limits each step"
+        remedy = "try --fp32"
     return now.alert(
         "NUM03",
         f"{name} is {value:.4g}, {excess}",
         cause=cause,
         remedy=remedy,
-        evidence={"metric": name, "value": value, "before": now.recent(name, 9)[:-1]},
+        evidence={
+            "metric": name,
+            "value": value,
+            "before": now.recent(name, 9)[:-1],
+            "reward_range": now.row.get("rollout/reward_range"),
+        },
         level=value,
         kind=name,
     )

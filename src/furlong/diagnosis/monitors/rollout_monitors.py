@@ -25,6 +25,14 @@ WAITED = 0.2  # of a step, that training waits for rollouts: below it nothing is
 DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, and at least on average
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
 CONTEXT_FULL = 0.1  # of the samples
+BROKEN = (
+    "The policy left what earned the reward. Candidates are steps that are too large, a term of the loss that "
+    "outweighs the reward, and a custom loss function."
+)
+BROKEN_REMEDY = (
+    "resume from a checkpoint before that, or restart, with a lower --lr; check --entropy-coef (0.001 is common), "
+    "--kl-loss-coef and --kl-coef (0.001 to 0.1), and --weight-decay (0.1)"
+)
 
 
 def truncation(now: StepContext) -> Alert | None:
@@ -39,12 +47,10 @@ def truncation(now: StepContext) -> Alert | None:
     if limit is not None and limit < SHORT_ANSWER and now.row.get("rollout/reward_range", 0.0) > 0:
         return None
     rows = next((i for i, each in enumerate(reversed(ratios)) if each < TRUNCATED), len(ratios))
-    size = facts.num_samples or math.inf
-    has_ended = len(ratios) > 1 and ratios[0] <= ENDED
-    if has_ended:
-        if now.step > facts.first_step + 1 and rows < BROKEN_ROWS:
-            return None
-    elif rows * size < TRUNCATED_SAMPLES or now.step >= facts.first_step + max(2, math.ceil(TRUNCATED_SAMPLES / size)):
+    has_ended = rows < len(ratios)
+    least = BROKEN_ROWS if has_ended else math.ceil(TRUNCATED_SAMPLES / (facts.num_samples or math.inf))
+    is_early = now.step < facts.first_step + max(least, 2)
+    if rows < least or (ratios[0] > ENDED if has_ended else not is_early):
         return None
     place = f"at --rollout-max-response-len {limit}" if limit else "by the context limit"
     finding = f"{ratio:.0%} of the responses were cut off {place}, without an end of turn"
@@ -54,26 +60,20 @@ def truncation(now: StepContext) -> Alert | None:
         "max_response_len": limit,
     }
     if has_ended:  # with the same flags, responses ended before the weights changed
-        cause, remedy = _what_broke(facts)
         finding += f" ({ratios[0]:.0%} in the first step)"
-        return now.alert("STOP02", finding, cause=cause, remedy=remedy, evidence=evidence, kind="broken")
+        return now.alert("STOP02", finding, cause=BROKEN, remedy=BROKEN_REMEDY, evidence=evidence, kind="broken")
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     ends, missing = _end_tokens(facts)
     cause = None
     remedy = (
         "set the model's end of turn with --rollout-stop-token-ids or --rollout-stop (print a sample with "
-        f"--debug-rollout-print-every 1 to see it), or raise {raised}"
+        f"--debug-rollout-print-every 1 to see it), raise {raised}, or lower --rollout-temperature (now "
+        f"{rollout.rollout_temperature:g}) or --rollout-min-new-tokens (now {rollout.rollout_min_new_tokens})"
     )
     if missing:
         cause = "The chat template ends a turn with a token that does not stop generation."
         ids = " ".join(map(str, missing))
         remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
-    least, temperature = rollout.rollout_min_new_tokens, rollout.rollout_temperature
-    if limit and least >= limit:
-        cause = f"--rollout-min-new-tokens {least} bans stop tokens up to the limit of {limit} tokens."
-        remedy = f"lower --rollout-min-new-tokens, or raise --rollout-max-response-len above {least}; {remedy}"
-    elif temperature > 1:
-        remedy = f"try --rollout-temperature 1 first (now {temperature:g}); {remedy}"
     return now.alert("STOP02", finding + (f"; {ends}" if ends else ""), cause=cause, remedy=remedy, evidence=evidence)
 
 
@@ -85,36 +85,6 @@ def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
         return describe_ends(Path(facts.model), stop_token_ids=stop_ids, stop=stop)
     except (ConfigError, OSError):
         return "", []
-
-
-def _what_broke(facts: RunFacts) -> tuple[str, str]:
-    """Return candidates for why a policy left what earned the reward, by the terms of its loss, and the fix."""
-    algo, optim = facts.config.algo, facts.config.optim
-    kl_flag, kl = max(
-        ("--kl-coef", algo.kl_coef), ("--kl-loss-coef", algo.kl_loss_coef * algo.use_kl_loss), key=lambda term: term[1]
-    )
-    suspects = [
-        f"the entropy bonus (--entropy-coef {algo.entropy_coef:g}; 0.001 is common)"
-        if algo.entropy_coef >= 0.02
-        else "",
-        f"the KL term ({kl_flag} {kl:g}; 0.001 to 0.1 is common)" if kl >= 1 else "",
-        f"weight decay (--weight-decay {optim.weight_decay:g}; 0.1 is common)" if optim.weight_decay > 1 else "",
-        f"{algo.custom_loss_function_path}, for example a wrong sign" if algo.custom_loss_function_path else "",
-    ]
-    suspects = [suspect for suspect in suspects if suspect]
-    back = "resume from a checkpoint before that, or restart, with a lower --lr"
-    if suspects:
-        flags = [word for suspect in suspects for word in suspect.split() if word.strip("(").startswith("--")]
-        names = " or ".join(flag.strip("(") for flag in flags)
-        return (
-            f"Candidates are {', or '.join(suspects)}; or the steps are too large.",
-            f"{back}{f', or a lower {names}' if names else ', and test the loss function'}",
-        )
-    pull = f"a larger {kl_flag} (now {kl:g})" if kl or algo.use_kl_loss else "--use-kl-loss --kl-loss-type k3"
-    return (
-        "The policy left what earned the reward: the steps are too large, or nothing pulls it back.",
-        f"{back}, or with {pull}",
-    )
 
 
 def rewards_without_spread(now: StepContext) -> Alert | None:
@@ -141,10 +111,9 @@ def _means(values: Sequence[float], size: int) -> list[float]:
 
 
 def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
-    cause, remedy = _what_broke(now.facts)
     finding = f"the mean reward fell from {best:.3g} to {last:.3g}, {note}"
     evidence = {"best": best, "last": last}
-    return now.alert("REW02", finding, cause=cause, remedy=remedy, evidence=evidence, kind="fall")
+    return now.alert("REW02", finding, cause=BROKEN, remedy=BROKEN_REMEDY, evidence=evidence, kind="fall")
 
 
 def _compares_in_groups(row: Row, facts: RunFacts) -> bool:
@@ -180,25 +149,22 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     is_known = is_same and (reward in (0.0, 1.0) or "rollout/reward_range" in now.row)
     pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
     label_key = facts.config.data.label_key
-    look = "print samples with --debug-rollout-print-every 1, and try `furlong reward test` with the same flags"
-    cause, remedy = "The reward function returns the same value for any answer.", f"check the reward function: {look}"
+    named = f" (--label-key {label_key})" if label_key else ""
+    cause = (
+        f"The reward function gives the same value to any answer, the verifier does not find the labels{named}, or the "
+        "task is solved or out of reach."
+    )
+    remedy = (
+        "print samples with --debug-rollout-print-every 1, and try `furlong reward test` with the same flags; check "
+        "the reward function, --label-key, the answer format and the prompts; for a task that is solved or out of "
+        "reach use harder or easier data"
+    )
     if in_groups and not is_known:  # the verifier does distinguish right and wrong answers
         cause = "Every sample of a prompt gets the same answer, or all prompts are too easy or too hard."
         remedy = (
             "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
             "--n-samples-per-prompt, or use prompts that are sometimes answered right"
         )
-    elif reward == 0:
-        never = "The reward function never gives a reward"
-        if label_key:
-            never = f"The verifier finds no answer that matches the label (--label-key {label_key})"
-        cause = f"{never}; or the prompts are not what the model was trained on, or the task is too hard."
-        easier = "a larger --n-samples-per-prompt" if in_groups else "easier prompts"
-        remedy = f"{look}; check --label-key, the answer format and the prompts; if the task is too hard, use {easier}"
-    elif reward == 1:
-        cause = "The task is solved, or the reward function accepts everything."
-        drop = ", or a --dynamic-sampling-filter-path that drops such groups" if in_groups else ""
-        remedy = f"use harder data{drop}; check the reward function"
     return now.alert(
         "REW02",
         f"{pattern} for {rows} steps in a row, so there is no learning signal",
@@ -300,29 +266,20 @@ def reward_wait(now: StepContext) -> Alert | None:
     if any(s < max(REWARD_SHARE * whole, REWARD_LEAST_S) for s, whole in zip(waits, wholes, strict=True)):
         return None
     seconds, whole = sum(waits) / REWARD_ROWS, sum(wholes) / REWARD_ROWS
-    timed_out, config = now.row.get("rollout/reward_timed_out", 0.0), now.facts.config
-    reward, timeout_s = config.reward, config.fault.reward_timeout
-    workers = f"raise --num-reward-workers (now {reward.num_reward_workers}), up to the number of free CPUs"
-    remedies = [
-        f"lower --reward-timeout (now {timeout_s:g} s) if calls hang: {timed_out:.0f} of this step used all of it"
-        if timed_out
-        else "",
-        "use a faster server at --rm-url, or several behind that address"
-        if reward.custom_rm_path is None and (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
-        else workers + (", if the function computes" if reward.custom_rm_path else ""),
-        "if it waits for a server or a process, make it an `async def` function: a worker then has many calls in "
-        "flight instead of one"
-        if reward.custom_rm_path
-        else "",
-        "use --async-buffer-size 1, which scores a rollout while the previous one is trained on"
-        if not (config.rollout.async_buffer_size or config.cluster.colocate or config.debug.debug_rollout_only)
-        else "",
-    ]
+    timed_out, reward = now.row.get("rollout/reward_timed_out", 0.0), now.facts.config.reward
+    is_remote = reward.custom_rm_path is None and (reward.rm_type or "").removeprefix(BOXED) == "remote_rm"
+    remedy = "use a faster server at --rm-url, or several behind that address"
+    if not is_remote:
+        remedy = (
+            f"raise --num-reward-workers (now {reward.num_reward_workers}), up to the number of free CPUs, if the "
+            "function computes; make it an `async def` function if it waits for a server or a process"
+        )
     return now.alert(
         "REW04",
         f"for {seconds:.3g} s of a rollout's {whole:.3g} s ({seconds / whole:.0%}, mean of {REWARD_ROWS} steps) "
         "nothing was generated and rewards were awaited",
-        remedy="; ".join(filter(None, remedies)),
+        remedy=f"{remedy}; lower --reward-timeout if calls hang ({timed_out:.0f} of this step timed out); with "
+        "--async-buffer-size 1 a rollout is scored while the previous one is trained on",
         evidence={"reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
         level=seconds / whole,
     )
@@ -358,13 +315,11 @@ def staleness(now: StepContext) -> Alert | None:
     age = mean if rollout.partial_rollout else oldest
     if age <= bound + (1 if rollout.partial_rollout else 0):
         return None
-    size = rollout.over_sampling_batch_size if rollout.partial_rollout else None
-    surplus = f"lower --over-sampling-batch-size (now {size}): surplus samples are trained on later; " if size else ""
     return now.alert(
         "ASYNC01",
         f"samples are at most {oldest:.0f} and on average {mean:.2g} rollouts old; the flags promise {bound}",
-        remedy=f"{surplus}lower --async-buffer-size, set --update-weights-interval 1, or exclude old tokens from the "
-        "loss with --mask-offpolicy-in-partial-rollout",
+        remedy="lower --async-buffer-size or --over-sampling-batch-size (surplus samples are trained on later), set "
+        "--update-weights-interval 1, or exclude old tokens from the loss with --mask-offpolicy-in-partial-rollout",
         evidence={"max": oldest, "mean": mean, "bound": bound},
         level=age,
     )

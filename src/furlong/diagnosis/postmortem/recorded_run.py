@@ -15,7 +15,7 @@ from furlong.config.flag_values import value_from_yaml
 from furlong.config.sections import Config, by_field
 from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors import MONITORS
-from furlong.diagnosis.monitors.monitor import CONNECTED, MonitorSuite, RunFacts
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, read_intact_rows, read_sections, read_steps, torn_lines
 
 IN_FLIGHT = 4  # steps of a run in progress that may be in its events and not yet in its metrics
@@ -81,9 +81,6 @@ class RecordedRun:
         Values that a monitor cannot use are added to `problems`.
         """
         suite, diagnoses = MonitorSuite(MONITORS, RunFacts.of(self.config)), list[Diagnosis]()
-        for event in self.events:
-            if event["event"] == CONNECTED:  # steps are judged by it
-                suite.event(event)
         for step, row in self.steps:
             try:
                 diagnoses += suite.step(step, row)

@@ -13,8 +13,6 @@ import psutil
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
-from furlong.diagnosis.monitors.machine_monitors import ALL_IDLE, hang_remedy
-from furlong.diagnosis.monitors.monitor import RunFacts
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 
 IDLE_S, IDLE_STEPS = 60.0, 3.0  # without progress, in seconds and in longest steps, of processes that compute nothing
@@ -22,14 +20,7 @@ BUSY_S, BUSY_STEPS = 300.0, 10.0  # the same of others
 STARTING_S = 120.0  # before the first step
 IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
-NOTED_CAUSES = {
-    "HOOK02": "A custom function does not return.",
-    "HANG01": "A custom function, or what it calls, does not return.",
-    "REW03": "A reward function, or a server that it asks, does not return.",
-    "ENG06": "An engine server does not answer.",
-    "SYNC01": "The weights do not arrive in an engine.",
-}
-NO_PROGRESS = frozenset({"diagnosis", "hang", "no_progress", "blocked", "engine_silent", "placement_waiting"})
+NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -73,17 +64,14 @@ def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list
 
 def last_progress(run: RecordedRun, now_s: float) -> tuple[float, str]:
     """Return the seconds since the last progress, and what it was. Groups of samples count: the ledger's last write."""
-    times = [(float(e["time"]), str(e["event"])) for e in run.since_start if "time" in e and is_progress(e)]
+    times = [
+        (float(e["time"]), str(e["event"])) for e in run.since_start if "time" in e and e["event"] not in NO_PROGRESS
+    ]
     for name in PROGRESS_FILES:
         if (path := run.folder / name).exists():
             times.append((path.stat().st_mtime, f"write to {name}"))
     when, what = max(times, default=(now_s, "nothing"))
     return max(now_s - when, 0.0), what
-
-
-def is_progress(event: Mapping[str, Any]) -> bool:
-    """Whether an event says that the run came further."""
-    return event["event"] not in NO_PROGRESS
 
 
 def stopped_processes(processes: Sequence[RunProcess]) -> list[Diagnosis]:
@@ -101,7 +89,7 @@ def stopped_processes(processes: Sequence[RunProcess]) -> list[Diagnosis]:
                     f"{abbreviate(stopped, 3, separator='; ')} {'are' if len(stopped) > 1 else 'is'} stopped (state T)",
                     cause="A signal stopped it (SIGSTOP, or Ctrl-Z in its terminal), or a debugger did.",
                     remedy=f"`kill -CONT {pids}` resumes it",
-                    evidence={"stopped": [process.pid for process in stopped], "explains": [id]},  # what a monitor saw
+                    evidence={"stopped": [process.pid for process in stopped]},
                 )
             )
     return diagnoses
@@ -127,71 +115,24 @@ def without_progress(
         return []
     usual = "no step is complete" if longest_s is None else f"the longest step took {longest_s:.3g} s"
     used = "" if cpu is None else f"; its processes use {cpu:.0%} of a CPU"
-    note = standstill_note(run)
     pid = next((process.pid for process in processes if process.is_main), "PID")
     return [
         diagnosis(
             "HANG01",
-            f"no progress for {age_s:.0f} s (last: {last}; {usual}{used}){f': {note.text}' if note.text else ''}",
-            cause=note.cause or "A custom function, an engine or another process does not return, or is very slow.",
-            remedy=f"{f'{note.remedy}; ' if note.remedy else ''}`py-spy dump --pid {pid}` shows where it is; a lower "
+            f"no progress for {age_s:.0f} s (last: {last}; {usual}{used})",
+            cause="A custom function, an engine or another process does not return, or is very slow.",
+            remedy=f"`py-spy dump --pid {pid}` shows where it is; a lower "
             f"--hang-timeout (now {timeout_s:g} s) reports all stacks and the function that is awaited",
             severity="warning",
-            evidence={
-                "seconds": round(age_s, 1),
-                "last": last,
-                "longest_step_s": longest_s,
-                "cpu": cpu,
-                "probable": note.probable,
-                "explains": ["HOOK02"] if note.probable == "HOOK02" else [],
-            },
+            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s, "cpu": cpu},
         )
     ]
 
 
-@dataclass(frozen=True)
-class Note:
-    """What a run recorded about its standstill, "" if nothing: what it does, the remedy, and the row of its cause."""
-
-    text: str = ""
-    remedy: str = ""
-    probable: str = ""
-
-    @property
-    def cause(self) -> str:
-        """The cause in one sentence, "" if it is not known."""
-        return NOTED_CAUSES.get(self.probable, "")
-
-
-def standstill_note(run: RecordedRun) -> Note:
-    """Return what the run itself recorded since its last progress.
-
-    A line of user code that blocks its event loop says more than what the run was doing as a whole.
-    """
-    written = max((path.stat().st_mtime for name in PROGRESS_FILES if (path := run.folder / name).exists()), default=0)
-    noted: dict[str, Mapping[str, Any]] = {}
-    for event in reversed(run.since_start):
-        if is_progress(event) or float(event.get("time", 0)) < written:
-            break
-        noted.setdefault(str(event["event"]), event)
-    if (blocked := noted.get("blocked")) is not None:
-        return Note(f"{blocked.get('where')} blocks the run", "fix that function", "HOOK02")
-    if (note := noted.get("no_progress")) is None:
-        return Note()
-    doing, probable = str(note.get("doing")), str(note.get("probable"))
-    if probable == "REW03":  # the code of rewards runs in other processes
-        reward = next((run.flags[name] for name in ("custom_rm_path", "rm_url", "rm_type") if run.flags[name]), None)
-        doing = f"reward calls ({reward}) do not return"
-    if probable == "HANG01" and doing.startswith(ALL_IDLE):
-        return Note(doing)
-    return Note(doing, hang_remedy(probable, RunFacts.of(run.config)), probable)
-
-
 def killed(run: RecordedRun) -> Diagnosis:
     """KILL01: what is known about a run without an end."""
-    last = next((event for event in reversed(run.since_start) if is_progress(event)), run.events[-1])
-    stood, resume = standstill_note(run), _how_to_resume(run)
-    stand = f"it stood still before it was killed: {stood.remedy}; " if stood.remedy else ""
+    last = next((event for event in reversed(run.since_start) if event["event"] not in NO_PROGRESS), run.events[-1])
+    resume = _how_to_resume(run)
     evidence = {"step": run.last_step, "last_event": dict(last)}
     if (machine := other_machine(run)) is not None:
         process, age_s = run.started.get("process"), last_progress(run, time.time())[0]
@@ -201,16 +142,16 @@ def killed(run: RecordedRun) -> Diagnosis:
             f"{age_s:.0f} s ago, after step {run.last_step} (last event: {last['event']})",
             cause=f"Something outside ended it, or it is in progress on {machine}, whose processes cannot be seen from "
             f"{socket.gethostname()}.",
-            remedy=f"run the doctor on {machine}; without process {process} there, the run was killed: {stand}{resume}",
+            remedy=f"run the doctor on {machine}; without process {process} there, the run was killed: {resume}",
             evidence=evidence | {"machine": machine, "seconds": round(age_s, 1)},
         )
     doing = {"weight_update_started": ", during a weight update", "save": ", after a save"}.get(last["event"], "")
     return diagnosis(
         "KILL01",
         f"{run.folder}: the run started but did not end; it was killed after step {run.last_step}{doing} (last event: "
-        f"{last['event']})" + (f"; it stood still before: {stood.text}" if stood.text else ""),
+        f"{last['event']})",
         remedy="if it printed `Fatal Python error`, the stack below that is the crash; if not, check for the "
-        f"out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; {stand}{resume}",
+        f"out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; {resume}",
         evidence=evidence,
     )
 
