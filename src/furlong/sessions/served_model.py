@@ -18,13 +18,20 @@ from starlette.routing import Route
 from furlong.chat.template_boundary import ChatFormat
 from furlong.core.token_stream import TokenStream
 from furlong.inference.server.generate_api import ServerContext
-from furlong.inference.server.web import HEALTH_PATH, Gate, ServerLimits, json_response, unless_left
+from furlong.inference.server.web import (
+    HEALTH_PATH,
+    Gate,
+    HttpThread,
+    ServerLimits,
+    json_response,
+    not_found,
+    unless_left,
+)
 from furlong.interfaces import Completion, SamplingParams
-from furlong.sessions.endpoints import PROTOCOLS, Protocol, SessionEndpoints, not_found
-from furlong.sessions.http_thread import HttpThread
 from furlong.sessions.open_session import Call, OpenSession
 from furlong.sessions.protocols import tokens
 from furlong.sessions.session import Reply, Session
+from furlong.sessions.session_server import PROTOCOLS, Protocol, SessionEndpoints
 
 NO_LIMIT = 1 << 29  # of new tokens
 HOST = "127.0.0.1"

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,6 @@ from furlong.inference.supervisor.process import (
     HostGpus,
     LocalHost,
     ServerProcess,
-    local_placements,
-    ready_pause,
     tail,
 )
 from furlong.inference.supervisor.replica import start_server
@@ -216,13 +213,6 @@ def test_options_become_arguments():
     ]
 
 
-def test_engines_on_one_machine_get_consecutive_gpus():
-    host = LocalHost()
-    places = local_placements(host, [(0, 2), (2, 2), (4, 2)], first_gpu=1)
-    assert places == [[HostGpus(host, 1, 2)], [HostGpus(host, 3, 2)], [HostGpus(host, 5, 2)]]
-    assert local_placements(host, [(0, 1)], first_gpu=None) == [[HostGpus(host, 0, 0)]]
-
-
 async def started(program: str, folder: Path, **options) -> ServerProcess:
     return await start_server(Script(program), 0, [HostGpus(LocalHost())], log_dir=folder, **options)
 
@@ -240,15 +230,6 @@ def test_a_server_that_answers_is_ready(tmp_path):
         assert tail(tmp_path / "engine-0.log", 1) == ["ready"]
 
     asyncio.run(case())
-
-
-def test_readiness_checks_start_fast_and_slow_down():
-    times = [0.0]
-    while times[-1] < 150.0:
-        times.append(times[-1] + ready_pause(times[-1]))
-    assert len(times) < 100
-    assert sum(time <= 1.0 for time in times) == 6
-    assert all(late - early <= min(max(0.2, late / 8), 2.0) + 1e-9 for early, late in pairwise(times))
 
 
 def test_an_exit_during_startup_is_an_error_with_exit_code_and_log(tmp_path):

@@ -135,9 +135,10 @@ class NeverAdds(FakeRouter):
 def test_an_engine_that_dies_while_the_router_adds_it_is_restarted(tmp_path, monkeypatch):
     url = "http://127.0.0.1:1"
 
-    async def bring_up(replica: EngineReplica, *args: Any, **options: Any) -> None:
+    async def bring_up(replica: EngineReplica, *args: Any, **options: Any) -> SglangServer:
         replica.server = SglangServer(url, ServerInfo.read({}))
         replica.server.is_paused = True  # no health checks: there is no process
+        return replica.server
 
     monkeypatch.setattr(EngineReplica, "bring_up", bring_up)
 

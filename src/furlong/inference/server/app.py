@@ -32,9 +32,9 @@ from furlong.inference.server.web import (
     Handler,
     ServerLimits,
     answering,
-    error_response,
     json_reply,
     json_response,
+    not_found,
     read_object,
 )
 from furlong.inference.server.weights_api import WeightEndpoints
@@ -97,7 +97,7 @@ class EngineServer:
         self.app = Starlette(
             routes=[*self._routes(), *([] if agents is None else agents(self._model))],
             middleware=[Middleware(Gate, limits=self.limits, api_key=api_key or None)],
-            exception_handlers={404: _not_found, 405: _not_found},
+            exception_handlers={404: not_found, 405: not_found},
         )
 
     def _routes(self) -> list[Route]:
@@ -342,11 +342,6 @@ def _update(action: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler:
 def escaped_label(label: str) -> str:
     """Return a label value in Prometheus' text format."""
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-async def _not_found(http: HttpRequest, error: Exception) -> Response:
-    path, code = http.url.path, int(getattr(error, "status_code", 404))
-    return error_response(path, f"{http.method} {path[:200]} is not supported by furlong serve", code)
 
 
 def _shows(content: Callable[[], Any]) -> Handler:

@@ -26,7 +26,7 @@ from furlong.core.tracing import tracer
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.embedded.engine import EmbeddedEngine
 from furlong.inference.server.app import AgentEndpoints, EngineServer
-from furlong.inference.server.web import ServerLimits, build_server, flag_of, limits_from
+from furlong.inference.server.web import ServerLimits, build_server, flag_of
 from furlong.inference.server.weights_api import WeightGroups
 from furlong.models.tokenizer import load_tokenizer
 
@@ -88,6 +88,7 @@ async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, ag
 
     for number in (signal.SIGINT, signal.SIGTERM):  # not through the loop: a large request may keep it for seconds
         signal.signal(number, exit_soon)
+    limits = ServerLimits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(ServerLimits)})
     try:
         async with running_server(
             engine,
@@ -95,7 +96,7 @@ async def _serve(engine: EmbeddedEngine, name: str, args: argparse.Namespace, ag
             host=args.host,
             port=args.port,
             api_key=args.api_key,
-            limits=limits_from(vars(args)),
+            limits=limits,
             incremental_streaming=args.incremental_streaming_output,
             agents=agents,
         ) as url:
@@ -210,30 +211,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-REMOVED = (
-    *("--max-weight-body-bytes", "--max-total-body-bytes", "--max-total-reply-bytes", "--max-json-depth"),
-    *("--max-requests-per-client", "--max-concurrent-streams", "--max-streams-per-client", "--max-control-requests"),
-    *("--max-samples-per-request", "--max-stream-bytes", "--header-timeout", "--body-timeout", "--write-timeout"),
-    *("--chat-template-timeout", "--chat-template-bytes", "--trust-request-chat-template"),
-)
-
-
-def _refuse_removed(words: Sequence[str]) -> None:
-    """Raise ConfigError for flags of limits that furlong serve no longer has."""
-    gone = sorted({word.partition("=")[0] for word in words} & set(REMOVED))
-    if gone:
-        raise ConfigError(
-            f"furlong serve has no {', '.join(gone)} any more; remove it: put a proxy in front of a server that "
-            "strangers can reach, and see furlong serve --help for the limits"
-        )
-
-
 def main(words: Sequence[str], agents: AgentEndpoints | None = None) -> int:
     """Run `furlong serve`; `agents` adds the routes of chat.
 
     Raises ConfigError for an address that other machines can reach without an API key.
     """
-    _refuse_removed(words)
     args = _parser().parse_args(words)
     if not args.api_key and not is_loopback(args.host):
         raise ConfigError(

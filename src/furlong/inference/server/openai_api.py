@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -30,11 +29,11 @@ from furlong.inference.server.schemas import (
     Count,
     NumSamples,
     Sampling,
-    Schema,
     Seed,
     StopIds,
     Stops,
-    quote,
+    StreamOptions,
+    check_model,
     read_fields,
     stops_of,
 )
@@ -42,13 +41,6 @@ from furlong.inference.server.web import DONE, event_stream, json_reply, off_loo
 from furlong.interfaces import SamplingParams
 
 DEFAULT_TOKENS = 16  # of OpenAI's completions
-
-
-class StreamOptions(Schema):
-    """`stream_options`, also of chat completions."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class CompletionFields(Sampling):
@@ -94,12 +86,6 @@ class CompletionFields(Sampling):
             sampling_seed=self.seed,
             no_stop_trim=False,
         )
-
-
-def check_model(asked: str | None, served: str) -> None:
-    """Raise RequestError for a model that is not served; the last part of its path will do."""
-    if asked not in (None, "", "default", "actor", served) and asked != PurePath(served).name:
-        raise RequestError(f"model is {quote(asked)}, but this server has {quote(served)}; use that name, or 'default'")
 
 
 async def completions(http: HttpRequest, model: ServerContext) -> Response:

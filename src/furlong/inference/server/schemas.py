@@ -9,6 +9,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -61,6 +62,13 @@ class Sampling(Schema):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
+
+
+class StreamOptions(Schema):
+    """`stream_options`, also of chat completions."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 def read_fields(kind: type[SchemaType], body: Mapping[str, Any], path: str = "") -> SchemaType:
@@ -162,6 +170,12 @@ def shorten(text: str, limit: int) -> str:
 def stops_of(value: str | list[str] | None) -> tuple[str, ...]:
     """Return the stop strings of a field that is one string or a list."""
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raise RequestError for a model that is not served; the last part of its path will do."""
+    if asked not in (None, "", "default", "actor", served) and asked != PurePath(served).name:
+        raise RequestError(f"model is {quote(asked)}, but this server has {quote(served)}; use that name, or 'default'")
 
 
 def version_label(name: str, value: Any) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import logging
-import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +34,7 @@ HEALTH_PATH = "/health"  # without limits and without a key
 BACKLOG = 2048  # connections that wait to be accepted
 KEEP_ALIVE_S = 75  # agents' tools may take long, and a client may send just when an idle connection is closed
 GRACE_S = 2  # for answers to end once a server exits
+STOP_S = 5.0  # for the thread of a server to end
 SMALL_BYTES = 32 * 1024  # bodies and texts up to this size are processed on the event loop
 MESSAGE_CHARS = 1000  # of an error
 CLIENT_GONE = 499  # status of replies that nobody receives
@@ -156,6 +157,12 @@ def error_response(path: str, message: str, status: int, code: str | None = None
     return json_response(error_body(path, message, status, code), status)
 
 
+async def not_found(http: Request, error: Exception) -> Response:
+    """Answer a request for a path, or a method of one, that is not served."""
+    path, status = http.url.path, int(getattr(error, "status_code", 404))
+    return error_response(path, f"{http.method} {path[:200]} is not served here", status)
+
+
 def json_response(content: Any, status_code: int = 200) -> Response:
     """A JSON reply; NaN becomes null."""
     return Response(orjson.dumps(content), status_code, media_type="application/json")
@@ -238,16 +245,6 @@ def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket on which connections wait to be accepted. Port 0 chooses a free one.
-
-    Raises EngineError if the address cannot be bound.
-    """
-    listener = bound_socket(host, port)
-    listener.listen(BACKLOG)
-    return listener
-
-
 class WebServer(uvicorn.Server):
     """A uvicorn server that leaves signals to the caller."""
 
@@ -274,6 +271,47 @@ def build_server(app: ASGIApp, limits: ServerLimits) -> WebServer:
     )
 
 
-def limits_from(values: Mapping[str, Any]) -> ServerLimits:
-    """Return the limits of a parsed command line."""
-    return ServerLimits(**{limit.name: values[limit.name] for limit in dataclasses.fields(ServerLimits)})
+class HttpThread:
+    """Serves `app` in a thread with an event loop of its own: that of the run may be busy.
+
+    The port is open from the start, and `start` answers.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ServerLimits, *, host: str, port: int) -> None:
+        self._server = build_server(app, limits)
+        self._listener = bound_socket(host, port)
+        self._listener.listen(BACKLOG)  # connections wait to be accepted
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Answer requests, unless it does already. Raises RolloutError if the thread has ended."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="furlong-http", daemon=True)
+            self._thread.start()
+        elif not self._thread.is_alive():
+            reason = "it was closed" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+            raise RolloutError(
+                f"the HTTP server at port {self.address[1]} ended ({reason}), so that no agent can reach the policy; "
+                "the log has the traceback: resume the run"
+            ) from self._error
+
+    async def close(self) -> None:
+        """Stop answering and close the port."""
+        self._server.should_exit = self._server.force_exit = True
+        deadline = time.monotonic() + STOP_S
+        while self._thread is not None and self._thread.is_alive():  # not joined: the interpreter may be exiting
+            if time.monotonic() > deadline:
+                logger.warning("the HTTP server at port %d did not stop within %g s", self.address[1], STOP_S)
+                break
+            await asyncio.sleep(0.01)
+        self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._listener]))
+        except BaseException as error:
+            self._error = error
+            logger.exception("the HTTP server at port %d ended; no agent can reach the policy", self.address[1])
+            self._listener.close()  # clients are refused, and do not wait

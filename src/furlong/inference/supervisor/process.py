@@ -119,16 +119,6 @@ class HostGpus:
     num_gpus: int = 0
 
 
-def local_placements(host: Host, ranges: Sequence[tuple[int, int]], *, first_gpu: int | None) -> list[list[HostGpus]]:
-    """Placements on one machine, from (first GPU, number of GPUs) of each engine counted from `first_gpu`.
-
-    `first_gpu` None places them on the CPUs.
-    """
-    if first_gpu is None:
-        return [[HostGpus(host)] for _ in ranges]
-    return [[HostGpus(host, first_gpu + first, num_gpus)] for first, num_gpus in ranges]
-
-
 class LocalProcess(HostProcess):
     """A child of this process."""
 
@@ -297,12 +287,16 @@ def tail(path: Path, lines: int) -> list[str]:
     return [line for line in _COLOR.sub("", last_text(path)).splitlines() if not SUCCESSFUL.search(line)][-lines:]
 
 
-def ready_pause(started_s: float) -> float:
-    """Seconds until the next readiness check of a server that has been starting for `started_s`.
-
-    Readiness is noticed at most an eighth of the start time and 2 s late; a start of 150 s takes under 100 checks.
-    """
-    return min(max(PAUSE_FRAC * started_s, START_POLL_S), MAX_PAUSE_S)
+async def unless_lost(work: Coroutine[Any, Any, T], loss: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, which needs a server, or `loss`, which ends or raises once the server is lost."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(loss)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await (tasks[0] if tasks[0].done() else tasks[1])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(eq=False)
@@ -348,18 +342,16 @@ class ServerProcess:
 
         Raises EngineError with its log if a process exits, or if it takes over `timeout_s`.
         """
-        working = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({working}, timeout=START_POLL_S))[0]:
-                if (loss := await self.exit_loss()) is not None:
-                    raise loss.error(suffix="\nThe engine failed to start; its log shows why")
+
+        async def loss() -> T:
+            while (loss := await self.exit_loss()) is None:
                 if time.monotonic() - self.started_s > timeout_s:
                     log = await self.log_end()
                     raise EngineError(f"{self.where} did not answer within {timeout_s:g} s; {log}\n{advice}")
-            return working.result()
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+                await asyncio.sleep(START_POLL_S)
+            raise loss.error(suffix="\nThe engine failed to start; its log shows why")
+
+        return await unless_lost(work, loss())
 
     async def wait_until_ready(self) -> None:
         """Return when /health answers 200."""
@@ -370,7 +362,8 @@ class ServerProcess:
                     await server.ask("/health", timeout_s=READY_TIMEOUT_S)
                     return
                 except EngineError:
-                    await asyncio.sleep(ready_pause(time.monotonic() - self.started_s))
+                    seconds = PAUSE_FRAC * (time.monotonic() - self.started_s)
+                    await asyncio.sleep(min(max(seconds, START_POLL_S), MAX_PAUSE_S))
         finally:
             await server.close()
 

@@ -118,8 +118,8 @@ class EngineReplica:
         probe_s: float = PROBE_S,
         report_s: float = WEIGHT_REPORT_S,
         min_context_len: int | None = None,
-    ) -> None:
-        """Start it, wait until it answers and connect `server` to it.
+    ) -> SglangServer:
+        """Start it, wait until it answers, connect `server` to it and return that.
 
         Raises EngineError with its log if it fails to start, and ConfigError if its context is too short.
         """
@@ -142,6 +142,7 @@ class EngineReplica:
             await server.close()
             raise
         self.server = server
+        return server
 
     async def exit_loss(self) -> Loss | None:
         """Why it is lost: its process ended, or requests could not reach it; None if neither is known."""

@@ -37,7 +37,7 @@ from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.pool import TOKEN_TIMEOUT_S, ServerPool
 from furlong.inference.sglang.server import GENERATE, PROBE_S, WEIGHT_REPORT_S, SglangServer
 from furlong.inference.supervisor.launch import Launch
-from furlong.inference.supervisor.process import HostGpus, LocalHost, local_placements
+from furlong.inference.supervisor.process import HostGpus, LocalHost, unless_lost
 from furlong.inference.supervisor.replica import EngineReplica, SglangRouter
 from furlong.interfaces import DeviceSharing
 
@@ -262,8 +262,8 @@ class ReplicaSet:
 
     # -- one replica -------------------------------------------------------------------------------------------
 
-    async def _bring_up(self, replica: EngineReplica) -> None:
-        await replica.bring_up(
+    async def _bring_up(self, replica: EngineReplica) -> SglangServer:
+        return await replica.bring_up(
             self.launches[replica.index - self.first_index],
             log_dir=self.log_dir,
             start_timeout_s=self.engines.sglang_server_start_timeout,
@@ -285,12 +285,23 @@ class ReplicaSet:
 
     async def _replace(self, replica: EngineReplica, loss: Loss, lost_s: float) -> None:
         """Replace a lost engine. Raises EngineError above the limit of restarts."""
-        await self._retire(replica, loss)
+        server = replica.server
+        assert server is not None
+        self.engine.pool.mark_lost(server, loss)
+        logger.error("engine_lost: %s", loss)
+        self.on_event(
+            "engine_lost", engine=replica.index, url=server.url, reason=loss.reason, why=str(loss), code=loss.code
+        )
+        await self._discard(replica, loss)
         while True:
             logger.info("restarting engine %d (%s)", replica.index, self._count_restart(loss))
             try:
                 async with self.devices.starting() as settle:
-                    server = await self._restart(replica, settle)
+                    server = await self._bring_up(replica)
+                    if self.weights is not None:
+                        server.stale = "it only has the weights of its folder"
+                    await settle(server)
+                    self.engine.pool.add(server)
                 await self._while_alive(replica, "while its weights were loaded", self._load_weights(server))
                 await self._while_alive(replica, "before it received requests", self._admit(server))
             except FurlongError as error:
@@ -298,7 +309,7 @@ class ReplicaSet:
                     raise
                 loss = Loss(str(error), error.code)
                 logger.error("engine %d failed to restart: %s", replica.index, error)
-                await self._discard(replica)
+                await self._discard(replica, Loss("it failed to restart", ENGINE_EXITED))
                 continue
             seconds = time.perf_counter() - lost_s
             logger.info(
@@ -310,44 +321,13 @@ class ReplicaSet:
             )
             return
 
-    async def _retire(self, replica: EngineReplica, loss: Loss) -> None:
-        """Take a lost engine out of use and kill it, so that its requests go to other engines."""
-        server = replica.server
-        assert server is not None
-        self.engine.pool.mark_lost(server, loss)
-        logger.error("engine_lost: %s", loss)
-        self.on_event(
-            "engine_lost", engine=replica.index, url=server.url, reason=loss.reason, why=str(loss), code=loss.code
-        )
-        if self.router is not None:
-            await self._update_router(self.router, self.router.remove(server.url))
-        await replica.stop()
-        await self.engine.pool.remove(server)
-
-    async def _restart(self, replica: EngineReplica, settle: Callable[[SglangServer], Awaitable[None]]) -> SglangServer:
-        """Start an engine again and add it to the pool; it is `stale` if it needs weights before it gets requests."""
-        await self._bring_up(replica)
-        server = replica.server
-        assert server is not None
-        if self.weights is not None:
-            server.stale = "it only has the weights of its folder"
-        await settle(server)
-        self.engine.pool.add(server)
-        return server
-
     async def _while_alive(self, replica: EngineReplica, when: str, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, which needs the engine. Raises EngineError if the engine dies or hangs meanwhile."""
-        working = asyncio.ensure_future(work)
-        loss = asyncio.ensure_future(self._loss(replica))
-        try:
-            await asyncio.wait({working, loss}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise loss.result().error(prefix=f"{when}: ")
-            working.result()
-        finally:
-            for task in (working, loss):
-                task.cancel()
-            await asyncio.gather(working, loss, return_exceptions=True)
+
+        async def loss() -> None:
+            raise (await self._loss(replica)).error(prefix=f"{when}: ")
+
+        await unless_lost(work, loss())
 
     async def _load_weights(self, server: SglangServer) -> None:
         """Load the newest weights that any engine has had, or wait for the weight update that brings them.
@@ -385,28 +365,27 @@ class ReplicaSet:
                     "last version stays on disk and can be loaded at any time"
                 )
 
-    async def _discard(self, replica: EngineReplica) -> None:
-        """Kill an engine that failed to restart."""
+    async def _discard(self, replica: EngineReplica, loss: Loss) -> None:
+        """Take an engine out of use and kill it, so that its requests go to other engines."""
         server, pool = replica.server, self.engine.pool
-        if server is not None and server in pool.servers:
-            pool.mark_lost(server, Loss("it failed to restart", ENGINE_EXITED))
+        is_member = server is not None and server in pool.servers
+        if server is not None and is_member:
+            pool.mark_lost(server, loss)
             if self.router is not None:
                 await self._update_router(self.router, self.router.remove(server.url))
-            await pool.remove(server)
         await replica.stop()
+        if server is not None and is_member:
+            await pool.remove(server)
 
 
 async def _add_to_router(router: SglangRouter, server: SglangServer) -> None:
     """Add a server to the router; returns early if the server is lost before the router has reached it."""
-    adding = asyncio.ensure_future(router.add(server))
-    try:
-        while not adding.done() and not server.lost:
-            await asyncio.wait({adding}, timeout=POLL_S)
-        if adding.done():
-            adding.result()
-    finally:
-        adding.cancel()
-        await asyncio.gather(adding, return_exceptions=True)
+
+    async def loss() -> None:
+        while not server.lost:
+            await asyncio.sleep(POLL_S)
+
+    await unless_lost(router.add(server), loss())
 
 
 async def watch_load(pool: ServerPool) -> None:
@@ -565,9 +544,11 @@ def local_engine_placements(config: Config, device: str) -> list[list[HostGpus]]
 
     Raises ConfigError if there are too few.
     """
-    parts = engine_parts(engine_groups(config))
-    first_gpu = _first_gpu(config) if device == "cuda" else None
-    return local_placements(LocalHost(), [(part.first_gpu, part.num_gpus) for part in parts], first_gpu=first_gpu)
+    host, parts = LocalHost(), engine_parts(engine_groups(config))
+    if device != "cuda":
+        return [[HostGpus(host)] for _ in parts]
+    first_gpu = _first_gpu(config)
+    return [[HostGpus(host, first_gpu + part.first_gpu, part.num_gpus)] for part in parts]
 
 
 def _first_gpu(config: Config) -> int:

@@ -10,7 +10,6 @@ import msgspec
 
 from furlong.chat.messages import checked_messages
 from furlong.inference.request_error import RequestError
-from furlong.inference.server.openai_api import StreamOptions
 from furlong.inference.server.schemas import (
     Count,
     FilledText,
@@ -20,6 +19,7 @@ from furlong.inference.server.schemas import (
     Seed,
     StopIds,
     Stops,
+    StreamOptions,
     convert,
     quote,
     read_fields,

@@ -14,6 +14,7 @@ from furlong.inference.server.schemas import (
     FilledText,
     NumTokens,
     Schema,
+    StreamOptions,
     Temperature,
     TopP,
     convert,
@@ -42,10 +43,6 @@ class _Reasoning(Schema):
     generate_summary: str | None = None
 
 
-class _StreamOptions(Schema):
-    include_obfuscation: bool | None = None
-
-
 class ResponsesFields(Schema):
     """The body of a request."""
 
@@ -61,7 +58,7 @@ class ResponsesFields(Schema):
     previous_response_id: str | None = None
     reasoning: _Reasoning | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     metadata: Any = None  # echoed
 
     IGNORED: ClassVar = (
