@@ -93,7 +93,6 @@ def live_nodes() -> list[Node]:
 
 
 def _resource() -> str:
-    """Return the Ray resource of a slot: GPU if the cluster has any, else CPU."""
     return "GPU" if any(node["Resources"].get("GPU") for node in _alive()) else "CPU"
 
 
@@ -140,7 +139,6 @@ def _assigned(group: PlacementGroup, slots: Sequence[Slot], topology: Topology) 
 
 
 def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: float, on_event: OnEvent) -> None:
-    """Wait until the group is placed; meanwhile log what is missing."""
     started = time.monotonic()
     while True:
         left = timeout_s - (time.monotonic() - started)

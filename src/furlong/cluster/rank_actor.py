@@ -275,7 +275,6 @@ class TrainerRank:
 
 
 def _write_to(path: Path, level: str) -> None:
-    """Redirect this process's output and log to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if os.fstat(handle).st_size:

@@ -286,7 +286,6 @@ def cluster_nodes(address: str) -> tuple[list[Node], str]:
 
 
 def _refusal(address: str, problem: str) -> ClusterError:
-    """Make the error of a cluster that does not serve this process."""
     last = " ".join(problem.split())[-300:]
     if any(word in problem for word in REFUSED):
         return ClusterError(

@@ -136,7 +136,6 @@ class RayTrainer(Trainer):
                 )
 
     def _place_of(self, number: int) -> Ranks:
-        """Return the position of a rank among all ranks."""
         return replace(self._sizes, rank=number, world_size=len(self._placement.trainers))
 
     def _actor(self, number: int) -> Any:

@@ -220,7 +220,6 @@ def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _rows(config: Config, path: str, count: int, tokenizer: Any) -> list[Prompt]:
-    """Read the first rows, as rewards receive them."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 

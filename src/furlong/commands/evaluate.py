@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from furlong.commands.output import command_parser, show
-from furlong.core.json_values import parse_written_json
-from furlong.core.text import shortened
+from furlong.commands.output import command_parser, json_option, show
 from furlong.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 DEFAULT_TASKS = 32  # of an environment without data
-OBJECT_FORM = "write '{\"key\": value}'"
 SHOWN_EVERY = 10  # progress lines of a set
 # The evaluated model is not trained, so that flags of training have any valid value.
 _PRESET = {
@@ -77,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, num_targets: int) -> None:
-    """Raise ConfigError with every wrong value of the command's own options."""
     problems = [
         f"{flag} is {value}; give a whole number of at least 1"
         for flag, value in (
@@ -113,7 +109,6 @@ def _evaluate(target: str | None, options: argparse.Namespace, flags: list[str])
 def _sets(
     target: str | None, options: argparse.Namespace, flags: list[str], *, has_endpoint: bool
 ) -> tuple[Config, list[EvalSpec]]:
-    """Parse the flags, with the set that `target` names. Raises ConfigError."""
     from furlong.config.command_line import examine
     from furlong.config.environment_specs import parse_environments
     from furlong.config.evaluation import eval_specs
@@ -163,13 +158,7 @@ def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:
 
     if options.base_url is None:
         return None
-    given = shortened(options.extra_body)
-    try:
-        extra = parse_written_json(options.extra_body)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body {given} is not JSON: {error}; {OBJECT_FORM}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError(f"--extra-body {given} is not a JSON object; {OBJECT_FORM}")
+    extra = json_option("--extra-body", options.extra_body, "'{\"key\": value}'")
     return EndpointOptions(options.base_url, options.model, os.environ.get(options.api_key_env), extra)
 
 

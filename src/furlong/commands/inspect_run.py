@@ -66,7 +66,6 @@ def _ledger(path: Path) -> Path:
 
 
 def _no_ledger(path: Path) -> str:
-    """Return the problem of a path without a ledger."""
     if not path.exists():
         return f"{path}: no such directory; give a run directory (--output-dir)"
     runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from furlong.catalogue import Diagnosis
-from furlong.core.text import BLOCKS, redact_credentials
+from furlong.core.json_values import parse_written_json
+from furlong.core.text import BLOCKS, redact_credentials, shortened
 from furlong.errors import ConfigError
 
 LABEL = 8  # columns of the severity
@@ -31,6 +32,17 @@ def subcommand(commands: Any, name: str, help: str, description: str | None = No
     parser = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def json_option(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Return the object that an option has as JSON. Raises ConfigError."""
+    try:
+        value = parse_written_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {shortened(text)} is not JSON: {error}; write {example}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} {shortened(text)} is not a JSON object; write {example}")
+    return value
 
 
 def show(text: str) -> None:

@@ -74,7 +74,6 @@ def _pop_value(words: list[str], flag: str, what: str) -> str | None:
 
 
 def _device(name: str | None) -> tuple[str, int]:
-    """Return name and bytes of the GPU."""
     if name is not None:
         return name, device_bytes(name)
     return local_device() or (FALLBACK, device_bytes(FALLBACK))

@@ -53,7 +53,6 @@ def reproduce(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    """Return the options. Raises ConfigError for one out of range."""
     parser = command_parser("reproduce", reproduce.__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of the results page")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")

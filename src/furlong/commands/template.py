@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from furlong.commands.output import Report, command_parser, show, subcommand
-from furlong.core.json_values import parse_written_json
-from furlong.core.text import shortened
-from furlong.errors import ConfigError, DataError
+from furlong.commands.output import Report, command_parser, json_option, show, subcommand
+from furlong.errors import DataError
 
 PROMPTS_READ = 256
 
@@ -70,7 +68,11 @@ def _check(options: argparse.Namespace) -> int:
     tokenizer.chat_template = text or tokenizer.chat_template
     require_template(tokenizer)
     name = f"the chat template of {folder}" if text is None else f"the chat template {options.template}"
-    rendering = Template(tokenizer, text, _object(options.chat_template_kwargs))
+    rendering = Template(
+        tokenizer,
+        text,
+        json_option("--chat-template-kwargs", options.chat_template_kwargs, '{"enable_thinking": false}'),
+    )
     trials = rendering.trials(("on", "off") if options.thinking == "both" else (options.thinking,))
     suggested = None
     if text is None and any(trial.rewriting for trial in trials):
@@ -92,7 +94,6 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
-    """Read the first prompts of the data, unrendered."""
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 
@@ -100,15 +101,3 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     prompts = open_prompts(options.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True)
     prompts.begin(None)
     return [prompt.text for prompt in prompts.take(PROMPTS_READ)]
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = parse_written_json(text)
-    except ValueError as error:
-        raise ConfigError(f"--chat-template-kwargs {shortened(text)} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"--chat-template-kwargs {shortened(text)} is not a JSON object, such as '{{\"enable_thinking\": false}}'"
-        )
-    return cast("dict[str, Any]", value)

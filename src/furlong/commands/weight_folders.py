@@ -111,7 +111,6 @@ def _loading(folder: Path) -> list[Diagnosis]:
 
 
 def _conversion() -> Any:
-    """Return the module `training.megatron_lm.convert_weights`. Raises ConfigError without Megatron-core."""
     from furlong.training.megatron import megatron_compat as compat
 
     compat.prepare()
@@ -347,7 +346,6 @@ def _calibration_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _text(path: Path) -> str:
-    """Read the text of --calibrate. Raises ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -224,7 +224,6 @@ def _take_values(words: list[str], most: int) -> list[str]:
 
 
 def _read_flag(read: FlagValues, spec: FlagSpec, words: list[str], text: str | None) -> None:
-    """Consume the values of a flag, or `text` after `=`."""
     try:
         value = _value(spec, words, text)
     except ValueError as error:

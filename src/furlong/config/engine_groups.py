@@ -205,7 +205,6 @@ def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | Non
 
 
 def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int, problems: list[str]) -> list[EngineGroup]:
-    """Return the groups of one model; adds what is wrong to `problems`."""
     raw: Any = model.get("server_groups", model.get("engine_groups"))
     if not isinstance(raw, list) or not raw:
         problems.append(f"{where}: no `server_groups`; add a list of them")

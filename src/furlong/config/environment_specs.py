@@ -124,7 +124,6 @@ def _spec(entry: str) -> EnvironmentSpec:
 
 
 def _number(where: str, key: str, text: str, kind: type) -> float:
-    """Return a positive number. Raises ConfigError."""
     try:
         number = kind(text)
     except ValueError:

@@ -99,7 +99,6 @@ def _from_file(path: Path, config: Config) -> list[EvalSpec]:
 
 
 def _section(path: Path) -> dict[str, Any]:
-    """Return the evaluation section of the file. Raises ConfigError if it is malformed."""
     form = "`eval: {defaults: ..., datasets: [{name: ..., path: ...}]}`"
     content = read_yaml(path, f"--eval-config {path}", form=form)
     section = content.get("eval", content) if isinstance(content, dict) else None
@@ -151,5 +150,4 @@ def _checked(spec: FlagSpec, value: Any) -> Any:
 
 
 def _shown(content: Any) -> str:
-    """Return a short description of a file's content."""
     return f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else f"a {type(content).__name__}"

@@ -69,7 +69,6 @@ def help_text(words: Sequence[str] = (), *, width: int = 80) -> str:
 
 
 def _entry(spec: FlagSpec, width: int) -> list[str]:
-    """Return the lines of one flag: its syntax, and its description below."""
     head = f"  {written(spec)}"
     facts = [f"in {spec.within.text}"] if spec.within else []
     if len(head) > width and spec.choices:

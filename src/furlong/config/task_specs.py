@@ -170,7 +170,6 @@ def _whole(text: str, key: str, value: str, *, least: int, most: int = 1 << 62) 
 
 
 def _option(text: str, task: str, config: type, key: str, value: str) -> Any:
-    """Convert the value of an option to the type of its field."""
     names = sorted({field.name for field in dataclasses.fields(config)} - {"size", "seed"})
     if key not in names:
         _, hint = did_you_mean(key, [*names, *OWN_KEYS])

@@ -18,7 +18,6 @@ READY = ("generated", "restored")  # for training
 IN_CHECKPOINT = ("restored", "saved")
 GIVEN_UP = "run_ended"  # drop reason
 MAX_PROBLEMS = 100
-CHUNK = 1 << 12
 OPEN, TRAINED, DROPPED = 1, 2, 3
 _ENDED = {TRAINED: "trained", DROPPED: "dropped"}
 
@@ -185,23 +184,6 @@ def _events(path: Path, alive: list[tuple[int, int]], result: Audit) -> Iterator
                 yield number + 1, event
 
 
-class _Codes:
-    """A byte per integer, 0 by default, in pages: dense numbers cost a byte each, sparse ones a page."""
-
-    def __init__(self) -> None:
-        self._pages: dict[int, bytearray] = {}
-
-    def __getitem__(self, key: int) -> int:
-        page = self._pages.get(key // CHUNK)
-        return page[key % CHUNK] if page is not None else 0
-
-    def __setitem__(self, key: int, code: int) -> None:
-        page = self._pages.get(key // CHUNK)
-        if page is None:
-            page = self._pages[key // CHUNK] = bytearray(CHUNK)
-        page[key % CHUNK] = code
-
-
 @dataclass(slots=True)
 class _OpenGroup:
     epoch: int
@@ -218,8 +200,8 @@ class _Replay:
     def __init__(self, result: Audit) -> None:
         self.result = result
         self.open: dict[int, _OpenGroup] = {}
-        self.groups = _Codes()
-        self.rows: dict[int, _Codes] = {}
+        self.groups: dict[int, int] = {}  # OPEN, TRAINED or DROPPED by number
+        self.rows: dict[int, set[int]] = {}  # issued, by epoch
         self.is_partial = self.may_wait = self.has_other_rows = False
         self.highest = -1
         self.era = 0
@@ -287,7 +269,7 @@ class _Replay:
         resumed with other data may differ in size.
         """
         for g in range(self.highest + 1):
-            if not self.groups[g]:
+            if g not in self.groups:
                 self.result.problem(f"group {g} was never issued, though group {self.highest} was")
         if self.has_other_rows:
             return
@@ -313,15 +295,15 @@ class _Replay:
             group.rollout = rollout
             self._touch(group, "issued")
             return
-        if code := self.groups[g]:
+        if code := self.groups.get(g):
             self.result.problem(f"group {g} was issued again (line {number}) after it was {_ENDED[code]}")
             return
-        rows = self.rows.setdefault(epoch, _Codes())
-        if rows[row]:
+        rows = self.rows.setdefault(epoch, set())
+        if row in rows:
             self.result.problem(
                 f"epoch {epoch}, row {row} was issued twice, the second time as group {g} (line {number})"
             )
-        rows[row] = OPEN
+        rows.add(row)
         self.result.num_groups += 1
         self.highest = max(self.highest, g) if epoch >= 0 else self.highest
         self.result.groups_by_epoch[epoch] += 1
@@ -331,7 +313,7 @@ class _Replay:
     def _find_open(self, g: int, verb: str, number: int) -> _OpenGroup | None:
         group = self.open.get(g)
         if group is None:
-            code = self.groups[g]
+            code = self.groups.get(g)
             before = f"after it was {_ENDED[code]}" if code else "without being issued"
             self.result.problem(f"group {g} was {verb} (line {number}) {before}")
         return group
@@ -351,7 +333,7 @@ class _Replay:
             self._touch(group, "returned")
 
     def _restored(self, g: int, rollout: int, number: int) -> None:
-        if self.is_partial and not self.groups[g]:  # issued before this ledger began
+        if self.is_partial and g not in self.groups:  # issued before this ledger began
             self.result.num_groups += 1
             self.groups[g] = OPEN
             self.open[g] = _OpenGroup(-1, -1, rollout, "restored", self.era, self.num_steps)

@@ -49,9 +49,7 @@ def open_rows(
     """Open a file's rows and their renderer. Raises ConfigError if the rows were tokenized with other settings."""
     if (settings := read_tokenizer_settings(location)) is not None:
         check_settings(location, settings, tokenizer, prompt_format)
-        return open_reader(location, prompt_format, TOKENS), TokenizedRenderer(
-            prompt_format, None if tokenizer is None else 1 + max(tokenizer.get_vocab().values(), default=-1)
-        )
+        return open_reader(location, prompt_format, TOKENS), TokenizedRenderer(prompt_format)
     reader = open_reader(location, prompt_format)
     return reader, PromptRenderer(tokenizer, prompt_format, num_workers=num_workers)
 

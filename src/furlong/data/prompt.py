@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ import orjson
 
 from furlong.config.sections import Config
 from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
-from furlong.core.json_values import duplicate_key
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
 
@@ -37,7 +35,6 @@ _USUAL_KEYS = {
 PIECE_ROWS = 64
 SHOWN_ROWS = 5
 _EXACT_FLOAT = 2.0**63
-_KEY = re.compile(rb'"\s*:')  # the end of every key, and possibly of text
 
 
 @dataclass(frozen=True)
@@ -264,9 +261,8 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
     try:
         values = orjson.loads(text)
-        if _has_huge_number(values) or len(_KEY.findall(text)) > _num_keys(values):
-            # orjson converts integers beyond 64 bits to floats, and keeps the last value of a duplicate key
-            values = json.loads(text, object_pairs_hook=_object)
+        if _has_huge_number(values):  # orjson converts integers beyond 64 bits to floats
+            values = json.loads(text)
     except ValueError as error:
         try:
             shown = text.decode()[:60].strip()
@@ -289,29 +285,6 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
             "syntax",
         )
     return cast("dict[str, Any]", values)
-
-
-def _decoded_text(text: str) -> Any:
-    """Return the value of JSON in a string. Raises ValueError, also for text that is not Unicode, and _BadRowError."""
-    value = json.loads(text, object_pairs_hook=_object)
-    if r"\ud" in text.lower():  # half a surrogate pair cannot be encoded again
-        orjson.loads(text)
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from pairs. Raises _BadRowError for a duplicate key."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise _BadRowError(f"the key {duplicate_key(pairs)!r} occurs several times in one object; keep one")
-    return values
-
-
-def _num_keys(value: Any) -> int:
-    if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        return len(fields) + sum(map(_num_keys, fields.values()))
-    return sum(map(_num_keys, cast("list[Any]", value))) if isinstance(value, list) else 0
 
 
 def _has_huge_number(value: Any) -> bool:
@@ -340,7 +313,7 @@ def _decoded(values: dict[str, Any], key: str | None, kind: type, what: str, fla
         return None
     if isinstance(value, str):
         try:
-            value = _decoded_text(value)
+            value = json.loads(value)
         except ValueError as error:
             raise _BadRowError(f"{key!r} ({flag}) is a string that is not JSON: {error}") from error
     if not isinstance(value, kind):

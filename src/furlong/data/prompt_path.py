@@ -196,7 +196,6 @@ def arrow_files(folder: Path) -> list[Path]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a dataset folder. Raises DataError that names the file."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

@@ -101,7 +101,6 @@ class ParquetRows:
         self._file = SourceFile(path)
         with self._file.reading("its footer"), self._open() as file:
             meta = file.metadata
-            _check_schema(path, file.schema_arrow)
             sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
             num_bytes = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
         self.num_rows: int | None = meta.num_rows
@@ -153,18 +152,11 @@ class ArrowRows:
 def _num_rows(file: SourceFile) -> int:
     """Count the rows of an Arrow stream file; values are not read, as the file is mapped meanwhile."""
     with file.reading(), pa.memory_map(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
-        _check_schema(file.path, stream.schema)
         return sum(batch.num_rows for batch in stream)
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(i, BATCH_ROWS) for i in range(0, batch.num_rows, BATCH_ROWS))
-
-
-def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raise DataError if two columns have the same name."""
-    if len(set(schema.names)) < len(schema.names):
-        raise DataError(f"{path} has columns of the same name: {schema.names}; rename one")
 
 
 def _present(columns: list[str], names: list[str]) -> list[str]:

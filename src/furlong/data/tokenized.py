@@ -44,10 +44,8 @@ class TokenizeReport:
 class TokenizedRenderer:
     """Makes prompts from rows of a tokenized file; replaces `PromptRenderer` there."""
 
-    def __init__(self, prompt_format: PromptFormat, num_ids: int | None = None) -> None:
-        """Accept token ids below `num_ids`, or any without it."""
+    def __init__(self, prompt_format: PromptFormat) -> None:
         self.format = prompt_format
-        self._num_ids = num_ids
 
     def render(self, rows: Sequence[RawRow]) -> list[Prompt | RejectedRow]:
         """Return one result per row, in order."""
@@ -59,35 +57,13 @@ class TokenizedRenderer:
     def _prompt(self, raw: RawRow) -> Prompt | RejectedRow:
         fmt, values = self.format, cast("dict[str, Any]", raw.raw)
         tokens: list[int] = values[TOKENS]
-        if (problem := self._problem(values)) is not None:
-            return RejectedRow(raw.row, raw.where, f"{problem}; run `furlong data tokenize` again")
         if fmt.max_prompt_len is not None and len(tokens) > fmt.max_prompt_len:
             return RejectedRow(raw.row, raw.where, f"{len(tokens)} tokens, limit {fmt.max_prompt_len}", len(tokens))
-
-        try:
-            label, metadata, tools = (
-                None if key is None else json.loads(values[key])
-                for key in (fmt.label_key, fmt.metadata_key, fmt.tool_key)
-            )
-            if not isinstance(metadata, dict | None) or not isinstance(tools, list | None):
-                raise ValueError("metadata is not an object, or tools are not a list")
-        except ValueError as error:
-            reason = f"a column is not the JSON that `furlong data tokenize` writes ({error}); run it again"
-            return RejectedRow(raw.row, raw.where, reason, kind="syntax")
+        label, metadata, tools = (
+            None if key is None else json.loads(values[key]) for key in (fmt.label_key, fmt.metadata_key, fmt.tool_key)
+        )
         text = values[fmt.input_key]
         return Prompt(raw.row, text, tokens, label, metadata or {}, tools, fmt.apply_chat_template_kwargs)
-
-    def _problem(self, values: dict[str, Any]) -> str | None:
-        """Return why a row was not written by `write_tokenized`, or was changed since then; None if it is usable."""
-        if any(not isinstance(values[key], str) for key in self.format.columns):
-            return f"one of {self.format.columns} is not text"
-        tokens = cast("list[int | None] | None", values[TOKENS])
-        if not tokens or None in tokens:
-            return f"{TOKENS} has no tokens, or a null"
-        low, high = min(cast("list[int]", tokens)), max(cast("list[int]", tokens))
-        if low < 0 or (self._num_ids is not None and high >= self._num_ids):
-            return f"{TOKENS} has ids from {low} to {high}, the tokenizer {self._num_ids} tokens"
-        return None
 
 
 def write_tokenized(
@@ -138,17 +114,7 @@ def read_tokenizer_settings(location: PromptDataPath) -> dict[str, Any] | None:
     with SourceFile(location.path).reading("its schema"):
         schema = pq.read_schema(location.path)
         text = (schema.metadata or {}).get(_KEY)
-        if text is None:
-            return None
-        settings: dict[str, Any] = json.loads(text)
-        keys = [key for name, key in settings.items() if name.endswith("_key") and key]
-        expected: dict[str, Any] = dict.fromkeys(keys, pa.string()) | {TOKENS: TOKEN_TYPE}
-        if {field.name: field.type for field in schema} != expected:
-            raise DataError(
-                f"{location.path} has the settings of `furlong data tokenize`, but other columns "
-                f"({', '.join(schema.names)}); tokenize the original data again"
-            )
-        return settings
+        return None if text is None else json.loads(text)
 
 
 def check_settings(
@@ -185,7 +151,6 @@ def tokenizer_settings(tokenizer: Any, prompt_format: PromptFormat) -> dict[str,
 
 
 def _row(prompt: Prompt, prompt_format: PromptFormat) -> dict[str, Any]:
-    """Return the columns of a prompt. Raises DataError for messages that only the run itself can render."""
     if not isinstance(prompt.text, str):
         raise DataError(f"row {prompt.row} has messages, which only the run itself renders; add --apply-chat-template")
     values: dict[str, Any] = {prompt_format.input_key: prompt.text, TOKENS: prompt.tokens}

@@ -170,7 +170,6 @@ def _run_seeds(
 
 
 def _run_seed(row: ResultRow, settings: Settings, seed: int, deadline: float | None, announce: Announce) -> Json:
-    """Run one seed, or read its figures if it has ended in this folder before."""
     folder = settings.out / f"seed-{seed}"
     commands = seed_commands(row, settings, seed)
     if _is_done(folder / FIGURES, list(commands.values()), settings):
@@ -252,7 +251,6 @@ def _figures(row: ResultRow, folder: Path, names: Sequence[str], seed: int, wall
 
 
 def _tokens(values: Mapping[str, float]) -> float:
-    """Return the generated tokens that a step trained on."""
     return values.get("rollout/response_lengths", 0.0) * values.get("train/global_batch_size", 0.0)
 
 

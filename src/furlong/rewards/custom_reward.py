@@ -88,7 +88,6 @@ class CustomReward:
         return [o if o.kind == "scored" else dataclasses.replace(o, reason=f"{o.reason} ({where})") for o in outcomes]
 
     def _columns(self, args: Any, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Return TRL's keyword arguments: prompts, completions, and every dataset column as a list."""
         columns: dict[str, list[Any]] = {}
         for name in dict.fromkeys(key for s in samples for key in s.metadata):
             columns[name] = [s.metadata.get(name) for s in samples]

@@ -62,7 +62,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
-    """Run the agent, and return its result. If it is cancelled, the function `abort` of its module is called."""
     opened = policy().open_session()
     if args.agent_function_path is not None:
         values = {

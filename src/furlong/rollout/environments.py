@@ -179,7 +179,6 @@ class ProcessEndedError(InfraError):
 async def _call_worker(
     worker: Worker, name: str, fields: Mapping[str, Any], started: Callable[[], object] = lambda: None
 ) -> Any:
-    """Call a method in a worker. Raises what it raises, and ProcessEndedError if the process ends first."""
     try:
         return await worker.call(name, fields, started=started, asked=functools.partial(_asked, policy()))
     except WorkerEndedError as error:

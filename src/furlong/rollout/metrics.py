@@ -384,7 +384,6 @@ def part_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def _means(rows: Iterable[dict[str, Any]]) -> Metrics:
-    """Return the mean of each key over the rows that have it as a number."""
     columns: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for key, value in row.items():

@@ -160,18 +160,15 @@ def lock_save_folder(save: str | None) -> Generator[None]:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield NAME, NAME-2, NAME-3, ..."""
     return (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
 
 
 def _recorded_save(folder: Path) -> str | None:
-    """Return the --save of the run in `folder`, None if it had none or its config.json lacks it."""
     saved = read_sections(folder).get("checkpoint", {}).get("save")
     return saved if isinstance(saved, str) else None
 
 
 def _other_run_fix(folder: Path) -> str:
-    """Return the fix if the directory contains another run."""
     saved = _recorded_save(folder) if (folder / CONFIG).exists() else None
     if saved is None:
         return f" without checkpoints; choose another directory, such as {free_folder(folder)}"

@@ -242,7 +242,6 @@ def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
 
 
 def _resume_hint(config: Config) -> str:
-    """Return how to continue a run that was interrupted."""
     save = config.checkpoint.save
     if save is None:
         return "no weights were saved, as --save was not given"

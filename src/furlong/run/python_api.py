@@ -92,7 +92,6 @@ class Run:
 
 
 def _pandas() -> Any | None:
-    """Import pandas; None if it is not installed."""
     try:
         return importlib.import_module("pandas")
     except ModuleNotFoundError as error:
@@ -141,7 +140,6 @@ def train(**flags: Any) -> Run:
 
 
 def _resolve(flags: Mapping[str, Any]) -> tuple[Resolved, list[Problem]]:
-    """Read keywords as the command reads flags."""
     keywords, words = dict(flags), list[str]()
     for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
         value = keywords.pop(flag.removeprefix("--").replace("-", "_"), None)

@@ -59,7 +59,6 @@ async def _exchange(method: str, url: str, max_attempts: int, **request: Any) ->
 
 
 def _client() -> httpx.AsyncClient:
-    """Return the client of the running event loop; it uses no proxy."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS)

@@ -2,120 +2,64 @@
 
 from __future__ import annotations
 
-_SAMPLE = "furlong.core.sample"
-_GENERATION, _REWARDS, _HTTP = "furlong.slime_api.generation", "furlong.slime_api.rewards", "furlong.slime_api.http"
-_HELPERS, _MASKS, _ROLLOUTS = "furlong.slime_api.helpers", "furlong.slime_api.masks", "furlong.slime_api.rollouts"
-_ADAPTERS = "furlong.slime_api.agent_adapters"
-_HARNESSES = "coding_agents"  # of examples/coding_agent, if that folder is on PYTHONPATH
+_API, _EXAMPLE_MODULE = "furlong.slime_api", "coding_agents"  # the latter if examples/coding_agent is on PYTHONPATH
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
-HARNESS_NAMES = (
-    *("ClaudeCodeHarness", "CodexHarness", "BaseHarness", "HarnessContext"),
-    *("install_npm_cli", "install_node22", "run_agent"),
-)
+_ADAPTERS = "AnthropicAdapter OpenAIAdapter"
 
-NAMES: dict[str, dict[str, str]] = {
-    "slime": {},
-    "slime.utils": {},
-    "slime.utils.types": {"Sample": f"{_SAMPLE}:Sample"},
-    "slime.utils.http_utils": {
-        name: f"{_HTTP}:{name}"
-        for name in (
-            "post",
-            "get",
-            "is_port_available",
-            "find_available_port",
-            "get_rollout_num_engines",
-            "init_http_client",
-        )
-    },
-    "slime.utils.misc": {
-        "load_function": "furlong.core.user_functions:load_function",
-        "SingletonMeta": f"{_HELPERS}:SingletonMeta",
-        "group_by": f"{_HELPERS}:group_by",
-    },
-    "slime.utils.async_utils": {"run": f"{_HELPERS}:run"},
-    "slime.utils.processing_utils": {
-        "load_tokenizer": f"{_HELPERS}:load_tokenizer",
-        "load_processor": f"{_HELPERS}:load_processor",
-    },
-    "slime.utils.mask_utils": {
-        "MultiTurnLossMaskGenerator": f"{_MASKS}:MultiTurnLossMaskGenerator",
-        "get_response_lengths": f"{_MASKS}:get_response_lengths",
-    },
-    "slime.observability": {},
-    "slime.observability.trace_utils": {
-        name: f"{_HELPERS}:{name}" for name in ("trace_function", "trace_span", "build_sglang_meta_trace_attrs")
-    },
-    "slime.agent": {},
-    "slime.agent.adapters": {
-        "AnthropicAdapter": f"{_ADAPTERS}:AnthropicAdapter",
-        "OpenAIAdapter": f"{_ADAPTERS}:OpenAIAdapter",
-    },
-    "slime.agent.adapters.anthropic": {"AnthropicAdapter": f"{_ADAPTERS}:AnthropicAdapter"},
-    "slime.agent.adapters.openai": {"OpenAIAdapter": f"{_ADAPTERS}:OpenAIAdapter"},
-    "slime.agent.adapters.common": {"flatten_content": f"{_ADAPTERS}:flatten_content"},
-    "slime.agent.aiohttp_threaded": {
-        name: f"{_ADAPTERS}:{name}" for name in ("run_app_in_thread", "AppHandle", "FilteredAccessLogger")
-    },
-    "slime.agent.harness": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[:4]},
-    "slime.agent.harness.common": {name: f"{_HARNESSES}:{name}" for name in HARNESS_NAMES[2:]},
-    "slime.agent.sandbox": {
-        "Sandbox": f"{_HARNESSES}:AgentSandbox",
-        "E2BSandbox": f"{_HARNESSES}:E2BAgentSandbox",
-        **{
-            name: f"{_HARNESSES}:{name}" for name in ("exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED")
-        },
-    },
-    "slime.rollout": {},
-    "slime.rollout.base_types": {
-        "RolloutFnTrainOutput": f"{_REPLAY}:RolloutFnTrainOutput",
-        "RolloutFnEvalOutput": f"{_REPLAY}:RolloutFnEvalOutput",
-        "call_rollout_fn": f"{_ROLLOUTS}:call_rollout_fn",
-    },
-    "slime.rollout.sglang_rollout": {
-        **{
-            name: f"{_GENERATION}:{name}"
-            for name in ("GenerateState", "get_model_url", "generate", "generate_and_rm", "generate_and_rm_group")
-        },
-    },
-    "slime.rollout.data_source": {
-        "pop_first": f"{_ROLLOUTS}:pop_first",
-    },
-    "slime.rollout.filter_hub": {},
-    "slime.rollout.filter_hub.base_types": {
-        "DynamicFilterOutput": f"{_FILTERS}:DynamicFilterOutput",
-        "call_dynamic_filter": f"{_ROLLOUTS}:call_dynamic_filter",
-    },
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        name: f"{_FILTERS}:{name}" for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
-    },
-    "slime.rollout.rm_hub": {
-        "async_rm": f"{_REWARDS}:async_rm",
-        "batched_async_rm": f"{_REWARDS}:batched_async_rm",
-        "grade_answer_verl": f"{_REWARDS}:grade_answer_verl",
-        "extract_boxed_answer": f"{_REWARDS}:extract_answer",
-        "get_deepscaler_rule_based_reward": f"{_REWARDS}:deepscaler_reward",
-        "compute_score_dapo": f"{_REWARDS}:dapo_compute_score",
-        "f1_score": f"{_REWARDS}:f1_scores",
-        "compute_gpqa_reward": f"{_REWARDS}:gpqa_reward",
-    },
-    "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": f"{_REWARDS}:dapo_compute_score"},
-    "slime.rollout.rm_hub.math_utils": {
-        "extract_answer": f"{_REWARDS}:extract_answer",
-        "extract_boxed_answer": f"{_REWARDS}:extract_answer",
-        "grade_answer_verl": f"{_REWARDS}:grade_answer_verl",
-        "last_boxed_only_string": f"{_REWARDS}:last_boxed_only_string",
-    },
-    "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{_REWARDS}:deepscaler_reward"},
-    "slime.rollout.rm_hub.f1": {"f1_score": f"{_REWARDS}:f1_scores"},
-    "slime.rollout.rm_hub.ifbench": {"compute_ifbench_reward": f"{_REWARDS}:ifbench_reward"},
-    "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{_REWARDS}:gpqa_reward"},
-    "slime.backends": {},
-    "slime.backends.megatron_utils": {},
-    "slime.backends.megatron_utils.cp_utils": {
-        name: f"{_HELPERS}:{name}" for name in ("all_gather_with_cp", "slice_log_prob_with_cp")
-    },
-}
+# Module of slime, module here, and the names that it has; `name=other` is `other` here.
+_ROWS = (
+    ("slime.utils.types", "furlong.core.sample", "Sample"),
+    ("slime.utils.http_utils", f"{_API}.http", "post get is_port_available find_available_port"),
+    ("slime.utils.http_utils", f"{_API}.http", "get_rollout_num_engines init_http_client"),
+    ("slime.utils.misc", "furlong.core.user_functions", "load_function"),
+    ("slime.utils.misc", f"{_API}.helpers", "SingletonMeta group_by"),
+    ("slime.utils.async_utils", f"{_API}.helpers", "run"),
+    ("slime.utils.processing_utils", f"{_API}.helpers", "load_tokenizer load_processor"),
+    ("slime.utils.mask_utils", f"{_API}.masks", "MultiTurnLossMaskGenerator get_response_lengths"),
+    ("slime.observability.trace_utils", f"{_API}.helpers", "trace_function trace_span build_sglang_meta_trace_attrs"),
+    ("slime.agent.adapters", f"{_API}.agent_adapters", _ADAPTERS),
+    ("slime.agent.adapters.anthropic", f"{_API}.agent_adapters", "AnthropicAdapter"),
+    ("slime.agent.adapters.openai", f"{_API}.agent_adapters", "OpenAIAdapter"),
+    ("slime.agent.adapters.common", f"{_API}.agent_adapters", "flatten_content"),
+    ("slime.agent.aiohttp_threaded", f"{_API}.agent_adapters", "run_app_in_thread AppHandle FilteredAccessLogger"),
+    ("slime.agent.harness", _EXAMPLE_MODULE, "ClaudeCodeHarness CodexHarness BaseHarness HarnessContext"),
+    ("slime.agent.harness.common", _EXAMPLE_MODULE, "BaseHarness HarnessContext"),
+    ("slime.agent.harness.common", _EXAMPLE_MODULE, "install_npm_cli install_node22 run_agent"),
+    ("slime.agent.sandbox", _EXAMPLE_MODULE, "Sandbox=AgentSandbox E2BSandbox=E2BAgentSandbox"),
+    ("slime.agent.sandbox", _EXAMPLE_MODULE, "exec_and_wait ensure_agent_user EXIT_TIME_BUDGET_EXCEEDED"),
+    ("slime.rollout.base_types", _REPLAY, "RolloutFnTrainOutput RolloutFnEvalOutput"),
+    ("slime.rollout.base_types", f"{_API}.rollouts", "call_rollout_fn"),
+    ("slime.rollout.sglang_rollout", f"{_API}.generation", "GenerateState get_model_url"),
+    ("slime.rollout.sglang_rollout", f"{_API}.generation", "generate generate_and_rm generate_and_rm_group"),
+    ("slime.rollout.data_source", f"{_API}.rollouts", "pop_first"),
+    ("slime.rollout.filter_hub.base_types", _FILTERS, "DynamicFilterOutput"),
+    ("slime.rollout.filter_hub.base_types", f"{_API}.rollouts", "call_dynamic_filter"),
+    ("slime.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_reward_nonzero_std"),
+    ("slime.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_reward_nonzero_std_with_fallback"),
+    ("slime.rollout.rm_hub", f"{_API}.rewards", "async_rm batched_async_rm grade_answer_verl"),
+    ("slime.rollout.rm_hub", f"{_API}.rewards", "extract_boxed_answer=extract_answer f1_score=f1_scores"),
+    ("slime.rollout.rm_hub", f"{_API}.rewards", "get_deepscaler_rule_based_reward=deepscaler_reward"),
+    (
+        "slime.rollout.rm_hub",
+        f"{_API}.rewards",
+        "compute_score_dapo=dapo_compute_score compute_gpqa_reward=gpqa_reward",
+    ),
+    ("slime.rollout.rm_hub.math_dapo_utils", f"{_API}.rewards", "compute_score=dapo_compute_score"),
+    ("slime.rollout.rm_hub.math_utils", f"{_API}.rewards", "extract_answer extract_boxed_answer=extract_answer"),
+    ("slime.rollout.rm_hub.math_utils", f"{_API}.rewards", "grade_answer_verl last_boxed_only_string"),
+    ("slime.rollout.rm_hub.deepscaler", f"{_API}.rewards", "get_deepscaler_rule_based_reward=deepscaler_reward"),
+    ("slime.rollout.rm_hub.f1", f"{_API}.rewards", "f1_score=f1_scores"),
+    ("slime.rollout.rm_hub.ifbench", f"{_API}.rewards", "compute_ifbench_reward=ifbench_reward"),
+    ("slime.rollout.rm_hub.gpqa", f"{_API}.rewards", "compute_gpqa_reward=gpqa_reward"),
+    ("slime.backends.megatron_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
+)
+NAMES: dict[str, dict[str, str]] = {}
+for _module, _home, _names in _ROWS:
+    for _end in [i for i, letter in enumerate(_module) if letter == "."]:
+        NAMES.setdefault(_module[:_end], {})  # packages
+    for _name in _names.split():
+        _theirs, _, _ours = _name.partition("=")
+        NAMES.setdefault(_module, {})[_theirs] = f"{_home}:{_ours or _theirs}"
 
 _MAP = "docs/guides/from-slime.md lists the names that exist"
 _VALUE = "it is only a value of"

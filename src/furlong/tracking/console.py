@@ -142,7 +142,6 @@ def is_eval_mean(name: str) -> bool:
 
 
 def _format_cell(value: float, column: Column) -> str:
-    """Format a value for its column, with an exponent if it is too wide."""
     text = _format_value(value, column.form)
     return text if len(text) <= column.width else f"{value:.1e}"
 

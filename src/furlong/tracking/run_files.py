@@ -227,7 +227,6 @@ def _row(line: bytes, keys: tuple[str, ...]) -> JsonRow | None:
 
 
 def _listing(folder: Path) -> str:
-    """Describe the content of a folder, for an error."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "no such folder"
     return "it contains " + (", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing")

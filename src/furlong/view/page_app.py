@@ -120,7 +120,6 @@ class PageApp:
             self._follower.join(timeout=10.0)
 
     def _follow(self) -> None:
-        """Read new rows and index new dumps until `close`."""
         warned: set[str] = set()
         while not self._ended.is_set():
             for page in self.pages:

@@ -132,7 +132,6 @@ class SamplePages:
         ]
 
     def _tokens(self, sample: Sample) -> dict[str, Any]:
-        """Return the pieces of the tokens, and what is known of the response tokens."""
         if not self._is_loaded:
             self._decoder, self._is_loaded = load_decoder(self._flags), True
         ids = sample.tokens[:MAX_TOKENS]
@@ -187,7 +186,6 @@ def _leaves(group: Group, sample: Sample, first: int) -> list[dict[str, Any]]:
 
 
 def _messages(value: Any) -> Any:
-    """Return messages with role, text and calls as plain text; other prompts as they are."""
     if not isinstance(value, list):
         return prompt_text(value)
     return [

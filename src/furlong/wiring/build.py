@@ -307,7 +307,6 @@ def _host_memory() -> dict[str, float]:
 
 
 def _trackers(context: RunContext, num_steps: int) -> Trackers:
-    """Open the trackers. One that cannot be opened is reported and left out."""
     track = context.config.track
     builders: dict[str, Callable[[], Tracker]] = {
         "metrics.jsonl": lambda: JsonlTracker(context.folder / "metrics.jsonl"),

@@ -81,7 +81,6 @@ def build_serving(
 
 
 def _build_embedded(context: RunContext, trainer: Trainer, opened: contextlib.ExitStack) -> ServingParts:
-    """Build the engine in this process."""
     config, cluster = context.config, context.config.cluster
     engine = EmbeddedEngine(
         context.model_dir,
@@ -115,7 +114,6 @@ def _build_servers(
     watch: RunMonitor,
     opened: contextlib.ExitStack,
 ) -> ServingParts:
-    """Connect to servers, or build the supervisor that starts them."""
     config = context.config
     engine = _http_engine(context)
     opened.callback(lambda: asyncio.run(engine.close()))
@@ -151,12 +149,10 @@ def _build_servers(
 
 
 def _num_engines(config: Config) -> int:
-    """Return the number of servers that the run starts, over all models."""
     return len(engine_parts(engine_groups(config)))
 
 
 def _http_engine(context: RunContext) -> HttpEngine:
-    """Build the client of all servers. Raises ConfigError naming one that is missing or cannot be used."""
     config = context.config
     if is_started(config):  # the supervisor adds the servers once they are up
         num_servers = _num_engines(config)

@@ -318,7 +318,6 @@ def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalS
 
 
 def _name_environment(prompt: Prompt, spec: EvalSpec, names: Sequence[str]) -> None:
-    """Set the environment of a prompt in a mixture: the set's name, else the row says it. Raises ConfigError."""
     if len(names) < 2:
         return
     if spec.name in names:

@@ -325,7 +325,6 @@ def _observer(context: RunContext, ranks: Ranks) -> RoundObserver:
 
 
 def _self_test(context: RunContext) -> LogProbSelfTest | None:
-    """Compare log-probs of engine and trainer on the first batches, given the engine's sampling parameters."""
     config = context.config
     if config.fault.skip_self_test:
         return None

@@ -73,14 +73,6 @@ def test_misspelt_command_gets_the_right_one(capsys):
     assert "train?" in first
 
 
-@pytest.mark.parametrize("entry", [main_train, main_async, lambda words: main(["train", *words])])
-def test_help_of_training_lists_its_flags(entry, capsys):
-    assert entry(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--rollout-batch-size" in out
-    assert "--advantage-estimator" in out
-
-
 def test_misspelt_flag_is_wrong_usage_with_the_right_one_and_no_traceback(argv, tmp_path, capsys):
     assert main_train([*argv(), "--rollout-batchsize", "4"]) == 2
     err = capsys.readouterr().err
@@ -95,11 +87,6 @@ def test_all_problems_are_shown_at_once(argv, capsys):
     err = capsys.readouterr().err
     assert all(f"  {i}. " in err for i in (1, 2, 3))
     assert "  4. " not in err
-
-
-def test_run_that_ends_well_exits_with_0(argv, tmp_path):
-    assert main_train(argv()) == 0
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
 def test_train_async_runs_one_rollout_ahead_by_default(argv, tmp_path):
@@ -178,11 +165,6 @@ def test_doctor_lists_and_explains_its_rows(capsys):
     assert main(["doctor", "--explain", "CKPT011"]) == 2
     assert "did you mean CKPT0" in capsys.readouterr().err
     assert main(["doctor"]) == 2
-
-
-def test_doctor_explains_itself(capsys):
-    assert main(["doctor", "--help"]) == 0
-    assert "usage: furlong doctor" in capsys.readouterr().out
 
 
 def test_report_audits_a_run(argv, tmp_path, capsys):

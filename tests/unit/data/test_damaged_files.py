@@ -95,28 +95,6 @@ def test_tokenized_files_have_page_checksums_and_damaged_ones_are_refused(tmp_pa
         open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
 
 
-def test_a_row_that_the_tokenize_command_does_not_write_is_a_bad_row(tmp_path: Path) -> None:
-    for column, value in [("furlong_tokens", [1, None]), ("furlong_tokens", [10**6]), ("metadata", "[1]")]:
-        tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
-        location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
-        write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
-        table = pq.read_table(file)
-        rows = table.to_pylist()
-        rows[1][column] = value
-        pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
-        with pytest.raises(DataError, match=r"tokens\.parquet row 1: .*tokenize"):
-            open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
-
-
-def test_a_tokenized_file_with_other_columns_is_refused(tmp_path: Path) -> None:
-    tokenizer, file = chat_tokenizer(), tmp_path / "tokens.parquet"
-    location = PromptDataPath(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
-    write_tokenized(location, open_reader(location, FORM), file, tokenizer=tokenizer, prompt_format=FORM)
-    pq.write_table(pq.read_table(file).drop_columns(["furlong_tokens"]), file)
-    with pytest.raises(DataError, match=r"tokens\.parquet .*other columns"):
-        open_prompts(str(file), tokenizer=tokenizer, prompt_format=FORM)
-
-
 def test_damaged_offsets_of_an_arrow_file_are_an_error(tmp_path: Path) -> None:
     file = write_arrow(tmp_path)
     content = file.read_bytes()
@@ -134,18 +112,6 @@ def test_a_damaged_state_json_of_an_arrow_folder_is_named(tmp_path: Path) -> Non
         file.with_name("state.json").write_text(content)
         with pytest.raises(DataError, match=r"state\.json"):
             prompts_of(file)
-
-
-def test_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.schema([("input", pa.string())] * 2).empty_table(), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet"):
-        prompts_of(tmp_path / "a.parquet")
-
-
-def test_half_a_surrogate_pair_in_a_quoted_column_is_a_bad_row(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"input": "x", "label": "1", "metadata": r'{"a": "\ud800"}'}])
-    with pytest.raises(DataError, match=r"line 1: .*not JSON"):
-        prompts_of(file)
 
 
 def streamed(file: Path) -> RolloutDataSource:

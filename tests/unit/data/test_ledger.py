@@ -76,23 +76,6 @@ def test_epochs_of_equal_size_share_a_line(path: Path) -> None:
     assert lines[2:5] == ["  epochs 0 to 1: 1 group each", "  epoch 2: 2 groups", "  epoch 3: 1 group"]
 
 
-def test_events_after_the_mark_are_rolled_back_by_a_resume(path: Path) -> None:
-    ledger = FileLedger(path)
-    ledger.issued(groups(0, 1), 0)
-    train(ledger, 0, 0)
-    mark = json.loads(json.dumps(ledger.mark()))
-    assert mark["bytes"] == path.stat().st_size
-    train(ledger, 1, 1)
-    ledger.close()
-    resumed = FileLedger.resume(path, mark)
-    resumed.issued(groups(1), 1)
-    train(resumed, 1, 1)
-    resumed.close()
-    result = audit(path, finished=True)
-    assert result.ok, result.summary()
-    assert (result.num_trained, result.num_resumes, result.num_rolled_back) == (2, 1, 2)
-
-
 def test_an_incomplete_line_after_a_kill_is_kept_and_counted(path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0), 0)
@@ -120,33 +103,6 @@ def test_a_damaged_line_that_counts_is_a_problem(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], lines[1][:9] + b"\n", lines[2]]))
     assert audit(path).problems[0] == "line 2 is damaged, and no resume rolled it back"
-
-
-def test_a_new_ledger_on_an_old_file_rolls_everything_back(path: Path) -> None:
-    for _ in range(2):
-        ledger = FileLedger(path)
-        ledger.issued(groups(0), 0)
-        train(ledger, 0, 0)
-        ledger.close()
-    result = audit(path, finished=True)
-    assert result.ok
-    assert (result.num_trained, result.num_rolled_back) == (1, 4)
-
-
-def test_resuming_an_abandoned_branch_restores_its_events(path: Path) -> None:
-    ledger = FileLedger(path)
-    ledger.issued(groups(0, 1), 0)
-    early = ledger.mark()
-    train(ledger, 0, 0)
-    late = ledger.mark()
-    ledger.close()
-    FileLedger.resume(path, early).close()
-    resumed = FileLedger.resume(path, late)
-    train(resumed, 1, 1)
-    resumed.close()
-    result = audit(path, finished=True)
-    assert result.ok, result.summary()
-    assert result.num_trained == 2
 
 
 def test_a_run_that_fails_before_its_first_event_leaves_the_ledger_unchanged(path: Path) -> None:
@@ -261,16 +217,6 @@ def test_each_fault_is_found(path: Path, fault: str) -> None:
     assert not result.ok
     assert re.search(message, "\n".join(result.problems)), result.problems
     assert result.problems[0] in result.summary()
-
-
-def test_group_ids_may_repeat_once_per_sample(path: Path) -> None:
-    ledger = FileLedger(path)
-    ledger.issued(groups(0, 1), 0)
-    for group in groups(0, 1):
-        ledger.generated(group, 0)
-    ledger.trained([0, 0, 0, 1, 1, 1], 0)
-    ledger.close()
-    assert audit(path, finished=True).ok
 
 
 def test_a_finished_run_has_nothing_in_flight(path: Path) -> None:

@@ -102,8 +102,6 @@ def test_negative_slices_need_a_table(tmp_path: Path) -> None:
 
 BAD_ROWS = [
     ('{"input": "a", "label": ', "not JSON"),
-    ('{"input": "a", "label": "1", "label" : "2"}', "the key 'label' occurs several times"),
-    ('{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "the key 'x' occurs several times"),
     ("[1, 2]", "a list, not an object"),
     ({"inptu": "a", "label": "1"}, r"no key 'input'; the row has \['inptu', 'label'\]; the closest is 'inptu'"),
     ({"input": "a", "answer": "1"}, "no key 'label'.*--label-key"),
@@ -125,12 +123,6 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, row: Any, message: str
     path = write_jsonl(tmp_path / "a.jsonl", [*numbered_rows(2), "", row, *numbered_rows(1)])
     with pytest.raises(DataError, match=rf"a\.jsonl line 4: .*{message}.*--skip-bad-rows"):
         draw(path, LABELED, streaming=streaming)
-
-
-def test_keys_in_text_or_other_objects_are_not_duplicates(tmp_path: Path) -> None:
-    row = {"input": '{"a": 1, "a": 2} "b" : ', "label": "1", "metadata": {"label": [{"c": 1}, {"c": "c\\"}]}}
-    [prompt] = table(write_jsonl(tmp_path / "a.jsonl", [row]), LABELED)
-    assert (prompt.text, prompt.metadata) == (row["input"], row["metadata"])
 
 
 def test_a_bad_parquet_row_is_named_with_its_index(tmp_path: Path) -> None:

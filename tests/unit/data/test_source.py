@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_zoo import chat_tokenizer, numbered_rows, write_jsonl
-from furlong.core.sample import Group, Sample, Status
+from furlong.core.sample import Group, Sample
 from furlong.data.custom_source import CustomDataSource
 from furlong.data.dataset import open_prompts
 from furlong.data.prompt import PromptFormat
@@ -35,18 +35,6 @@ def source(
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", numbered_rows(10))
-
-
-def test_every_row_is_issued_once_per_epoch(ten: Path) -> None:
-    for streaming in [False, True]:
-        data = source(ten, streaming=streaming, shuffle=True, num_epoch=3)
-        groups = [g for _ in range(5) for g in data.next_groups(7)]
-        assert [g.index for g in groups] == list(range(30))
-        epochs = [[g.row for g in groups if g.epoch == e] for e in range(3)]
-        assert all(sorted(rows) == list(range(10)) for rows in epochs)
-        assert len({tuple(rows) for rows in epochs}) == 3
-        assert data.next_groups(1) == []
-        assert data.groups_per_epoch == 10
 
 
 def test_a_stream_without_shuffle_is_in_file_order_and_learns_its_length(ten: Path) -> None:
@@ -84,24 +72,6 @@ def test_samples_of_a_group_are_numbered_seeded_and_share_nothing(ten: Path) -> 
     assert len(second.samples[1].tokens) == 2
     again = [g for g in data.next_groups(10) if g.row == 1]
     assert again[0].samples[0].metadata == {"n": [1]}
-
-
-def test_returned_groups_are_issued_first_in_order_with_their_tokens(ten: Path) -> None:
-    data = source(ten)
-    groups = data.next_groups(3)
-    groups[1].samples[0].append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -2.0], text="ab", version=4)
-    groups[1].samples[0].status = Status.ABORTED
-    data.return_groups([groups[1]])
-    data.return_groups([groups[0]])
-    assert len(data.state()["returned"]) == 2
-    resumed = source(ten)
-    resumed.restore(json.loads(json.dumps(data.state())))
-    for stream in (data, resumed):
-        back = stream.next_groups(4)
-        assert [g.index for g in back] == [1, 0, 3, 4]
-        assert back[0].samples[0].tokens[-2:] == [7, 8]
-        assert back[0].samples[0].token_versions == [4, 4]
-        assert back[0].samples[0].status is Status.ABORTED
 
 
 def test_returned_groups_are_issued_after_the_last_epoch(ten: Path) -> None:

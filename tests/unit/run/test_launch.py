@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import furlong
-from furlong.cli import _exit_code, main
+from furlong.cli import _exit_code
 from furlong.config.command_line import Resolved, load
 from furlong.config.evaluation import KEYS
 from furlong.config.flag_spec import flag_specs
@@ -140,18 +140,6 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     (tmp_path / "run" / "config.json").write_text("{")
     [problem] = folder_problems(resolve())
     assert "config.json is corrupt" in problem
-
-
-def test_the_doctor_reports_run_folders_that_training_refuses(resolve, model, tmp_path, capsys):
-    run(resolve(num_rollout=1))
-    words = flags(model, tmp_path / "prompts.jsonl", tmp_path / "run")
-    capsys.readouterr()
-    assert main(["doctor", *words]) == 1
-    finding = f"[CFG05] --output-dir {tmp_path}/run "
-    assert finding in capsys.readouterr().out
-    assert main(["train", *words]) == 2
-    assert finding in capsys.readouterr().err
-    assert main(["doctor", *flags(model, tmp_path / "prompts.jsonl", tmp_path / "other")]) == 0
 
 
 def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):
@@ -294,12 +282,6 @@ def test_traceback_of_an_error_is_in_the_log_file_alone(resolve, tmp_path, capfd
     log = (tmp_path / "run" / "run.log").read_text()
     assert "DataError" in log
     assert "Traceback" in log
-
-
-def test_handlers_are_gone_after_a_run(resolve):
-    before = list(logging.getLogger("furlong").handlers)
-    run(resolve(num_rollout=1))
-    assert logging.getLogger("furlong").handlers == before
 
 
 def test_debug_variable_of_slime_raises_the_log_level(resolve, tmp_path, monkeypatch):

@@ -54,7 +54,6 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def _groups(config: Config) -> Iterator[str]:
-    """Problems of heterogeneous engine groups (`--sglang-config`, `--prefill-num-servers`)."""
     flags, direct = config.engines, config.engines.sglang_router_strategy == "direct"
     requested = [name for name in ("sglang_config", "prefill_num_servers") if getattr(flags, name) is not None]
     if len(requested) != 1 or config.cluster.engine == "external":
@@ -158,7 +157,6 @@ def _transport(config: Config) -> Iterator[str]:
 
 
 def _colocated(config: Config) -> Iterator[str]:
-    """Trainer and engines on the same GPUs."""
     cluster, sync = config.cluster, config.sync
     if without := without_engines(config):
         yield f"{without} needs no engines; remove --colocate"

@@ -111,7 +111,6 @@ def _is_derived(spec: FlagSpec, config: Config, derived: Derived) -> bool:
 
 
 def _unmet(written: str, flag: str, condition: Condition, other: FlagSpec, config: Config) -> str:
-    """The problem of a flag whose condition is not met."""
     if other.kind == "off_switch":
         return f"{written} has no effect with {other.flag}; remove one of them"
     needed = condition.text(other)
@@ -161,7 +160,6 @@ def _required(config: Config) -> Problems:
 
 
 def _rollouts(config: Config) -> Problems:
-    """Sampling, rewards, agents, and the age of tokens."""
     rollout, reward = config.rollout, config.reward
     for side, top_k in (("rollout", rollout.rollout_top_k), ("eval", config.eval.eval_top_k)):
         if top_k == 0 and (side == "rollout" or rollout.rollout_top_k != 0):
