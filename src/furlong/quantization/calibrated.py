@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from furlong.quantization.weight_format import Check, QuantizationError, check_finite, check_matrix
+from furlong.quantization.weight_format import QuantizationError, WeightFormat, check_matrix
 
 WORD_BITS = 32
 AWQ_BITS = 4
@@ -20,7 +20,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight integers in a word: the interl
 
 
 @dataclass(frozen=True)
-class AwqGroups:
+class AwqGroups(WeightFormat):
     """AutoAWQ's layout "gemm", 4 bits. group_size: columns of a group, -1 for all.
 
     For a weight [rows, columns], `qweight` [columns, rows / 8] and `qzeros` [groups, rows / 8] have the integers of
@@ -29,21 +29,12 @@ class AwqGroups:
 
     group_size: int
     scale_dtype: torch.dtype = torch.float16
+    part_names = "qweight", "qzeros", "scales"
 
     @property
     def description(self) -> str:
         """The format in a few words."""
         return f"AWQ with {AWQ_BITS} bits, {_groups_text(self.group_size)}"
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return "qweight", "qzeros", "scales"
-
-    @property
-    def rows_apart(self) -> int | None:
-        """Weights are not quantized to it, so they are never joined."""
-        return None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""
@@ -59,11 +50,6 @@ class AwqGroups:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes["scales"][1], shapes["qweight"][0]
 
-    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
-        """Raise QuantizationError."""
-        del check
-        raise _uncalibrated(weight)
-
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Compute in the dtype of the scales, and round to `dtype`."""
         scales = parts["scales"]
@@ -74,7 +60,7 @@ class AwqGroups:
 
 
 @dataclass(frozen=True)
-class GptqGroups:
+class GptqGroups(WeightFormat):
     """GPTQ's layout with 4 or 8 bits. group_size: columns of a group, -1 for all.
 
     For a weight [rows, columns] and `n` integers in an int32, `qweight` is [columns / n, rows], `qzeros` [groups,
@@ -86,21 +72,12 @@ class GptqGroups:
     group_size: int
     is_v2: bool = False
     scale_dtype: torch.dtype = torch.float16
+    part_names = "qweight", "qzeros", "scales", "g_idx"
 
     @property
     def description(self) -> str:
         """The format in a few words."""
         return f"GPTQ with {self.bits} bits, {_groups_text(self.group_size)}"
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return "qweight", "qzeros", "scales", "g_idx"
-
-    @property
-    def rows_apart(self) -> int | None:
-        """Weights are not quantized to it, so they are never joined."""
-        return None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part."""
@@ -116,11 +93,6 @@ class GptqGroups:
     def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the shape of a weight from the shapes of its parts."""
         return shapes["scales"][1], shapes["g_idx"][0]
-
-    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
-        """Raise QuantizationError."""
-        del check
-        raise _uncalibrated(weight)
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Compute in the dtype of the scales, and round to `dtype`. Raises QuantizationError for unknown groups."""
@@ -166,10 +138,3 @@ def _num_words(count: int, bits: int) -> int:
 
 def _groups_text(group_size: int) -> str:
     return "one group per row" if group_size == -1 else f"groups of {group_size}"
-
-
-def _uncalibrated(weight: Tensor) -> QuantizationError:
-    return QuantizationError(
-        f"the values of AWQ and GPTQ come from calibration data, which a weight of shape {list(weight.shape)} does not "
-        "have; use `furlong convert hf-to-int4`"
-    )

@@ -15,6 +15,7 @@ from furlong.quantization.weight_format import (
     Check,
     Grid,
     QuantizationError,
+    WeightFormat,
     check_finite,
     check_matrix,
     has_kernels,
@@ -27,7 +28,7 @@ SMALLEST_AMAX = 1e-12  # of a block, so that the scale of a block of zeros is no
 
 
 @dataclass(frozen=True)
-class Fp8Blocks:
+class Fp8Blocks(WeightFormat):
     """DeepSeek's format: `weight` in E4M3, and `weight_scale_inv`, by which the values of each block are multiplied.
 
     Blocks at the right and lower edge may be smaller. With `is_power_of_two`, scales are rounded up to powers of two
@@ -37,16 +38,12 @@ class Fp8Blocks:
     block: tuple[int, int] = (128, 128)
     scale_dtype: torch.dtype = torch.float32
     is_power_of_two: bool = False
+    part_names = WEIGHT, "weight_scale_inv"
 
     @property
     def description(self) -> str:
         """The format in a few words."""
         return f"FP8 E4M3 in blocks of {self.block[0]} x {self.block[1]}"
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return WEIGHT, "weight_scale_inv"
 
     @property
     def rows_apart(self) -> int | None:
@@ -58,10 +55,6 @@ class Fp8Blocks:
         rows, columns = check_matrix(shape)
         grid = -(-rows // self.block[0]), -(-columns // self.block[1])
         return {WEIGHT: ((rows, columns), E4M3), "weight_scale_inv": (grid, self.scale_dtype)}
-
-    def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of a weight from the shapes of its parts."""
-        return shapes[WEIGHT]
 
     def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide each block by its largest magnitude / 448 and round to E4M3."""
@@ -116,7 +109,7 @@ class Fp8Blocks:
 
 
 @dataclass(frozen=True)
-class Fp8Scaled:
+class Fp8Scaled(WeightFormat):
     """`weight` in E4M3, and `weight_scale` per output channel [rows, 1] or for the whole tensor [1].
 
     Computes in `scale_dtype`. That is the weight's own dtype in the folders of compressed-tensors, whose results these
@@ -125,16 +118,12 @@ class Fp8Scaled:
 
     per: Literal["channel", "tensor"]
     scale_dtype: torch.dtype = torch.float32
+    part_names = WEIGHT, "weight_scale"
 
     @property
     def description(self) -> str:
         """The format in a few words."""
         return f"FP8 E4M3 per {self.per}"
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return WEIGHT, "weight_scale"
 
     @property
     def rows_apart(self) -> int | None:
@@ -146,10 +135,6 @@ class Fp8Scaled:
         rows, columns = check_matrix(shape)
         scale_shape = (rows, 1) if self.per == "channel" else (1,)
         return {WEIGHT: ((rows, columns), E4M3), "weight_scale": (scale_shape, self.scale_dtype)}
-
-    def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of a weight from the shapes of its parts."""
-        return shapes[WEIGHT]
 
     def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Divide by the largest magnitude / 448 and round to E4M3."""

@@ -15,6 +15,7 @@ from furlong.quantization.weight_format import (
     Check,
     Grid,
     QuantizationError,
+    WeightFormat,
     check_finite,
     check_matrix,
     has_kernels,
@@ -30,7 +31,7 @@ FINE_SHRINKS = tuple(number / 50 for number in range(30, 56))  # for calibration
 
 
 @dataclass(frozen=True)
-class Int4Groups:
+class Int4Groups(WeightFormat):
     """`weight_packed`: 8 values per int32, the first in the lowest bits; `weight_scale`: one per row and group.
 
     `weight_shape` is [rows, columns]. Computes in `scale_dtype`, the weight's own dtype in folders that compressed-
@@ -43,16 +44,12 @@ class Int4Groups:
     scale_dtype: torch.dtype = torch.bfloat16
     shape_dtype: torch.dtype = torch.int64
     observer: Observer = "minmax"
+    part_names = "weight_packed", "weight_scale", WEIGHT_SHAPE
 
     @property
     def description(self) -> str:
         """The format in a few words."""
         return f"INT4 in groups of {self.group_size}"
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return "weight_packed", "weight_scale", WEIGHT_SHAPE
 
     @property
     def rows_apart(self) -> int | None:

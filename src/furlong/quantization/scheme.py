@@ -183,20 +183,6 @@ class QuantizationScheme:
                     problem = self._unstorable(name, error)
                     raise SyncError(f"the weights cannot be sent to the engines: {problem}") from error
 
-    def dequantized(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the tensors of a folder with quantized weights made whole, once all parts of each were read."""
-        owners = {part: name for name in self.names for part in self.part_names(name)}
-        waiting: dict[str, dict[str, Tensor]] = {}
-        for stored, tensor in tensors:
-            name = owners.get(stored)
-            if name is None:
-                yield stored, tensor
-                continue
-            parts = waiting.setdefault(name, {})
-            parts[stored] = tensor
-            if len(parts) == len(self.part_names(name)):
-                yield name, self.dequantize(name, waiting.pop(name))
-
     def whole_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a folder's tensors with whole weights instead of their parts."""
         shapes = {name: stored[name] for name in self.whole_names(stored) - self.names}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,46 +21,57 @@ class QuantizationError(ValueError):
     """A weight cannot be quantized; the message has the reason and the fix, without the weight's name."""
 
 
-class WeightFormat(Protocol):
+def check_finite(largest: Tensor) -> None:
+    """Raise QuantizationError unless these largest magnitudes are finite: a scale would turn others into zeros."""
+    if not bool(torch.isfinite(largest).all()):
+        count = int((~torch.isfinite(largest)).sum())
+        raise QuantizationError(
+            f"{count} of {largest.numel()} scales would be inf or nan, because the weight has such values; check the "
+            "checkpoint with `furlong check`, or load one from before training diverged"
+        )
+
+
+class WeightFormat(ABC):
     """A format of quantized weight matrices.
 
-    A weight `x.weight` is stored as some parts, which are named by what follows `x.`.
+    A weight `x.weight` is stored as some parts; `part_names` are what follows `x.`.
     """
 
-    @property
-    def description(self) -> str:
-        """The format in a few words, for messages."""
-        ...
+    part_names: ClassVar[tuple[str, ...]]
 
     @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        ...
+    @abstractmethod
+    def description(self) -> str:
+        """The format in a few words, for messages."""
 
     @property
     def rows_apart(self) -> int | None:
         """Rows after each multiple of this number share no scale with those before; None if all rows share one."""
-        ...
+        return None
 
+    @abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each part of a weight [rows, columns]. Raises QuantizationError if it has none."""
-        ...
 
     def whole_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the shape of a weight from the shapes of its parts."""
-        ...
+        return shapes[WEIGHT]
 
-    def quantize(self, weight: Tensor, check: Check = ...) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor, check: Check = check_finite) -> dict[str, Tensor]:
         """Quantize a weight [rows, columns] on its device. Raises QuantizationError for values or sizes that it cannot.
 
         Every value is rounded to the nearest one of its block, group, row or tensor. `check` is `check_finite` unless
         given, which waits for the device.
         """
-        ...
+        del check
+        raise QuantizationError(
+            "the values of AWQ and GPTQ come from calibration data, which a weight of shape "
+            f"{list(weight.shape)} does not have; use `furlong convert hf-to-int4`"
+        )
 
+    @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the weight [rows, columns] that the parts stand for."""
-        ...
 
 
 def shape_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -131,16 +143,6 @@ class Grid:
 def largest_magnitudes(values: Tensor, dim: tuple[int, ...], *, keepdim: bool = False) -> Tensor:
     """Return `values.abs().amax(dim)` without a tensor of the magnitudes."""
     return torch.maximum(values.amax(dim, keepdim=keepdim), -values.amin(dim, keepdim=keepdim))
-
-
-def check_finite(largest: Tensor) -> None:
-    """Raise QuantizationError unless these largest magnitudes are finite: a scale would turn others into zeros."""
-    if not bool(torch.isfinite(largest).all()):
-        count = int((~torch.isfinite(largest)).sum())
-        raise QuantizationError(
-            f"{count} of {largest.numel()} scales would be inf or nan, because the weight has such values; check the "
-            "checkpoint with `furlong check`, or load one from before training diverged"
-        )
 
 
 def check_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
