@@ -248,16 +248,20 @@ def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
 
 def _offload_and_reload(trained: Any) -> None:
     """Check that offloading releases memory, and that reloading restores all states."""
-    kept = [*trained.resident(), *trained.gradients()]
-    before = [tensor.clone() for tensor in trained.resident()]
-    whole, rounded = (_storages(tensors) for tensors in (trained.resident(), trained._rounded()))
+
+    def resident() -> list[Any]:
+        return [*trained._parts(), *trained._rounded(), *trained.state.moments()]
+
+    kept = [*resident(), *trained.gradients()]
+    before = [tensor.clone() for tensor in resident()]
+    whole, rounded = (_storages(tensors) for tensors in (resident(), trained._rounded()))
     has_masters = trained.settings.dtype == torch.bfloat16 and trained._offload != "all"
     assert bool(rounded) == has_masters
     moved = trained.offload().num_bytes
     assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)
     assert trained.onload().num_bytes == moved
-    assert all(torch.equal(a, b) for a, b in zip(before, trained.resident(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, resident(), strict=True))
     assert not any(tensor.any() for tensor in trained.gradients())
 
 

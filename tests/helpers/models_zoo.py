@@ -208,8 +208,9 @@ def plain_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor
 
 def packed_log_probs(packed: PackedModel, micro: MicroBatch) -> torch.Tensor:
     """Return [R] log-probs of the response tokens, as training computes them."""
+    (hidden_RD,) = packed(micro, lambda hidden_RD, *_: (hidden_RD,))
     return token_stats(
-        packed.hidden(micro),
+        hidden_RD,
         packed.head_VD,
         micro.tokens_T[micro.response_pos_R],
         temperature=1.0,

@@ -234,12 +234,17 @@ def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
     return {"error": f"none for {folder}"}
 
 
+def resident(trained: Any) -> list[torch.Tensor]:
+    """Every tensor of an FSDP rank that persists between steps."""
+    return [*trained._parts(), *trained.optimizer.rounded(), *trained.optimizer.moments()]
+
+
 def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) -> dict[str, Any]:
     """Train on two rollouts, with all states offloaded and reloaded in between."""
     trained = backend(ranks, folder, family, **options)
     run = worker(ranks, trained)
     run.train(batch(0))
-    kept = list(trained.resident())
+    kept = resident(trained)
     moved = trained.offload()
     empty = all(tensor.untyped_storage().size() == 0 for tensor in kept)
     trained.onload()

@@ -161,27 +161,12 @@ class PackedModel(torch.nn.Module):
         head_bytes: int = 0,
         routing: RoutingState | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run the model and return the results of `output_layer`; byte counts as in `hidden`.
-
-        `routing` is filled in. Its replay also applies to recomputation in the backward pass, until the next forward.
-        """
-        hidden, spread = self._hidden(micro, pending_bytes, head_bytes, routing)
-        if spread is None:
-            return output_layer(hidden, self.head_VD, self.head_bias_V, None)
-        outputs = output_layer(hidden, self.head_VD, self.head_bias_V, spread.own_R)
-        return tuple(spread.gather(output) for output in outputs)
-
-    def hidden(self, micro: MicroBatch, *, pending_bytes: int = 0, head_bytes: int = 0) -> Tensor:
-        """Return [R, D] hidden states after the final norm, at the position before each response token.
+        """Run the model and return the results of `output_layer`.
 
         For the choice of recomputation on a GPU: `pending_bytes` will be allocated and stay, `head_bytes` are for the
-        output layer. With context parallelism, only states of this rank's tokens.
+        output layer. `routing` is filled in. Its replay also applies to recomputation in the backward pass, until the
+        next forward.
         """
-        return self._hidden(micro, pending_bytes, head_bytes, None)[0]
-
-    def _hidden(
-        self, micro: MicroBatch, pending_bytes: int, head_bytes: int, routing: RoutingState | None
-    ) -> tuple[Tensor, TokenShard | None]:
         self.check_micro_batches(is_one_sequence=micro.num_sequences == 1)
         if self.length_limit is not None and micro.num_sequences > 1 and micro.max_seqlen > self.length_limit:
             raise ConfigError(
@@ -196,7 +181,8 @@ class PackedModel(torch.nn.Module):
         tokens, positions = micro.tokens_T, micro.position_ids_T
         if layout.run_U is not None:
             tokens, positions = tokens[layout.run_U], positions[layout.run_U]
-        spread, rows_R = None, layout.predict_R
+        spread: TokenShard | None = None
+        rows_R = layout.predict_R
         if context is not None:
             layout = dataclasses.replace(layout, context=context, num_tokens=len(tokens))
             spread = context.shard(rows_R, len(tokens))
@@ -213,7 +199,11 @@ class PackedModel(torch.nn.Module):
                 own_lRK = routing.own_lTK.index_select(1, rows_R).to(engine_lTK.device)
                 share_R = rerouted_fraction(engine_lTK.index_select(1, rows), own_lRK).to(rows_R.device)
                 routing.rerouted_R = share_R if spread is None else spread.gather(share_R)
-        return cast("Tensor", _SelectRows.apply(out.last_hidden_state[0], rows_R)), spread
+        hidden_RD = cast("Tensor", _SelectRows.apply(out.last_hidden_state[0], rows_R))
+        if spread is None:
+            return output_layer(hidden_RD, self.head_VD, self.head_bias_V, None)
+        outputs = output_layer(hidden_RD, self.head_VD, self.head_bias_V, spread.own_R)
+        return tuple(spread.gather(output) for output in outputs)
 
     def _start_routing(self, micro: MicroBatch, layout: PackedLayout, routing: RoutingState | None) -> Tensor | None:
         """Set up recording and replay for the next pass; returns the engine's routes of its rows, None without any.

@@ -34,13 +34,11 @@ class RouterRecord:
     """The routing of one forward pass.
 
     replay_lTK: experts to use, -1 where the router chooses; None if it chooses everywhere. own: the routers' choices by
-    layer. logits: with `keeps_logits`, router logits [T, E] by layer, with their gradient.
+    layer.
     """
 
     replay_lTK: Tensor | None = None
-    keeps_logits: bool = False
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    logits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def own_lTK(self) -> Tensor:  # noqa: N802  axes
         """Return the routers' own choices as int16, stacked by layer."""
@@ -93,10 +91,8 @@ class RouterHooks:
         with _TopKOverride(router.top_k, self.num_experts, replay_TK) as choice:
             result = run(router, *args, **kwargs)
         parts: tuple[Any, ...] = result if isinstance(result, tuple) else (None,)
-        if _method_of(type(router)) == _OF_LAYER:  # router logits -> experts, weights
-            logits, chosen = args[0] if args else kwargs["router_logits"], parts[0]
-        else:  # hidden states -> router logits, weights, experts
-            logits, chosen = parts[0], parts[-1]
+        # the method of a layer returns experts and weights; a router's forward logits, weights and experts
+        chosen = parts[0] if _method_of(type(router)) == _OF_LAYER else parts[-1]
         if choice.own is None or chosen is not choice.chosen:
             raise TrainerError(
                 f"{type(router).__name__} does not choose experts by top-k over all experts, so its routing cannot be "
@@ -104,8 +100,6 @@ class RouterHooks:
                 "and --use-rollout-routing-replay"
             )
         record.own[number] = choice.own.detach()
-        if record.keeps_logits:
-            record.logits[number] = logits
         return result
 
 

@@ -104,15 +104,7 @@ class Ranks:
 
     def share(self, value: Any, source: int = 0) -> Any:
         """Broadcast a JSON value from rank `source`."""
-        if self.world_size == 1:
-            return value
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor(len(data))
-        dist.broadcast(size, source)
-        if self.rank != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, source)
-        return json.loads(bytes(data.tolist()))
+        return value if self.world_size == 1 else broadcast_json(value, source)
 
     def wait(self) -> None:
         """Wait for all ranks (a barrier)."""
@@ -138,6 +130,17 @@ class Ranks:
             debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]  no public API
         gc.collect()  # sharded modules are in reference cycles
         dist.destroy_process_group()
+
+
+def broadcast_json(value: Any, source: int, *, group: Any = None, device: torch.device | None = None) -> Any:
+    """Broadcast a JSON value from rank `source` over a group whose tensors are on `device`."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor(len(data), device=device)
+    dist.broadcast(size, source, group=group)
+    if dist.get_rank() != source:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, source, group=group)
+    return json.loads(bytes(data.tolist()))
 
 
 def join(

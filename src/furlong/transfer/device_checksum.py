@@ -84,16 +84,6 @@ class Checksums:
             self._names.append(name)
         self._wait(self._in_pieces[name], [piece], first_byte // WORD_BYTES)
 
-    @property
-    def waiting(self) -> list[Tensor]:
-        """The tensors that `flush` will read."""
-        return [part for table in self._waiting.values() for part in table.parts]
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Total bytes of `waiting`."""
-        return sum(table.num_bytes for table in self._waiting.values())
-
     def flush(self) -> None:
         """Launch the reads of all waiting tensors."""
         for device, table in self._waiting.items():
@@ -115,7 +105,8 @@ class Checksums:
         if device not in self._waiting:
             self._waiting[device] = _Table()
         self._waiting[device].add(tensor, [_whole_words(part) for part in parts], first)
-        if self._flush_bytes is not None and self.waiting_bytes >= self._flush_bytes:
+        waiting_bytes = sum(table.num_bytes for table in self._waiting.values())
+        if self._flush_bytes is not None and waiting_bytes >= self._flush_bytes:
             self.flush()
 
 

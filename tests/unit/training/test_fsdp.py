@@ -16,6 +16,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.models import hf_model as hf
 from models_zoo import VOCAB, family_config, plain_log_probs, random_batch
+from ranks_cases import resident
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2, 9], [4, 7]])
 
@@ -200,14 +201,14 @@ def test_offload_drops_rounded_parameters_and_onload_restores_their_bits_from_ma
                 kept |= {name: tensor.clone() for name, tensor in kept.items()}
     params = dict(backend.actor.model.named_parameters())
     frozen = [name for name in params if "layers.0." in name]
-    before = {"resident": [each.clone() for each in backend.resident()], "params": list(params.values())}
+    before = {"resident": [each.clone() for each in resident(backend)], "params": list(params.values())}
     before["params"] = [each.detach().clone() for each in before["params"]]
     moved = backend.offload().num_bytes
-    assert not any(each.untyped_storage().size() for each in backend.resident())
+    assert not any(each.untyped_storage().size() for each in resident(backend))
     trained = sum(parameter.nbytes for name, parameter in params.items() if name not in frozen)
     assert moved == sum(each.nbytes for each in before["resident"]) - trained
     backend.onload()
-    assert all(torch.equal(a, b) for a, b in zip(before["resident"], backend.resident(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before["resident"], resident(backend), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before["params"], params.values(), strict=True))
     backend.forward_backward(part, loss())
     assert math.isfinite(backend.optim_step().grad_norm)

@@ -133,8 +133,6 @@ def test_checksums_do_not_depend_on_batching():
     for name, tensor in tensors.items():
         together.add(name, [tensor])
         in_turn.add(name, [tensor])
-    assert together.waiting_bytes == sum(-(-tensor.nbytes // 4) * 4 for tensor in tensors.values())
-    assert in_turn.waiting_bytes == 0
     alone = {name: device_checksum(tensor) for name, tensor in tensors.items()}
     assert together.digests() == in_turn.digests() == alone
 
@@ -172,5 +170,4 @@ def test_a_tensor_is_read_when_it_is_flushed():
     sums.flush()
     tensor += 1
     sums.add("after", [tensor])
-    assert sums.waiting[0].data_ptr() == tensor.data_ptr()
     assert sums.digests() == {"before": before, "after": device_checksum(tensor)}

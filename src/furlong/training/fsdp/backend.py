@@ -271,12 +271,6 @@ class FsdpBackend(Backend):
             self.optimizer.write_back()
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
-    def resident(self) -> Iterator[Tensor]:
-        """Yield every tensor of this rank that persists between steps."""
-        yield from self._parts()
-        yield from self.optimizer.rounded()
-        yield from self.optimizer.moments()
-
     def _parts(self) -> Iterator[Tensor]:
         """Yield persistent tensors, except moments and parameters that can be rounded from master weights."""
         rounded = {id(parameter) for parameter in self.optimizer.rounded()}

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+from collections.abc import Callable
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -35,8 +36,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from furlong.models.packed_attention import allowed_keys, explicit_attention, prefers_explicit_attention
 from furlong.models.varlen_attention import varlen_attention
 
+T = TypeVar("T")
 
-class PackedAttention(torch.nn.Module):
+
+class _SplitByHeads(torch.nn.Module):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the places of the parameters in a Megatron-core checkpoint: split by heads."""
+        del metadata
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
+
+
+class PackedAttention(_SplitByHeads):
     """Causal attention within each sequence of a packed micro-batch ("thd"); heads are split by tensor parallelism.
 
     With context parallelism a rank has two chunks of every sequence, one from each end, which balances the work; keys
@@ -66,14 +79,6 @@ class PackedAttention(torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the place of the attention sinks in a Megatron-core checkpoint: split by heads."""
-        del metadata
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
-
     def forward(
         self,
         query: Tensor,
@@ -90,7 +95,7 @@ class PackedAttention(torch.nn.Module):
             return self._context_parallel(query, key, value, cu_host_S1).flatten(1)
         options: Any = {"scale": self.scale, "window": self.window, "sinks_H": self.softmax_offset}
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
-            cu_S1 = _on_device(packed_seq_params, query.device)
+            cu_S1 = once(packed_seq_params, "cu_seqlens", lambda: cu_host_S1.to(query.device, non_blocking=True))
             longest = packed_seq_params.max_seqlen_q
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width))  # the kernel needs equal widths
@@ -108,12 +113,12 @@ class PackedAttention(torch.nn.Module):
         return self.attend(q_THE, key, value, cu_q, cu_k, **options)
 
 
-def _on_device(packed: PackedSeqParams, device: torch.device) -> Tensor:
-    """Return the offsets on the GPU, copied once for all layers; rotary embeddings need them on the host."""
+def once(packed: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
+    """Return what `make` makes of a micro-batch, made once for all layers."""
     cache = packed.__dict__
-    if "furlong_cu_seqlens" not in cache:
-        cache["furlong_cu_seqlens"] = packed.cu_seqlens_q.to(device, non_blocking=True)
-    return cache["furlong_cu_seqlens"]
+    if (key := f"furlong_{name}") not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
 def attend_by_sequence(
@@ -201,7 +206,7 @@ def key_rows(cu_S1: Tensor, num_ranks: int, rank: int) -> tuple[Tensor, Tensor, 
     return torch.cat(rows), torch.tensor(cu_q, dtype=torch.int32), torch.tensor(cu_k, dtype=torch.int32)
 
 
-class JointNorm(torch.nn.Module):
+class JointNorm(_SplitByHeads):
     """RMSNorm over all heads of a token together; this rank has some of them.
 
     num_heads: of all tensor-parallel ranks. hidden_size: width of a head, as Megatron-core names it.
@@ -212,14 +217,6 @@ class JointNorm(torch.nn.Module):
         self.eps, self.width, self.tensor = eps, num_heads * hidden_size, config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(self.width // self.tensor, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the place of the weight in a Megatron-core checkpoint: split by heads."""
-        del metadata
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
     def forward(self, x_THE: Tensor) -> Tensor:
         """Normalize this rank's heads [..., H, E]."""

@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from furlong.models.delta_rule import PackedSequences, causal_conv, delta_kernel, gated_delta_rule
-from furlong.training.megatron.attention import gathered_rows
+from furlong.training.megatron.attention import gathered_rows, once
 
 BY_HEAD = {"conv1d.weight": 0, "A_log": 0, "dt_bias": 0}  # parameters and the axis of their heads
 
@@ -103,12 +103,13 @@ class GatedDeltaNet(MegatronModule):
 
     def _mix(self, mixed_TKC: Tensor, ba_TKC: Tensor, packed: PackedSeqParams) -> Tensor:
         """Convolve queries, keys and values, and apply the delta rule: [T, K, R * F]."""
-        sequences = _sequences(packed, mixed_TKC.device)
+        device = mixed_TKC.device
+        sequences = once(packed, "sequences", lambda: PackedSequences.of(packed.cu_seqlens_q, device))
         of_heads: list[Tensor] = [self.conv1d.weight[:, 0], self.A_log, self.dt_bias]
         if self.context == 1:
             return self._apply_rule(mixed_TKC, ba_TKC, of_heads, sequences)
         group = parallel_state.get_context_parallel_group()
-        order = _original_order(packed, group.size(), mixed_TKC.device)
+        order = once(packed, "order", lambda: gathered_rows(packed.cu_seqlens_q, group.size()).to(device))
         rows = _tokens_for_heads(torch.cat([mixed_TKC, ba_TKC], dim=-1), group)[order]
         mixed, gates = rows.split([mixed_TKC.shape[-1], ba_TKC.shape[-1]], dim=-1)
         own = [each.chunk(group.size())[group.rank()] for each in of_heads]
@@ -155,22 +156,6 @@ class AddOneRmsNorm(torch.nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * (1.0 + self.weight.float())).to(x.dtype)
-
-
-def _sequences(packed: PackedSeqParams, device: torch.device) -> PackedSequences:
-    """Return the sequences of a micro-batch, computed once for all layers."""
-    cache: dict[str, Any] = packed.__dict__
-    if "furlong_sequences" not in cache:
-        cache["furlong_sequences"] = PackedSequences.of(packed.cu_seqlens_q, device)
-    return cache["furlong_sequences"]
-
-
-def _original_order(packed: PackedSeqParams, num_ranks: int, device: torch.device) -> Tensor:
-    """Return the gathered row of each token in order, computed once for all layers."""
-    cache: dict[str, Any] = packed.__dict__
-    if "furlong_context_order" not in cache:
-        cache["furlong_context_order"] = gathered_rows(packed.cu_seqlens_q, num_ranks).to(device)
-    return cache["furlong_context_order"]
 
 
 def _tokens_for_heads(rows_TKC: Tensor, group: Any) -> Tensor:

@@ -335,14 +335,8 @@ class MegatronBackend(PipelinedBackend):
                 chunk.start_param_sync()  # gather the slices of the data-parallel ranks
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
-    def resident(self) -> Iterator[Tensor]:
-        """Yield the tensors of this rank that exist between steps; gradients only while they accumulate."""
-        yield from self._parts()
-        yield from self._rounded()
-        yield from self.state.moments()
-
     def _parts(self) -> Iterator[Tensor]:
-        """Yield all of them except moments, and parameters that can be rounded from master weights."""
+        """Yield tensors that exist between steps, except moments and parameters rounded from master weights."""
         rounded = {id(parameter) for parameter in self._rounded()}
         for chunk in chain.from_iterable(self._models):
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)

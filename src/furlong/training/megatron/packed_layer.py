@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from furlong.core.batch import MicroBatch
 from furlong.models.compiled_layers import MlpRecompute, allow_variants
 from furlong.models.varlen_attention import varlen_attention
-from furlong.training.megatron.attention import JointNorm, attend_by_sequence, attend_unfused
+from furlong.training.megatron.attention import JointNorm, attend_by_sequence, attend_unfused, once
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ class PackedLayer(TransformerLayer):
         x = hidden_states
         if x.stride(1) != x.shape[2]:  # the embedding's output, for which the compiler would add variants
             x = x.clone(memory_format=torch.contiguous_format)
-        return self._layer(x, packed_positions(packed_seq_params, rotary_pos_emb, x)), None
+        angles = rotary_pos_emb
+        where = once(packed_seq_params, "positions", lambda: packed_positions(packed_seq_params, angles, x))
+        return self._layer(x, where), None
 
     def _layer(self, x: Tensor, where: PackedPositions) -> Tensor:
         rows = self._input_norm(x)
@@ -279,23 +281,15 @@ def prepare_layers(model: GPTModel, *, compiled: bool) -> MlpRecompute:
 
 
 def packed_positions(packed: PackedSeqParams, angles: Tensor, like: Tensor) -> PackedPositions:
-    """Return the `PackedPositions`, computed once for all layers. angles: [L, 1, 1, E] of each position."""
-    cache: dict[str, Any] = packed.__dict__
-    if "furlong_positions" not in cache:
-        host: Tensor = packed.cu_seqlens_q
-        index = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
-        angles = angles[:, 0].index_select(0, index.to(like.device, non_blocking=True))
-        positions = PackedPositions(
-            angles.cos().to(like.dtype),
-            angles.sin().to(like.dtype),
-            host.to(like.device, non_blocking=True),
-            host,
-            packed.max_seqlen_q,
-        )
-        for offsets in (positions.cu_seqlens_S1, positions.cu_host_S1):
-            torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented for users
-        cache["furlong_positions"] = positions
-    return cache["furlong_positions"]
+    """Return the `PackedPositions` of a micro-batch. angles: [L, 1, 1, E] of each position."""
+    host: Tensor = packed.cu_seqlens_q
+    index = torch.cat([torch.arange(end - start) for start, end in pairwise(host.tolist())])
+    angles = angles[:, 0].index_select(0, index.to(like.device, non_blocking=True))
+    cu_seqlens_S1 = host.to(like.device, non_blocking=True)
+    for offsets in (cu_seqlens_S1, host):
+        torch._dynamo.maybe_mark_dynamic(offsets, 0)  # pyright: ignore[reportPrivateUsage]  documented for users
+    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return PackedPositions(cos, sin, cu_seqlens_S1, host, packed.max_seqlen_q)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -33,6 +32,7 @@ from furlong.training.megatron.moe_layers import RouterPass, RouterReplay
 from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
 from furlong.training.megatron.parallel_layout import Layout
 from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered_logits, vocab_parallel_token_stats
+from furlong.training.ranks import broadcast_json
 from furlong.training.settings import BackendSettings
 
 
@@ -178,13 +178,7 @@ class Pipeline:
             return metrics
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         rows = [{name: [m.total, m.weight, m.rule] for name, m in one.items()} for one in metrics]
-        data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(self.device)
-        size = torch.tensor(len(data), device=self.device)
-        dist.broadcast(size, source, group=group)
-        if dist.get_rank() != source:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, source, group=group)
-        rows = json.loads(bytes(data.tolist()))
+        rows = broadcast_json(rows, source, group=group, device=self.device)
         return [{name: Metric(*values) for name, values in row.items()} for row in rows]
 
 
