@@ -182,10 +182,6 @@ def without_a_tensor(ranks):
             r"process 0 of 2: .*of 17 tensors, 10 differ \(first: model.embed_tokens.weight",
         ),
         (without_a_tensor, rf"process 1 of 2: .*1 did not arrive \(first: {NAMES[3]}"),
-        (
-            lambda ranks: [*ranks, (1, ranks[1][1] | {NAMES[2]: torch.zeros(12)})],
-            rf"has copies of process 1 that differ in 1 tensors \(first: {NAMES[2]}\)",
-        ),
     ],
 )
 def test_processes_that_are_missing_exchanged_or_unlike_their_copies_are_an_error(change, words):
@@ -232,23 +228,6 @@ def test_unequal_shards_are_reported(caplog):
     assert "gate_up_proj.weight, which 2 processes cannot share: 19 is not a multiple of 2, so only rows" in caplog.text
 
 
-def test_live_weights_may_change_once_their_shares_were_read():
-    state = {name: tensor.clone() for name, tensor in STATE.items()}
-    server = Server(STATE, tp_size=2)
-
-    async def body():
-        sent = record_for([server])
-        for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
-            pass
-        for tensor in state.values():
-            tensor.zero_()
-        sent.finish()
-        return await WeightVerifier().check([server], sent, 7)
-
-    assert asyncio.run(body()) == EVERY
-    asyncio.run(server.close())
-
-
 @pytest.mark.parametrize(("index", "name"), [(0, "w13_weight"), (1, "w2_weight")])
 def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
     server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
@@ -257,14 +236,6 @@ def test_a_wrong_bit_of_an_expert_that_one_process_has_is_found(name, index):
     tensor.view(torch.int16)[-1, -1, -1] ^= 1
     server.wrong = {index: {name: tensor}}
     with pytest.raises(SyncError, match=rf"http://engine, process {index} of 2: .*1 differ \(first: {name}"):
-        verify([server], WITH_EXPERTS.items())
-
-
-def test_processes_that_have_the_experts_of_others_are_an_error():
-    server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2, ep_size=2)
-    own = [{name: tensor for name, tensor in of.items() if ".experts." in name} for _, of in server.ranks()]
-    server.wrong = {0: own[1], 1: own[0]}
-    with pytest.raises(SyncError, match=r"process 0 of 2: .*4 differ \(first: model.layers.0.mlp.experts.w13_weight"):
         verify([server], WITH_EXPERTS.items())
 
 

@@ -11,7 +11,7 @@ from furlong.algo.policy_loss import CustomLoss, PolicyLoss, SftLoss
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import total
 from furlong.errors import DataError, HookError
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import TokenStats
 from furlong.training.hook_adapters import reducer_from_hook
 from oracles.cases import flags, near_model, random_batch, run_step
 
@@ -44,13 +44,6 @@ def _micro(log_probs=(-1.0, -2.0, -0.5), *, mask=(1, 1, 1), weight=None, **colum
         columns={k: torch.tensor(v) for k, v in columns.items()},
     )
     return micro, TokenStats(torch.tensor(log_probs, requires_grad=True), torch.tensor([1.0, 2.0, 3.0]))
-
-
-@pytest.mark.parametrize("fn", [PolicyLoss(flags()), SftLoss(), CustomLoss(lambda micro, stats: (micro.weight_R, {}))])
-def test_losses_implement_the_protocol(fn):
-    port: LossFn = fn
-    assert not port.needs_logits
-    assert isinstance(port.needs_entropy, bool)
 
 
 def test_without_old_log_probs_the_ratio_is_exactly_one():

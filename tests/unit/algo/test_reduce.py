@@ -38,23 +38,6 @@ def test_weights_equal_the_slow_loop_over_steps_rollouts_and_tokens(mode, fan_ou
     assert have.dtype == np.float32
 
 
-@pytest.mark.parametrize("mode", ["rollout", "token"])
-def test_weights_of_each_step_sum_to_one(mode):
-    batch, starts = random_batch(1), random_batch(1).response_starts
-    steps = [np.arange(0, 4), np.arange(4, 9)]
-    weights = loss_weights(batch, steps, mode=mode, constant_len=None)
-    for rows in steps:
-        assert sum(weights[starts[r] : starts[r + 1]].sum() for r in rows) == pytest.approx(1.0, abs=1e-6)
-
-
-def test_fanned_out_rollout_weighs_as_one():
-    batch, starts = random_batch(2, fan_out=True), random_batch(2).response_starts
-    weights = loss_weights(batch, [np.arange(9)], mode="rollout", constant_len=None)
-    of_row = [weights[starts[r] : starts[r + 1]].sum() for r in range(9)]
-    assert of_row[0] + of_row[1] == pytest.approx(1 / 8, abs=1e-6)
-    assert of_row[2] == pytest.approx(1 / 8, abs=1e-6)
-
-
 def test_fully_masked_rollout_counts_in_the_denominator_and_adds_nothing():
     batch = random_batch(5, groups=(2,))
     batch.loss_masks[: batch.response_lengths[0]] = 0

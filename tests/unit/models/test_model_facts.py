@@ -15,7 +15,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.errors import ConfigError, EngineError
 from furlong.interfaces import SamplingParams
 from furlong.models.hf_model import build_model
-from furlong.models.model_facts import forward_flops, recurrent_kinds
+from furlong.models.model_facts import forward_flops
 from furlong.models.packed_model import PackedModel
 from models_zoo import FAMILIES, VOCAB, family_config, packed_log_probs, plain_log_probs, random_batch
 
@@ -178,11 +178,6 @@ def test_a_sliding_window_only_in_masks_is_refused():
         PackedModel(build_model(config, seed=0))
     with pytest.raises(EngineError, match="phimoe has a sliding window of 6 tokens"):
         tiny_engine(config, {})
-
-
-def test_recurrent_layers_are_named():
-    assert recurrent_kinds(config_of("qwen3_next")) == ["linear_attention"]
-    assert recurrent_kinds(config_of("gemma2")) == recurrent_kinds(config_of("bart")) == []
 
 
 @pytest.mark.parametrize(

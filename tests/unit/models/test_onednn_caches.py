@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
 
 import pytest
-
-from furlong.models import onednn_caches
-
-
-def test_variables_that_are_set_keep_the_size_of_onednns_caches(monkeypatch):
-    first, second = onednn_caches.VARIABLES
-    monkeypatch.setenv(first, "7")
-    monkeypatch.setenv(second, "")
-    monkeypatch.delenv(second)
-    onednn_caches.bound_onednn_caches()
-    assert (os.environ[first], os.environ[second]) == ("7", str(onednn_caches.MAX_PRODUCTS))
-
 
 MANY_PRODUCTS = """
 import psutil, torch

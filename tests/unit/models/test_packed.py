@@ -99,13 +99,6 @@ def test_equal_lengths_without_a_shared_prompt_copy_no_rows():
     assert layout.buckets == ((3, 10),)
 
 
-def test_a_sequence_does_not_attend_to_its_neighbours():
-    packed = PackedModel(randomized("qwen3"))
-    together = packed_log_probs(packed, pack_micro_batch(MIXED, [0, 3, 6]))
-    alone = packed_log_probs(packed, pack_micro_batch(MIXED, [3]))
-    torch.testing.assert_close(together[5:45], alone, rtol=1e-5, atol=1e-6)
-
-
 def test_buckets_contain_every_sequence_once_and_are_mostly_full():
     lengths = np.random.default_rng(0).integers(1, 900, 57)
     order, buckets = bucket_lengths(lengths)

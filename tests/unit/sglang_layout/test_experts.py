@@ -9,19 +9,12 @@ import re
 import pytest
 import torch
 
-from backends import fsdp_backend
 from fakes_engine import tiny_model
 from fakes_sglang import Sglang
 from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
-from furlong.models.hf_model import named_tensors, on_disk, save_model
-from furlong.sglang_layout.layout_checksums import Place, place_of
-from furlong.weight_sync.remote_sync import LocalSync
-from furlong.weight_sync.transports.disk import DiskTransport
+from furlong.models.hf_model import named_tensors, on_disk
 from furlong.weight_sync.verification import WeightVerifier, record_for
-from loading_sglang import Loading
-from served_engine import connect
-from transport_context import transport_context
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {
@@ -51,33 +44,6 @@ def check(server, items, *, times=1, family="qwen3_moe"):
     return asyncio.run(body())
 
 
-def digest(server, items):
-    sent = record_for([server])
-    for _ in sent.recording(WeightSource(lambda: iter(items))).open():
-        pass
-    sent.finish()
-    return sent.digest
-
-
-def test_a_piece_has_its_place_by_its_name():
-    assert place_of("model.layers.2.mlp.experts.5.gate_proj.weight") == Place(
-        "model.layers.2.mlp.experts.w13_weight", 10, 2
-    )
-    assert place_of("model.layers.2.mlp.experts.5.up_proj.weight") == Place(
-        "model.layers.2.mlp.experts.w13_weight", 11, 2
-    )
-    assert place_of("model.layers.2.mlp.experts.5.down_proj.weight") == Place(
-        "model.layers.2.mlp.experts.w2_weight", 5, 1
-    )
-    for other in (
-        "mlp.gate.weight",
-        "mlp.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-        "mlp.experts.up_proj",
-    ):
-        assert place_of(f"model.layers.2.{other}") is None
-
-
 def test_every_tensor_of_a_model_with_experts_is_compared():
     server = Sglang(STATE, dtype="auto", moe_runner_backend="triton")
     assert LAST >= 3
@@ -85,33 +51,11 @@ def test_every_tensor_of_a_model_with_experts_is_compared():
     assert server.shown == []
 
 
-@pytest.mark.parametrize("piece", ["1.up_proj", f"{LAST}.down_proj"])
-def test_one_wrong_bit_of_an_expert_is_found(piece):
-    stored = {name: tensor.clone() for name, tensor in STATE.items()}
-    stored[f"{LAYER}.{piece}.weight"] = stored[f"{LAYER}.{piece}.weight"].bfloat16()
-    stored[f"{LAYER}.{piece}.weight"].view(torch.int16)[-1, -1] ^= 1
-    with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w"):
-        check(Sglang(stored), STATE.items())
-
-
-@pytest.mark.parametrize(("one", "other"), [("2.gate_proj", "2.up_proj"), ("0.down_proj", "1.down_proj")])
-def test_pieces_that_changed_places_are_found(one, other):
-    one, other = f"{LAYER}.{one}.weight", f"{LAYER}.{other}.weight"
-    with pytest.raises(SyncError, match="1 differ"):
-        check(Sglang(STATE | {one: STATE[other], other: STATE[one]}), STATE.items())
-
-
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [
-        (0, "pieces are missing.*model.layers.0.mlp.experts.0"),
-        (LAST, "2 differ"),
-    ],
-)
-def test_an_expert_that_was_not_sent_is_an_error(number, why):
-    some = [(name, tensor) for name, tensor in STATE.items() if not name.startswith(f"{LAYER}.{number}.")]
-    with pytest.raises(SyncError, match=why):
-        check(Sglang(STATE), some)
+def test_pieces_that_changed_places_are_found():
+    for one, other in (("2.gate_proj", "2.up_proj"), ("0.down_proj", "1.down_proj")):
+        one, other = f"{LAYER}.{one}.weight", f"{LAYER}.{other}.weight"
+        with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w"):
+            check(Sglang(STATE | {one: STATE[other], other: STATE[one]}), STATE.items())
 
 
 def test_experts_of_mixtral_are_compared_under_its_names():
@@ -134,6 +78,9 @@ def test_a_piece_that_was_not_sent_is_an_error():
         some = [(name, tensor) for name, tensor in STATE.items() if name != f"{LAYER}.{piece}.weight"]
         with pytest.raises(SyncError, match=f"1 of its .* pieces .*{LAYER}.{piece}.weight"):
             check(Sglang(STATE), some)
+    whole = [(name, tensor) for name, tensor in STATE.items() if not name.startswith(f"{LAYER}.{LAST}.")]
+    with pytest.raises(SyncError, match="2 differ"):
+        check(Sglang(STATE), whole)
 
 
 def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
@@ -143,23 +90,6 @@ def test_a_piece_that_was_sent_twice_or_in_the_place_of_another_is_an_error():
             check(Sglang(STATE), [*STATE.items(), (name, other)])
     with pytest.raises(SyncError, match=rf"{name} has shape \(.*\), others have \("):
         check(Sglang(STATE), (STATE | {name: STATE[name][:-1]}).items())
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"moe_runner_backend": "flashinfer_trtllm"}, {"ep_num_redundant_experts": 2},
-    ],
-)  # fmt: skip
-def test_a_server_that_rearranges_experts_has_the_other_tensors_compared_and_one_warning(option, caplog):
-    server = Sglang(STATE, **option)
-    with caplog.at_level(logging.WARNING):
-        assert check(server, STATE.items(), times=2).startswith("every checksum but those of experts verified")
-    [(name, value)] = option.items()
-    said = [record.getMessage() for record in caplog.records]
-    why = f"rearranges experts ({name} {value}), so for its experts only a change is checked"
-    assert said == [f"weight_sync version 7: http://engine {why}"]
-    assert not server.shown
 
 
 def test_server_keeping_an_old_router_is_reported_once(caplog):
@@ -211,47 +141,3 @@ def test_experts_that_cannot_be_hashed_are_compared_by_rows_with_a_warning(state
         assert ROWS in check(server, state.items(), times=2)
     [said] = [record.getMessage() for record in caplog.records]
     assert re.search(why, said)
-
-
-@pytest.mark.parametrize("state", [lambda: STATE, odd_state])
-def test_a_change_of_any_expert_changes_the_record_however_it_is_compared(state):
-    state, server = state(), Sglang(STATE, dtype="auto")
-    before = digest(server, state.items())
-    assert digest(server, reversed(state.items())) == before
-    for name in (f"{LAYER}.{piece}.weight" for piece in ("0.up_proj", "1.up_proj", f"{LAST}.down_proj")):
-        changed = state[name].clone()
-        changed[-1, -1] += 1
-        assert digest(server, (state | {name: changed}).items()) != before
-    asyncio.run(server.close())
-
-
-def test_experts_of_a_server_are_verified_and_misplaced_ones_are_detected(tmp_path, caplog):
-    save_model(MODEL, tmp_path / "model")
-    trained, server = fsdp_backend(tmp_path / "model"), Loading("qwen3_moe")
-    client = connect(server.url)
-    trained.weights = lambda: WeightSource(trained.named_weights)
-
-    async def servers():
-        return [client]
-
-    sync = LocalSync(
-        trained, servers, DiskTransport(transport_context(1 << 14, folder=tmp_path / "w", model_dir=tmp_path / "model"))
-    )
-
-    async def body():
-        with caplog.at_level(logging.INFO):
-            report = await sync.update_weights(1)
-        server.moved = {f"{LAYER}.1.up_proj.weight": f"{LAYER}.1.gate_proj.weight"}
-        with pytest.raises(SyncError, match=r"1 differ \(first: model.layers.0.mlp.experts.w13_weight"):
-            await sync.update_weights(2)
-        await sync.close()
-        await client.close()
-        return report
-
-    try:
-        report = asyncio.run(body())
-    finally:
-        server.stop()
-    assert report.num_tensors == len(STATE)
-    assert "every checksum verified" in caplog.text
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

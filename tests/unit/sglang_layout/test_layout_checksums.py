@@ -45,23 +45,6 @@ def test_every_tensor_of_a_known_family_is_compared(dtype, family):
     assert server.shown == []
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
-def test_one_wrong_element_of_a_tensor_is_found(name):
-    stored = {key: tensor.clone() for key, tensor in STATE.items()}
-    stored[name].view(-1)[-1] += 1
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        stored["model.embed_tokens.weight"] = stored["lm_head.weight"] = stored[name]
-    with pytest.raises(SyncError, match=r"http://engine: .*CKPT03|http://engine: .*differ"):
-        check(Sglang(stored))
-
-
-def test_a_head_that_is_the_embedding_need_not_be_there_but_any_other_must():
-    tied = STATE | {"lm_head.weight": STATE["model.embed_tokens.weight"]}
-    server = Sglang(tied)
-    server.missing = ["lm_head.weight"]
-    assert check(server, tied) == "every checksum verified"
-
-
 @pytest.mark.parametrize(
     ("answer", "family"),
     [

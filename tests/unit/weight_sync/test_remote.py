@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import pickle
 
 import pytest
@@ -26,8 +25,6 @@ from transport_context import transport_context
 CONFIG, MODEL = tiny_model("qwen2")
 STATE = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
 OTHER = {name: tensor.clone() for name, tensor in tiny_model("qwen2", seed=1)[1].state_dict().items()}
-
-INFO = dataclasses.asdict(ServerInfo(True, "furlong 1", "float32", "cpu", 1, 1, 1, 64))
 
 
 class Worker:
@@ -76,12 +73,6 @@ def test_a_weight_sync_in_another_event_loop_reaches_the_engines_by_address(tmp_
     assert report.num_bytes == sum(tensor.nbytes for tensor in OTHER.values())
     assert completion.versions == [3, 3] == again.versions
     assert completion.tokens == again.tokens
-
-
-def test_an_address_has_all_that_a_client_needs():
-    address = EngineAddress("http://127.0.0.1:1", INFO, num_running=2, first_rank=4)
-    client = SglangServer.at(address)
-    assert client.address == address
 
 
 class Failing:
