@@ -196,24 +196,6 @@ def _ended_by(error: BaseException, folder: Path, capsys, monkeypatch) -> dict[s
     return found
 
 
-@fault("NET01")
-def test_a_host_name_that_cannot_be_resolved(tmp_path, capsys, monkeypatch):
-    error = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
-    assert found["id"] == "NET01"
-    assert "getent hosts" in found["remedy"]
-    assert "Temporary failure in name resolution" in found["finding"]
-
-
-@fault("FILE01")
-def test_a_network_file_system_whose_server_restarted(tmp_path, capsys, monkeypatch):
-    error = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/prompts.jsonl")
-    found = _ended_by(error, tmp_path / "run", capsys, monkeypatch)
-    assert found["id"] == "FILE01"
-    assert "/nfs/prompts.jsonl" in found["finding"]
-    assert "mount" in found["remedy"]
-
-
 @fault("LIMIT01")
 def test_too_many_open_files(tmp_path, capsys, monkeypatch):
     error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -102,17 +102,6 @@ def test_layers_that_the_index_lacks_are_named(tmp_path: Path) -> None:
     assert found.evidence["layers"] == [2, 3, 5]
 
 
-@fault("CKPT04")
-def test_a_layer_with_fewer_tensors_than_its_kind_is_named(tmp_path: Path) -> None:
-    layers = [dense_layer(n) for n in range(NUM_LAYERS)]
-    del layers[2]["model.layers.2.mlp.up_proj.weight"]
-    folder = write_stored_model(tmp_path / "model", layers, num_hidden_layers=NUM_LAYERS)
-    (found,) = check_model(folder)
-    assert found.severity == "warning"
-    assert (found.evidence["layer"], found.evidence["num_tensors"]) == ("model.layers.2", 1)
-    assert "mlp.up_proj.weight" in found.finding
-
-
 def test_layers_of_several_kinds_are_healthy(tmp_path: Path) -> None:
     dense_then_experts = [dense_layer(0), *(expert_layer(n) for n in range(1, 4))]
     next_token = {**dense_layer(4), "model.layers.4.eh_proj.weight": ("BF16", (8, 16))}  # an extra head, as a layer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
 
@@ -262,40 +261,3 @@ def test_a_reward_that_cannot_be_called_is_reported_once(world):
     assert "def fn(args, sample)" in found.remedy
     (world.folder / "mended.py").write_text("def reward(args, sample):\n    return 1.0\n")
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/mended.py:reward") == []
-
-
-@fault("REW01")
-def test_a_reward_server_that_is_not_there(world):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/score"
-        assert world.look(rm_type="remote_rm", rm_url=url) == []
-    own = {"rm_type": "remote_rm", "rm_url": "http://127.0.0.1:1/score"}  # no server has this port
-    found = only(world.look(**own), "REW01", "warning")
-    assert f"--rm-url {own['rm_url']}" in found.finding
-    assert found.evidence == {"address": own["rm_url"]}
-    assert "--rm-url" in found.remedy
-
-
-@fault("TPL01")
-def test_files_of_which_some_rows_are_rendered(world):
-    plain = [{"input": f"{i}+1=", "label": "1"} for i in range(8)]
-    chat = [{"input": f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n", "label": "1"} for i in range(8)]
-    world.write(*plain, *chat[:3])
-    found = only(world.look(), "TPL01", "warning")
-    assert found.evidence == {"num_rendered": 3, "num_prompts": 11}
-    found = only(world.look(apply_chat_template=True), "TPL01")
-    assert names(found.finding, "3 of 11 prompts", "prompt 8")
-    assert "one form" in found.remedy
-    world.write(*plain * 3, chat[0])  # a question about templates
-    assert world.look() == []
-    only(world.look(apply_chat_template=True), "TPL01", "warning")
-    world.write(*plain, *({"input": LLAMA.format(i), "label": "1"} for i in range(2)))
-    assert only(world.look(), "TPL01", "warning").evidence == {"mark": "<|start_header_id|>", "num_prompts": 2}
-
-
-@fault("CFG05")
-@pytest.mark.parametrize(("reward", "has"), [("math", "a float"), ("dapo", "an object with ['acc', 'pred', 'score']")])
-def test_a_category_that_rewards_do_not_have(world, reward, has):
-    found = only(world.look(rm_type=reward, reward_key="score", log_reward_category="kind"), "CFG05")
-    assert names(found.finding, "--log-reward-category kind", has)
-    assert world.look(rm_type="dapo", reward_key="score", log_reward_category="pred") == []

@@ -171,27 +171,6 @@ ROWS = (
         guides=(MD,),
     ),
     Row(
-        "NET01",
-        "a host name cannot be resolved",
-        "X",
-        "error",
-        symptom="`Temporary failure in name resolution`, or `Name or service not known`.",
-        cause="The name is wrong, or the machine has no DNS or no network to the outside.",
-        checked="The error that ended the run.",
-        remedy="Follow the message; furlong itself needs no network to the outside: pass local folders, and use "
-        "--wandb-mode offline.",
-    ),
-    Row(
-        "FILE01",
-        "a disk or network file system fails",
-        "X",
-        "error",
-        symptom="A stale file handle, or an I/O error.",
-        cause="The server of a network file system restarted or replaced the file, or the disk is defective.",
-        checked="The error that ended the run.",
-        remedy="Check the mount of the disk on the machine of that process (`df`, `dmesg`).",
-    ),
-    Row(
         "LIMIT01",
         "a limit of the system is reached",
         "X",

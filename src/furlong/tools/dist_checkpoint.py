@@ -15,7 +15,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError
 from furlong.files.checkpoint_folder import DIST_INDEX, TRACKER, tracker_text
-from furlong.tools.model_folder import missing_layers, uneven_layers
+from furlong.tools.model_folder import missing_layers
 from furlong.tools.weight_values import value_findings
 from furlong.training.megatron_lm.dist_files import ITERATION, OPTIMIZER, DistReader, common_of
 from furlong.training.megatron_lm.dist_optimizer import BUFFER
@@ -83,16 +83,13 @@ def _iteration(folder: Path, noted: object) -> Iterator[Diagnosis]:
 
 
 def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
-    """Find layers without tensors or with fewer than the others, and stacks of the wrong height."""
+    """Find layers without tensors, and stacks of the wrong height."""
     names = [name for name in files.names if not OPTIMIZER.search(name)]
     remedy = "convert or save the checkpoint again"
     config = {"num_hidden_layers": num_layers}
     if absent := missing_layers(names, config):
         finding = f"{files.folder}: no tensors for layers {', '.join(map(str, absent))} of {num_layers}"
         yield diagnosis("CKPT04", finding, remedy=remedy)
-    for layer, lost in uneven_layers(names, config).items():
-        finding = f"{files.folder}: {layer} lacks {abbreviate(lost, SHOWN)}, which similar layers have"
-        yield diagnosis("CKPT04", finding, remedy=remedy, severity="warning")
     heights = {name: files.shape(name)[0] for name in names if ".layers.self_attention." in name and files.shape(name)}
     expected = num_layers if isinstance(num_layers, int) else max(heights.values(), default=0)
     if odd := sorted(name for name, height in heights.items() if height != expected):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,9 +159,6 @@ def completeness(model: StoredModel, *, id: str = "CKPT04") -> list[Diagnosis]:
     if absent := missing_layers(model.weight_map, model.text_config):
         count = model.text_config["num_hidden_layers"]
         add(f"no tensors for layers {_ranges(absent)} of {count}", {"layers": absent, "num_hidden_layers": count})
-    for layer, lost in uneven_layers(model.weight_map, model.text_config).items():
-        finding = f"{layer} lacks {len(lost)} tensors that similar layers have: {abbreviate(lost, SHOWN)}"
-        add(finding, {"layer": layer, "tensors": lost[:SHOWN], "num_tensors": len(lost)}, severity="warning")
     return problems
 
 
@@ -175,31 +172,6 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> list[int]
     if len(longest) < count / 2 and 0 not in longest:
         return []  # the numbered layers belong to another part
     return [number for number in range(count) if number not in longest]
-
-
-def uneven_layers(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return layer -> missing tensors, for layers with only a subset of what most layers of their kind have.
-
-    `layer_types` defines the kinds, if present; a layer with tensors that others lack (a dense one among layers with
-    experts) is of another kind.
-    """
-    if config.get("num_kv_shared_layers"):
-        return {}  # layers that reuse the keys of another layer have fewer tensors
-    kinds = config.get("layer_types")
-    uneven: dict[str, list[str]] = {}
-    for stack, layers in _stacks(names).items():
-        by_kind: dict[Any, dict[int, frozenset[str]]] = defaultdict(dict)
-        for number, tensors in layers.items():
-            kind = kinds[number] if isinstance(kinds, list) and number < len(cast("list[Any]", kinds)) else None
-            by_kind[kind][number] = frozenset(tensors)
-        for same in by_kind.values():
-            counts = Counter(same.values())
-            for number, tensors in sorted(same.items()):
-                fuller = [other for other in counts if other > tensors and counts[other] > counts[tensors]]
-                if fuller:
-                    whole = max(fuller, key=lambda other: counts[other])
-                    uneven[f"{stack}{number}"] = sorted(whole - tensors)
-    return uneven
 
 
 def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:

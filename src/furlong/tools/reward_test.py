@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,10 @@ from furlong.core.sample import Sample, Status
 from furlong.data.prompt import Prompt
 from furlong.rewards.group_reward import GroupReward
 
-FIX = "fix the function or the row, or raise --reward-timeout if it is only slow"
+FIX = (
+    "fix the function or the row; raise --reward-timeout if it is only slow, or --reward-memory-limit if it needs more "
+    "memory"
+)
 # Response formats of verifiers that look for the answer in a certain place; others get the label itself.
 ANSWER_FORMS = {
     "math": "\\boxed{{{}}}",
@@ -25,59 +27,6 @@ ANSWER_FORMS = {
 }
 NO_ANSWER = "no answer"
 SHOWN = 60
-# Failures of calls that the data did not cause: pattern of the reason, cause, remedy. First match.
-KINDS = tuple(
-    (re.compile(pattern), cause, remedy)
-    for pattern, cause, remedy in (
-        (
-            r"ended \(killed by SIGKILL\)",
-            "Something killed its process: the out-of-memory killer, a limit of the container, or the function itself.",
-            "check `dmesg | grep -i oom`, and what the function keeps in memory; fewer --num-reward-workers need less",
-        ),
-        (
-            r"ended \(killed by SIG(SEGV|BUS|ILL|FPE|ABRT)\)",
-            "A compiled library that the function calls crashed.",
-            "run the function with `python -X faulthandler`, and update the library in its traceback",
-        ),
-        (
-            r"ended \(killed by ",
-            "A signal ended its process.",
-            "find what sends it: a limit (`ulimit -a`), or the code",
-        ),
-        (
-            r"ended \(exit code |SystemExit|ProcessExitError",
-            "The function, or a library that it calls, ends its process (sys.exit or os._exit).",
-            "remove that call, or raise an exception in its place",
-        ),
-        (
-            r"ConnectionRefused|Connection refused|ConnectError|Cannot connect|Max retries exceeded",
-            "The function calls a server that refuses connections: it is not running yet, or listens elsewhere.",
-            "start the server, or fix its address in the function; `furlong reward test` tries again",
-        ),
-        (
-            r"gaierror|Name or service not known|NameResolution|ConnectionReset|RemoteProtocolError|ConnectTimeout"
-            r"|ReadTimeout|Network is unreachable",
-            "The function calls a server that it does not reach, or that does not answer.",
-            "check the server's address, the network and the proxy variables of this machine",
-        ),
-        (
-            r"ModuleNotFoundError|ImportError",
-            "A package that the function imports is not installed in this environment.",
-            "install it into the environment of `furlong train`",
-        ),
-        (
-            r"FileNotFoundError|PermissionError",
-            "A file that the function reads or writes is missing or not accessible from a reward worker.",
-            "use absolute paths, and check permissions",
-        ),
-        (
-            r"MemoryError|Cannot allocate memory",
-            "The function ran out of memory, or needs more than --reward-memory-limit, if that is given.",
-            "check what it keeps in memory; raise --reward-memory-limit if it needs that much; without a limit, fewer "
-            "--num-reward-workers need less",
-        ),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -129,14 +78,12 @@ def reward_findings(calls: Sequence[RewardCall], *, name: str, reward_key: str |
     diagnoses: list[Diagnosis] = []
     if failed := [call for call in calls if call.outcome != "scored"]:
         first = failed[0]
-        cause, remedy = failure_cause(first.reason) or (None, FIX)
         diagnoses.append(
             diagnosis(
                 "REW01",
                 f"{name}: {len(failed)} of {len(calls)} calls gave no reward; row {first.row} with {first.kind}: "
                 f"{first.reason}",
-                cause=cause,
-                remedy=remedy,
+                remedy=FIX,
                 evidence={"num_failed": len(failed), "num_calls": len(calls)},
             )
         )
@@ -175,23 +122,6 @@ def unnamed_entry(name: str, rewards: Sequence[Any], reward_key: str | None) -> 
         cause="--reward-key must name the entry to train on.",
         remedy=f"use {choices}" if choices else "return an object with entries",
     )
-
-
-def uncategorized(name: str, rewards: Sequence[Any], category: str | None) -> Iterator[Diagnosis]:
-    """CFG05: rewards without the entry that --log-reward-category names."""
-    if category is None:
-        return
-    for value in rewards:
-        has = f"an object with {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
-        if not isinstance(value, dict) or category not in value:
-            yield diagnosis(
-                "CFG05",
-                f"--log-reward-category {category}: {name} returns {has}, which has no such entry",
-                cause="",
-                remedy="return an object with that key from the reward function, or remove --log-reward-category",
-                evidence={"category": category},
-            )
-            return
 
 
 def _responses(
@@ -238,13 +168,3 @@ def _call(prompt: Prompt, kind: str, response: str, outcome: Outcome, seconds: f
 
 def _number(call: RewardCall, reward_key: str | None) -> float:
     return float(call.value[reward_key] if isinstance(call.value, dict) else call.value)
-
-
-def failure_cause(reason: str) -> tuple[str, str] | None:
-    """Return cause and remedy of a failure that the data did not cause; None for another one.
-
-    >>> failure_cause("ConnectError: [Errno 111] Connection refused")[1].partition(",")[0]
-    'start the server'
-    """
-    message = reason.partition("\n")[0]  # without the lines of code, which may name anything
-    return next(((cause, remedy) for pattern, cause, remedy in KINDS if pattern.search(message)), None)

@@ -340,35 +340,10 @@ def foreign_marker(prompts: Sequence[str | Messages], tokenizer: Any) -> tuple[s
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for mark in MARKS:
         count = sum(mark in text for text in texts)
-        if count >= _least_mixed(len(prompts)) and mark not in known and mark not in (tokenizer.chat_template or ""):
+        is_known = mark in known or mark in (tokenizer.chat_template or "")
+        if count >= max(MIXED * len(prompts), 2) and not is_known:
             return mark, count
     return None
-
-
-def _least_mixed(num_prompts: int) -> float:
-    """Return how many prompts must have a marker, out of `num_prompts`."""
-    return max(MIXED * num_prompts, min(2, max(num_prompts, 1)))
-
-
-def mixed_findings(prompts: Sequence[str | Messages], tokenizer: Any, *, name: str) -> list[Diagnosis]:
-    """TPL01: text prompts of which only some are rendered with the tokenizer's own chat template."""
-    marks = marks_of(tokenizer)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    rendered = [text for text in texts if any(mark in text for mark in marks)]
-    if len(rendered) == len(texts) or len(rendered) < _least_mixed(len(texts)):
-        return []
-    plain = next(text for text in texts if text not in rendered)
-    return [
-        diagnosis(
-            "TPL01",
-            f"{name}: {len(rendered)} of {len(texts)} prompts are rendered with the chat template, the others are "
-            f"plain text (such as {plain[:60]!r})",
-            cause="The file was assembled from rows that were prepared in different ways.",
-            remedy="store all prompts as plain questions or messages and use --apply-chat-template, or render all",
-            severity="warning",
-            evidence={"num_rendered": len(rendered), "num_prompts": len(texts)},
-        )
-    ]
 
 
 def marks_of(tokenizer: Any) -> list[str]:

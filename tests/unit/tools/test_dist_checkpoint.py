@@ -92,9 +92,6 @@ def test_a_tracker_that_names_nothing_lists_what_there_is(folder, capsys):
 
 
 def test_layers_and_values_are_checked(tmp_path):
-    lacking = write(tmp_path / "a" / "iter_0000007", without=("decoder.layers.1.mlp.linear_fc2.weight",))
-    [(_, text)] = diagnose(lacking)
-    assert text.index("decoder.layers.1") < text.index("mlp.linear_fc2.weight")
     gone = write(tmp_path / "b", without=[f"decoder.layers.2.{name}" for name in LAYER])
     assert ["layers 2 of 3" in text for _, text in diagnose(gone)] == [True]
     zero = write(tmp_path / "c", values=0.0)

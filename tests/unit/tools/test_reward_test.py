@@ -7,7 +7,6 @@ import json
 import pytest
 
 from furlong.cli import main
-from furlong.tools.reward_test import failure_cause
 from runs import write_prompts
 
 FUNCTIONS = """
@@ -125,25 +124,3 @@ def test_response_of_the_user_is_tried_with_each_label(reward):
 def test_wrong_usage_names_what_is_missing(words, problem, capsys):
     assert main(["reward", "test", *words]) == 2
     assert problem in capsys.readouterr().err
-
-
-SANDBOX = "the process of the reward function x.py:reward ended ({}) before it replied"
-
-
-def test_a_failure_has_the_cause_of_its_kind() -> None:
-    for reason, word in (
-        (SANDBOX.format("killed by SIGKILL"), "out-of-memory"),
-        (SANDBOX.format("killed by SIGSEGV"), "compiled library"),
-        (SANDBOX.format("killed by SIGTERM"), "signal"),
-        ("SystemExit: 1\n  x.py:2 in reward: sys.exit(1)", "sys.exit"),
-        ("ConnectionError: HTTPConnectionPool(host='a', port=1): Max retries exceeded with url: /", "refuses"),
-        ("gaierror: [Errno -2] Name or service not known", "does not reach"),
-        ("ModuleNotFoundError: No module named 'sympy2'", "not installed"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'a.json'", "file"),
-    ):
-        assert word in (failure_cause(reason) or [""])[0], reason
-    for of_the_data in (
-        "TypeError: string indices\n  x.py:2 in reward: raise ConnectionRefusedError",
-        "ValueError: no",
-    ):
-        assert failure_cause(of_the_data) is None

@@ -382,12 +382,6 @@ CAUSES = (
         "use --save on a disk that is mounted for writing", "Its disk is read-only.",
     ),
     Signature(
-        "FILE01", r"Stale (NFS )?file handle|Transport endpoint is not connected|Input/output error|Remote I/O error",
-        "a disk or network file system failed",
-        "check the mount (`df`, `dmesg`), mount it again, or copy the files to a local disk; then resume with --load",
-        "The server of a network file system restarted or replaced the file, or the disk is defective.",
-    ),
-    Signature(
         "LIMIT01", r"Too many open files", "too many open files",
         "raise the limit before the start: `ulimit -n 65536` (in containers --ulimit nofile=65536)",
         "The process may open no more files and sockets (`ulimit -n`), or something does not close them.",
@@ -399,12 +393,6 @@ CAUSES = (
         "and set OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
         "The user or the container has used up its processes and threads; libraries start a thread per core in every "
         "process.",
-    ),
-    Signature(
-        "NET01", r"Temporary failure in name resolution|Name or service not known", "a host name cannot be resolved",
-        "check the name and the DNS servers on that machine (`getent hosts NAME`); without a network to the outside, "
-        "download models beforehand, pass local folders, and set HF_HUB_OFFLINE=1",
-        "The name is wrong, or the machine (often a compute node) has no DNS or no network to the outside.",
     ),
     Signature(
         "CKPT04", r"Error while deserializing header[^\n]*", "a safetensors file is cut off, or is not one", CHECK_MODEL

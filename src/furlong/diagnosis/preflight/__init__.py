@@ -18,7 +18,6 @@ from furlong.diagnosis.preflight import (
     flag_checks,
     machine_checks,
     model_checks,
-    resume_checks,
     weight_checks,
 )
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -32,7 +31,6 @@ CHECKS: tuple[Check, ...] = (
     *flag_checks.CHECKS,
     *weight_checks.CHECKS,
     *checkpoint_checks.CHECKS,
-    *resume_checks.CHECKS,
     *model_checks.CHECKS,
     *data_checks.CHECKS,
     *machine_checks.CHECKS,

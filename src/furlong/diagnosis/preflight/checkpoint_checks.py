@@ -1,4 +1,4 @@
-"""CKPT rows: the checkpoint to resume from, and the folder to save to."""
+"""CKPT rows: the checkpoint to resume from, the folder to save to, and the dumps to replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from furlong.config.topology import Topology
 from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, DataError, RolloutError
 from furlong.files.checkpoint_folder import (
     TRACKER,
     find_checkpoint,
@@ -29,7 +29,7 @@ from furlong.files.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
-from furlong.files.tensor_file import read_array
+from furlong.tracking.rollout_dump import check_dump
 from furlong.tracking.run_files import read_sections
 from furlong.training.megatron.parallel_layout import Layout, described
 
@@ -80,15 +80,6 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
             remedy=f"use --load {saved}" if saved else "remove --load: that run had no --save",
             evidence={"folder": flags.load, "save": saved},
         )
-    loads = ("--load", flags.load, "--ckpt-step", flags.ckpt_step)
-    for load, folder, flag, step in (loads, ("--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step)):
-        if folder is not None and step is not None and (Path(folder) / "config.json").exists():
-            yield diagnosis(
-                "CFG02",
-                f"{flag} {step} has no effect: {load} {folder} is a Hugging Face folder",
-                cause="",
-                remedy="remove it, or use a folder that --save wrote",
-            )
 
 
 def _is_run(folder: Path) -> bool:
@@ -232,7 +223,6 @@ def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
         yield from_problem(problem, {"folder": str(folder)}, "CKPT01")
     if folder is not None:
         yield _resume_summary(context, folder)
-        yield from _mismatched_rollouts(context, folder)
     elif (
         load is not None
         and context.config.checkpoint.ckpt_step is None
@@ -284,22 +274,32 @@ def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
     return diagnosis("CKPT06", finding, severity="info", remedy=remedy, evidence=evidence)
 
 
-def _mismatched_rollouts(context: PreflightContext, folder: Path) -> Iterator[Diagnosis]:
-    """CFG01: saved rollouts with other batch sizes, which do not fill this run's optimizer steps."""
-    size = context.config.train.global_batch_size
-    # Samples fanned out from one completion count once.
-    counts = [len(set(read_array(folder / name, "rollout_ids").tolist())) for name in read_state(folder)["ahead"]]
-    odd = [count for count in counts if size and count % size]
-    if odd:
+def rollout_dumps(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: dumps of --load-debug-rollout-data that are missing; DATA01: a first one that is not a dump."""
+    data, template, folder = context.config.data, context.config.debug.load_debug_rollout_data, resumed(context)
+    if template is None or "{rollout_id}" not in template:
+        return
+    first = data.start_rollout_id or 0 if folder is None else step_from_folder(folder)
+    last = max(data.num_rollout or 0, first + 1)
+    paths = {number: Path(template.replace("{rollout_id}", str(number))) for number in range(first, last)}
+    if missing := [number for number, path in paths.items() if not path.is_file()]:
+        parent = paths[missing[0]].parent
+        content = sorted(each.name for each in parent.iterdir())[:4] if parent.is_dir() else "no such folder"
         yield diagnosis(
-            "CFG01",
-            f"{folder} contains {len(counts)} rollouts generated ahead; one has {odd[0]} samples, which do not fill "
-            f"optimizer steps of --global-batch-size {size}",
-            cause="They were generated with another --rollout-batch-size or --n-samples-per-prompt.",
-            remedy="resume with the sizes that they were generated with and --async-buffer-size 0; once they are "
-            "trained on, checkpoints contain none",
-            evidence={"folder": str(folder), "samples": counts, "global_batch_size": size},
+            "CFG05",
+            f"--load-debug-rollout-data {template}: {len(missing)} of {len(paths)} rollouts have no dump; "
+            f"{paths[missing[0]]} is not a file ({parent} contains: {content})",
+            cause="--save-debug-rollout-data and --dump-details write one file per rollout.",
+            remedy="use the same pattern as --save-debug-rollout-data, or set --start-rollout-id"
+            if missing[0] == first
+            else f"use --num-rollout {missing[0]}, or record the others",
+            evidence={"missing": missing[:SHOWN], "num_missing": len(missing)},
         )
+    elif paths[first].is_file():
+        try:
+            check_dump(paths[first], first)
+        except (DataError, RolloutError) as error:
+            yield from_problem(f"--load-debug-rollout-data: {error}", {"rollout_id": first}, "DATA01")
 
 
-CHECKS = (folders_to_load, folder_to_save, layout, resume_plan)
+CHECKS = (folders_to_load, folder_to_save, layout, resume_plan, rollout_dumps)

@@ -13,13 +13,12 @@ from furlong.config.engine_groups import served_models
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.data.prompt import Prompt, RejectedRow
-from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.diagnosis.preflight.flag_checks import from_problem
-from furlong.errors import ConfigError, RewardError
+from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
-from furlong.tools.reward_test import answered, failure_cause, right_answer, uncategorized, unnamed_entry
+from furlong.tools.reward_test import answered, right_answer, unnamed_entry
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01", "template": "TPL01"}
 CAUSES = {
@@ -47,16 +46,6 @@ def files(context: PreflightContext) -> Iterator[Diagnosis]:
                 cause="The file is missing, damaged, or in another format.",
                 remedy=remedy if finding else "use a .jsonl or .parquet file",
             )
-
-
-def streamed_slice(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a slice of --prompt-data that a stream cannot find."""
-    data = context.config.data
-    if context.reads_prompts and data.streaming_data and context.rows is not None:
-        try:
-            PromptDataPath.parse(str(data.prompt_data)).check_streamable()
-        except ConfigError as error:
-            yield from_problem(f"--prompt-data {error}")
 
 
 def rows(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -209,9 +198,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
         rewards = [outcome.reward for outcome in outcomes]
-        name = f"--custom-rm-path {path}"
-        yield from unnamed_entry(name, rewards, config.reward.reward_key)
-        yield from uncategorized(name, rewards, config.track.log_reward_category)
+        yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
@@ -222,13 +209,12 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy = f"ignore this if it is that slow: this check waits {timeout_s:g} s, the run {limit}"
     elif is_slow:
         remedy = "raise --reward-timeout if it needs that long"
-    kind = failure_cause(first.reason)
     yield diagnosis(
         "REW01",
         f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; row {row} with {response} as the response: "
         f"{first.reason}",
-        cause="The function waits for something that does not answer." if is_slow else kind and kind[0],
-        remedy=kind[1] if kind and not is_slow else remedy,
+        cause="The function waits for something that does not answer." if is_slow else None,
+        remedy=remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
     )
@@ -252,9 +238,6 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
     if asyncio.run(_accepts_any(reward, tries)):
-        if (category := config.track.log_reward_category) is not None:
-            [outcome] = asyncio.run(_scored(reward, tries[0][:1]))
-            yield from uncategorized(f"--rm-type {name}", [outcome.reward], category)
         return
     first = labelled[0]
     yield diagnosis(
@@ -307,4 +290,4 @@ def _number(outcome: Outcome) -> float:
     return float(value.get("score", 0)) if isinstance(value, dict) else float(value or 0)
 
 
-CHECKS = (files, streamed_slice, rows, prompts_again, lengths, own_reward, verifier_and_labels)
+CHECKS = (files, rows, prompts_again, lengths, own_reward, verifier_and_labels)

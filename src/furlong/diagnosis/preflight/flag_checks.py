@@ -9,7 +9,6 @@ from typing import Any
 from furlong.catalogue import Diagnosis, Problem, diagnosis
 from furlong.config.checks.validate import notices
 from furlong.config.evaluation import used_eval_specs
-from furlong.core.user_functions import load_function
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
 from furlong.models.tokenizer import read_template
@@ -58,25 +57,14 @@ def from_problem(problem: str, evidence: dict[str, Any] | None = None, row: str 
 
 
 def evaluation_sets(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: an unreadable --eval-config; HOOK01 and REW01: functions that it names."""
+    """CFG05: an unreadable --eval-config."""
     path = context.config.eval.eval_config
     if path is None or not Path(path).is_file():
         return  # reported with the flags
     try:
-        specs = used_eval_specs(context.config)
+        used_eval_specs(context.config)
     except ConfigError as error:
         yield from (from_problem(problem) for problem in error.problems if problem not in context.problems)
-        return
-    by_flags = context.config.reward.custom_rm_path, context.config.rollout.custom_generate_function_path
-    for spec in specs:
-        rewards, generates = spec.config.reward.custom_rm_path, spec.config.rollout.custom_generate_function_path
-        for row, name in (("REW01", rewards), ("HOOK01", generates)):
-            if name is None or name in by_flags:  # reported with the flags
-                continue
-            try:
-                load_function(name)
-            except ConfigError as error:
-                yield from_problem(f"--eval-config {path}, set {spec.name}: {error}", row=row)
 
 
 def backend(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -89,22 +77,6 @@ def backend(context: PreflightContext) -> Iterator[Diagnosis]:
         yield from (from_problem(problem) for problem in problems)
         if context.config.debug.strict_flags and (uneven := uneven_stages(context)):
             yield from_problem(f"{uneven}; add that flag, or remove --strict-flags")
-
-
-def context_length(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: a --rollout-max-context-len beyond the positions of the model, which the embedded engine refuses."""
-    config, model = context.config, context.model
-    requested = config.rollout.rollout_max_context_len
-    longest = None if model is None else model.text_config.get("max_position_embeddings")
-    if config.cluster.engine != "embedded" or requested is None or not isinstance(longest, int) or requested <= longest:
-        return
-    yield diagnosis(
-        "CFG05",
-        f"--rollout-max-context-len {requested} exceeds max_position_embeddings {longest} of {context.model_dir}",
-        cause="",
-        remedy=f"use --rollout-max-context-len {longest} or less",
-        evidence={"requested": requested, "longest": longest},
-    )
 
 
 def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -145,7 +117,6 @@ CHECKS = (
     backend,
     evaluation_sets,
     chat_template,
-    context_length,
     kl_without_pull,
     user_functions,
 )

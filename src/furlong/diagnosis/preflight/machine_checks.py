@@ -9,7 +9,6 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.engine_checks import device_problems, start_problems
@@ -30,7 +29,6 @@ from furlong.tools.memory_plan import cpu_findings, findings, host_findings, pla
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
-CONNECT_S = 1.0  # to connect to a server
 
 
 def versions(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -322,28 +320,7 @@ def visible_device(devices: Path = Path("/dev")) -> str:
     return "cuda" if _gpu_files(devices) and visible not in ("", "-1") else "cpu"
 
 
-def remote_server(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a --rm-url that refuses a connection: its server may start later, or be reachable from elsewhere only."""
-    url = context.config.reward.rm_url
-    if url is None or not context.generates:
-        return
-    try:
-        where = urlsplit(url)
-        port = where.port or (443 if where.scheme == "https" else 80)
-        socket.create_connection((where.hostname or "", port), CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        yield diagnosis(
-            "REW01",
-            f"--rm-url {url}: cannot connect ({error})",
-            cause="No server listens there, or this machine cannot reach it.",
-            remedy="start it before the run, or correct --rm-url",
-            severity="warning",
-            evidence={"address": url},
-        )
-
-
 CHECKS = (
-    remote_server,
     versions,
     threads,
     gpus,

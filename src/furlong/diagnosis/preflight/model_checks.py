@@ -25,7 +25,6 @@ from furlong.tools.template_test import (
     foreign_marker,
     generation_ends,
     marks_of,
-    mixed_findings,
     prompt_findings,
     rewriting_findings,
     stop_findings,
@@ -106,8 +105,6 @@ def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
     if context.tokenizer is None or not context.generates:
         return
     prompts, name = context.prompts_as_written, f"--prompt-data {context.config.data.prompt_data}"
-    if not context.config.data.apply_chat_template:
-        yield from mixed_findings(prompts, context.tokenizer, name=name)
     marker = foreign_marker(prompts, context.tokenizer)
     if marker is not None:
         mark, count = marker

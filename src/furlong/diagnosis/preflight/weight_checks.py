@@ -11,14 +11,13 @@ from typing import Any
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.evaluation import used_eval_specs
 from furlong.core.garbage import import_without_gc
-from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.data.prompt import syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.diagnosis.preflight.model_checks import folder_problems
 from furlong.errors import CheckpointError, ConfigError
-from furlong.files.checkpoint_folder import DIST_INDEX, dist_with_fsdp, find_foreign_weights
+from furlong.files.checkpoint_folder import DIST_INDEX, find_foreign_weights
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
     check_folder,
@@ -247,29 +246,12 @@ def _tokens_without_row(
     )
 
 
-def megatron_checkpoint(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT01: a Megatron-LM checkpoint (torch_dist) with --train-backend fsdp."""
-    if context.config.train.train_backend != "fsdp":
-        return
-    for each in _foreign(context):
-        if (each.folder / DIST_INDEX).is_file():
-            problem = dist_with_fsdp(each.flag, each.folder, str(context.config.rollout.hf_checkpoint))
-            yield from_problem(problem, {"folder": str(each.folder)}, "CKPT01")
-
-
 def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
     """NUM01: a reference model with another vocabulary, so that its log-probs are those of other texts."""
     reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
     if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
         return
-    folder, cause = Path(reference), "Its log-probs would be those of other texts, or of tokens that it lacks."
-    remedy = "use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load"
-    config = read_json(folder / "config.json")
-    size = (config.get("text_config") or config).get("vocab_size")
-    if isinstance(size, int) and size < len(tokenizer):
-        finding = f"--ref-load {folder} has {size} tokens, --hf-checkpoint {context.model_dir} {len(tokenizer)}"
-        yield diagnosis("NUM01", finding, cause=cause, remedy=remedy, evidence={"vocab_size": size})
-        return
+    folder = Path(reference)
     if not (folder / "tokenizer.json").is_file():
         return
     vocab, other = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
@@ -279,10 +261,10 @@ def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
             "NUM01",
             f"--ref-load {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint {context.model_dir} have "
             f"another id there or none (for example {moved[0]!r})",
-            cause=cause,
-            remedy=remedy,
+            cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
+            remedy="use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load",
             evidence={"moved": len(moved), "tokens": len(vocab)},
         )
 
 
-CHECKS = (weights, megatron_checkpoint, embedding, tied_head, reference_tokens)
+CHECKS = (weights, embedding, tied_head, reference_tokens)
