@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +39,16 @@ class ProcessLimits:
 
 
 @dataclass(frozen=True)
-class Isolation:
-    """What a command is shut off from: its view of files is read-only without `hide`, but with `keep`.
-
-    private: directory that it may write to, and sees as /tmp. network: whether it has the machine's network.
-    """
-
-    private: str
-    hide: Sequence[str] = ()
-    keep: Sequence[str] = ()
-    network: bool = False
-
-
-@dataclass(frozen=True)
 class Ended:
     """The end of a command. code: exit code, negative for a signal, None if it was killed by furlong for `reason`.
 
-    stdout, stderr: their last bytes. missing: the kinds of isolation that the machine refuses, with reasons.
+    stdout, stderr: their last bytes.
     """
 
     code: int | None
     reason: str = ""
     stdout: bytes = b""
     stderr: bytes = b""
-    missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def ending(self) -> str:
@@ -87,7 +73,6 @@ async def run_supervised(
     directory: str,
     environment: Mapping[str, str],
     limits: ProcessLimits | None = None,
-    isolation: Isolation | None = None,
     timeout_s: float | None = None,
     output_bytes: int = MAX_OUTPUT,
     deletes: str | None = None,
@@ -99,7 +84,7 @@ async def run_supervised(
     Raises InfraError if the machine cannot start the supervisor, or if a process is left.
     """
     supervisor = await Supervisor.start(
-        command, directory=directory, environment=environment, limits=limits, isolation=isolation, deletes=deletes
+        command, directory=directory, environment=environment, limits=limits, deletes=deletes
     )
     process = supervisor.process
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
@@ -113,10 +98,10 @@ async def run_supervised(
         except TimeoutError:
             reason = f"not finished within {timeout_s:g} s"
             await supervisor.end()
-        missing, end = supervisor.take_report()
+        end = supervisor.take_report()
         await asyncio.wait(readers, timeout=_ENDS_WITHIN_S)  # a process that escaped keeps the pipes
         out, err = (reader.result() if reader.done() else b"" for reader in readers)
-        return Ended(None if reason else end["code"], reason or end["reason"], out, err, missing)
+        return Ended(None if reason else end["code"], reason or end["reason"], out, err)
     finally:
         try:
             await supervisor.end()
@@ -148,7 +133,6 @@ class Supervisor:
         directory: str,
         environment: Mapping[str, str],
         limits: ProcessLimits | None = None,
-        isolation: Isolation | None = None,
         pipes_stderr: bool = True,
         deletes: str | None = None,
     ) -> Supervisor:
@@ -159,15 +143,12 @@ class Supervisor:
         control, open_end = os.pipe()
         report, report_end = os.pipe()
         values = {
-            "role": "outer",
             "command": list(command),
             "directory": directory,
             "limits": asdict(limits or ProcessLimits()),
-            "isolate": isolation is not None,
             "deletes": deletes,
             "control": control,
             "report": report_end,
-            **(asdict(isolation) if isolation is not None else {"network": True}),
         }
         pipe = asyncio.subprocess.PIPE
         words = [sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(values)]
@@ -215,8 +196,8 @@ class Supervisor:
                 if word in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
 
-    def take_report(self) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-        """Return what the machine does not isolate, and the end of the command, once the supervisor has ended.
+    def take_report(self) -> Mapping[str, Any]:
+        """Return the end of the command, once the supervisor has ended.
 
         Kills what is left if the command has killed its supervisor. Raises InfraError if a process cannot be killed.
         """
@@ -224,14 +205,13 @@ class Supervisor:
         text = b""
         with contextlib.suppress(BlockingIOError):
             text = os.read(self._report, 1 << 16)
-        records = [json.loads(line) for line in text.splitlines()]
-        if len(records) < 2:
+        if not text:
             self.kill_marked()
-        missing: dict[str, str] = records[0]["missing"] if records else {}
-        end: dict[str, Any] = records[-1] if len(records) > 1 else {"code": None, "reason": "its supervisor was killed"}
-        if end.get("left"):
+            return {"code": None, "reason": "its supervisor was killed"}
+        end: dict[str, Any] = json.loads(text)
+        if end["left"]:
             raise InfraError(f"{end['left']} processes of a command could not be killed; end them, or run it in Docker")
-        return missing, end
+        return end
 
     def close(self) -> None:
         """Close the pipe of reports."""

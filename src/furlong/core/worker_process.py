@@ -215,7 +215,7 @@ class Worker:
                 async with asyncio.timeout(_REPORT_S):
                     await self._supervisor.process.wait()
             await self._supervisor.end()
-            _, end = self._supervisor.take_report()
+            end = self._supervisor.take_report()
             self.ending = ending_of(end["code"], str(end["reason"]))
         except errors.InfraError as error:
             self.ending = str(error)

@@ -11,6 +11,7 @@ async with sandbox() as s:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,11 +20,13 @@ from typing import Any, Protocol
 from furlong.core.text import did_you_mean
 from furlong.errors import ConfigError, InfraError
 
+ISOLATION = "FURLONG_SANDBOX_ISOLATION"  # environment variable, which worker processes inherit: "none" or "required"
 _BACKENDS = {
     "subprocess": "furlong.sandboxes.subprocess_backend:SubprocessSandbox",
     "docker": "furlong.sandboxes.docker_backend:DockerSandbox",
     "e2b": "furlong.sandboxes.e2b_backend:E2BSandbox",
 }
+_UNISOLATED = "furlong.sandboxes.unisolated_backend:UnisolatedSandbox"  # in place of "subprocess"
 MIB = 1 << 20
 CREATE_ATTEMPTS = 3
 
@@ -33,15 +36,17 @@ class SandboxLimits:
     """Limits of a sandbox.
 
     timeout_s: of one command, unless `exec` gets another one. memory_bytes: of all processes of a command together.
-    max_processes: at one time. cpu_s: CPU seconds of a process, None for no limit. file_bytes: size of a file.
-    open_files: of a process. output_bytes: of stdout and of stderr, of which the end is kept. network:
-    whether commands reach the network. ttl_s: life of a sandbox on a server, which ends it then.
+    storage_bytes: of all files on this machine, in memory: half for the working directory, a quarter each for /tmp and
+    /dev/shm. max_processes: at one time. cpu_s: CPU seconds of a process, None for no limit. file_bytes: size of a
+    file. open_files: of a process. output_bytes: of stdout and of stderr, of which the end is kept. network: whether
+    commands reach the network, and servers of this machine. ttl_s: life of a sandbox on a server, which ends it then.
     require: kinds of isolation ("processes", "files", "network") without which a sandbox is refused.
     readable: files and folders of this machine that commands may read, such as a repository.
     """
 
     timeout_s: float = 60.0
     memory_bytes: int = 1024 * MIB
+    storage_bytes: int = 1024 * MIB
     max_processes: int = 64
     cpu_s: int | None = None
     file_bytes: int = 256 * MIB
@@ -56,8 +61,8 @@ class SandboxLimits:
         kinds = {"processes", "files", "network"}
         if unknown := sorted(set(self.require) - kinds):
             raise ConfigError(f"SandboxLimits.require has {unknown}; the kinds of isolation are {sorted(kinds)}")
-        sizes = ("timeout_s", "memory_bytes", "max_processes", "file_bytes", "open_files", "output_bytes", "ttl_s")
-        for name in sizes:
+        sizes = ("timeout_s", "memory_bytes", "storage_bytes", "max_processes", "file_bytes", "open_files")
+        for name in (*sizes, "output_bytes", "ttl_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"SandboxLimits.{name} is {getattr(self, name)!r}; give a number above 0")
 
@@ -134,7 +139,11 @@ def build_sandbox(
         raise ConfigError(f"there is no sandbox backend {name!r}; {hint or f'use one of {known}'}")
     if name == "subprocess" and image is not None:
         raise ConfigError(f"the subprocess sandbox has no image, got {image!r}; use backend='docker', or no image")
-    module, _, kind = _BACKENDS[name].partition(":")
+    isolation = os.environ.get(ISOLATION, "required")
+    if isolation not in ("none", "required"):
+        raise ConfigError(f"{ISOLATION} is {isolation!r}; set it to none or required")
+    is_unisolated = name == "subprocess" and isolation == "none"
+    module, _, kind = (_UNISOLATED if is_unisolated else _BACKENDS[name]).partition(":")
     made: Any = getattr(import_module(module), kind)
     return made(SandboxSpec(image, limits or SandboxLimits(), dict(environment or {})))
 

@@ -1,181 +1,205 @@
-"""Sandbox on this machine: namespaces of the Linux kernel, resource limits and a private directory.
+"""Sandbox on this machine: bubblewrap, in which `box_init` runs commands, with files in memory.
 
-Commands see this machine's files read-only, without home, the driver's directory, /run and other programs' /tmp. They
-have no network but a loopback interface of their own. Where the kernel refuses namespaces (containers with the default
-rules of Docker, macOS), `missing` has what is not isolated, and a warning is logged once.
+One process tree lives as long as the sandbox. Nothing of it is on a disk, and all of it ends with this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import json
 import os
-import shutil
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import PurePosixPath
+from dataclasses import asdict
 from typing import Any
 
-from furlong.core.supervised_process import Isolation, ProcessLimits, run_supervised
-from furlong.errors import DataError, InfraError
+from furlong.errors import ConfigError, DataError, InfraError
+from furlong.sandboxes.box_init import HEADER, WORK, frame
+from furlong.sandboxes.bubblewrap import UNISOLATED, bubblewrap_command, find_bubblewrap, free_uid
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
 
-PREFIX = "furlong-sandbox-"
-WORK = "work"
-_SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_REACHES = {
-    "processes": "it can signal other processes of this user and read their environment",
-    "files": "it can read and write files of this user",
-    "network": "it can reach the network",
-}
-
-logger = logging.getLogger(__name__)
-_warned: set[str] = set()
+SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_GRACE_S = 10.0  # for the first process to kill the others and to reply
+_START_S = 60.0
+_working: set[bool] = set()  # the ways that have worked in this process: with root's capabilities, or without
 
 
 class SubprocessSandbox:
-    """A private directory, and commands in namespaces."""
+    """A process tree in namespaces of its own. Commands run one after the other."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.missing: dict[str, str] = {}
         self._spec = spec
-        self._root: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
 
     async def open(self) -> None:
-        """Make the directory, and find out what the kernel isolates. Raises InfraError."""
+        """Start the process tree. Raises ConfigError if this machine cannot isolate, and InfraError."""
+        program = find_bubblewrap()
+        if program is None:
+            raise ConfigError(
+                "sandboxes on this machine need bubblewrap, and bwrap is not in PATH; run 'apt install bubblewrap' or "
+                f"pip install 'furlong[sandbox]', use backend='docker' or 'e2b', {UNISOLATED}"
+            )
+        uid = free_uid()
+        refusals: list[str] = []
+        for is_root in (False,) if uid is None else _working or (True, False):
+            try:
+                refusal = await self._start(program, uid, is_root=is_root)
+            except PermissionError as error:
+                refusal = str(error)
+            except OSError as error:
+                raise InfraError(
+                    f"a sandbox cannot be started: {error}; see ulimit -u, ulimit -n and memory"
+                ) from error
+            if not refusal:
+                _working.add(is_root)
+                return
+            refusals.append(f"{'as root' if is_root else 'with a user namespace'}: {refusal}")
+        if _working:
+            raise InfraError(f"a sandbox cannot be started: {'; '.join(refusals)}")
+        raise ConfigError(
+            f"this machine does not let bubblewrap isolate processes ({'; '.join(refusals)}); allow user namespaces "
+            "(sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone; for a container: docker run "
+            "--privileged, or --security-opt seccomp=unconfined --security-opt systempaths=unconfined), use "
+            f"backend='docker' or 'e2b', {UNISOLATED}"
+        )
+
+    async def _start(self, program: str, uid: int | None, *, is_root: bool) -> str:
+        """Start the process tree; returns why it was refused, "" if it was not. Raises OSError."""
+        limits = self._spec.limits
+        words, numbers = bubblewrap_command(
+            program,
+            uid=uid if is_root else None,
+            storage_bytes=limits.storage_bytes,
+            readable=limits.readable,
+            network=limits.network,
+        )
+        user: dict[str, Any] = {}
+        if uid is not None and not is_root:
+            user = {"user": uid, "group": uid, "extra_groups": []}
+        pipe = asyncio.subprocess.PIPE
         try:
-            self._root = tempfile.mkdtemp(prefix=PREFIX)
-            os.mkdir(os.path.join(self._root, WORK))
-        except OSError as error:
-            raise InfraError(f"a sandbox needs a temporary directory: {error}; free space, or set TMPDIR") from error
-        await self.exec("true")
-        if lacking := [kind for kind in self._spec.limits.require if kind in self.missing]:
-            reasons = "; ".join(f"{kind}: {self.missing[kind]}" for kind in lacking)
-            raise InfraError(f"this machine does not isolate what the sandbox requires ({reasons}); use Docker or E2B")
+            process = self._process = await asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": SEARCHED}, cwd="/", start_new_session=True,
+                pass_fds=numbers, **user,
+            )  # fmt: skip
+        finally:
+            for number in numbers:
+                os.close(number)
+        setup = {"uid": uid if is_root else None, "limits": asdict(limits), "has_network": limits.network}
+        if await self._exchange(setup, b"", _START_S) is not None:
+            return ""
+        await self.close()
+        assert process.stderr is not None
+        text = (await process.stderr.read()).decode("utf-8", "replace").strip()
+        return text.splitlines()[-1] if text else f"bwrap did not start within {_START_S:g} s"
 
     async def exec(self, command: str, timeout: float | None = None, *, stdin: str = "") -> Executed:
-        """Run a shell command. Raises InfraError if the sandbox is closed or the machine cannot start processes."""
-        root, limits = self._opened(), self._spec.limits
+        """Run a shell command, after those before it. Raises InfraError if the sandbox is closed or was lost."""
+        limits = self._spec.limits
         seconds = limits.timeout_s if timeout is None else timeout
-        started = time.monotonic()
-        ended = await run_supervised(
-            ["/bin/sh", "-c", command],
-            stdin=stdin.encode(),
-            directory=os.path.join(root, WORK),
-            environment=self._environment(root),
-            limits=ProcessLimits(
-                limits.memory_bytes, limits.max_processes, limits.cpu_s, limits.file_bytes, limits.open_files
-            ),
-            isolation=Isolation(root, _hidden(), _kept(limits.readable, network=limits.network), limits.network),
-            timeout_s=seconds,
-            output_bytes=limits.output_bytes,
-        )
-        self._note(ended.missing)
-        out, err = [output.decode("utf-8", "replace") for output in (ended.stdout, ended.stderr)]
-        return Executed(ended.code, out, err, time.monotonic() - started, ended.reason)
+        request = {
+            "op": "exec",
+            "command": command,
+            "timeout_s": seconds,
+            "output_bytes": limits.output_bytes,
+            "environment": {
+                "PATH": f"{os.path.dirname(sys.executable)}:{SEARCHED}",
+                "HOME": WORK,
+                "TMPDIR": "/tmp",
+                "LANG": "C.UTF-8",
+                **self._spec.environment,
+            },
+        }
+        async with self._turn:
+            self._check_open()
+            started = time.monotonic()
+            answer = await self._exchange(request, stdin.encode(), seconds + _GRACE_S)
+            took = time.monotonic() - started
+        if answer is None:
+            await self.close()
+            return Executed(None, "", "", took, "the first process of its sandbox ended")
+        reply, data = answer
+        out, err = (part.decode("utf-8", "replace") for part in (data[: reply["out"]], data[reply["out"] :]))
+        return Executed(reply["code"], out, err, took, reply["reason"])
 
     async def write(self, path: str, content: str | bytes) -> None:
         """Write a file, without following links that a command made. Raises DataError for a path outside."""
-        data = content.encode() if isinstance(content, str) else content
-        await asyncio.to_thread(self._at, path, lambda folder, name: _write(folder, name, data), makes=True)
+        await self._access("write", path, content.encode() if isinstance(content, str) else content)
 
     async def read(self, path: str) -> bytes:
         """Return the content of a file. Raises FileNotFoundError, and DataError for a path outside or another kind."""
-        limit = self._spec.limits.file_bytes
-        return await asyncio.to_thread(self._at, path, lambda folder, name: _read(folder, name, path, limit))
+        return await self._access("read", path, b"")
 
     async def close(self) -> None:
-        """Delete the directory."""
-        root, self._root = self._root, None
-        if root is not None:
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+        """End the processes, and with them the files."""
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.shield(_end(process))
 
-    def _opened(self) -> str:
-        if self._root is None:
+    async def _access(self, op: str, path: str, data: bytes) -> bytes:
+        async with self._turn:
+            self._check_open()
+            answer = await self._exchange({"op": op, "path": path}, data, _START_S)
+        if answer is None:
+            await self.close()
+            raise InfraError("the first process of the sandbox ended")
+        reply, content = answer
+        if "absent" in reply:
+            raise FileNotFoundError(reply["absent"])
+        if "refused" in reply:
+            raise DataError(reply["refused"])
+        return content
+
+    def _check_open(self) -> None:
+        if self._process is None:
             raise InfraError("the sandbox is closed; use it in the body of `async with sandbox()`")
-        return self._root
 
-    def _environment(self, root: str) -> dict[str, str]:
-        has_files = "files" not in self.missing
-        home = f"/tmp/{WORK}" if has_files else os.path.join(root, WORK)
-        return {
-            "PATH": f"{os.path.dirname(sys.executable)}:{_SEARCHED}",
-            "HOME": home,
-            "TMPDIR": "/tmp" if has_files else root,
-            "LANG": "C.UTF-8",
-            **self._spec.environment,
-        }
-
-    def _note(self, missing: Any) -> None:
-        self.missing = dict(missing)
-        for kind, reason in self.missing.items():
-            if kind not in _warned:
-                _warned.add(kind)
-                logger.warning(
-                    "sandboxed code is not isolated from this machine's %s: %s (%s); use the docker or e2b backend for "
-                    "code that you do not trust", kind, _REACHES[kind], reason,
-                )  # fmt: skip
-
-    def _at(self, path: str, use: Callable[[int, str], Any], *, makes: bool = False) -> Any:
-        """Call `use` with a descriptor of the file's folder and its name, reached without following links."""
-        parts = PurePosixPath(path).parts
-        if not parts or path.startswith("/") or ".." in parts:
-            raise DataError(f"{path!r} is not a path in the sandbox; give one relative to its working directory")
-        folder = os.open(os.path.join(self._opened(), WORK), os.O_RDONLY | os.O_DIRECTORY)
+    async def _exchange(
+        self, request: dict[str, Any], data: bytes, timeout_s: float
+    ) -> tuple[dict[str, Any], bytes] | None:
+        """Send a request and return its reply, None if the sandbox ended. A cancellation ends the command first."""
+        replying = asyncio.create_task(self._reply(request, data))
         try:
-            for part in parts[:-1]:
-                if makes:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=folder)
-                inner = _open(part, os.O_RDONLY | os.O_DIRECTORY, folder, path)
-                os.close(folder)
-                folder = inner
-            return use(folder, parts[-1])
-        finally:
-            os.close(folder)
+            await asyncio.wait({replying}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            process = self._process
+            if process is not None and process.stdin is not None:
+                process.stdin.write(frame({"op": "cancel"}))
+                await asyncio.wait({replying}, timeout=_GRACE_S)
+            if not replying.done():
+                replying.cancel()
+                await self.close()
+            raise
+        if replying.done():
+            return replying.result()
+        replying.cancel()
+        return None
+
+    async def _reply(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes] | None:
+        assert self._process is not None
+        source, sink = self._process.stdout, self._process.stdin
+        assert source is not None
+        assert sink is not None
+        try:
+            sink.write(frame(request, data))
+            await sink.drain()
+            header, body = HEADER.unpack(await source.readexactly(HEADER.size))
+            return json.loads(await source.readexactly(header)), await source.readexactly(body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
 
 
-def _open(name: str, flags: int, folder: int, path: str) -> int:
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the first process, and with it all others."""
+    assert process.stdin is not None
+    process.stdin.close()
     try:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path} in the sandbox") from None
-    except OSError as error:  # a link, or a file where a folder is expected
-        raise DataError(
-            f"{path} in the sandbox: {name} cannot be opened ({error.strerror}); links are refused"
-        ) from error
-
-
-def _write(folder: int, name: str, data: bytes) -> None:
-    number = _open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, folder, name)
-    with os.fdopen(number, "wb") as file:
-        file.write(data)
-
-
-def _read(folder: int, name: str, path: str, limit: int) -> bytes:
-    number = _open(name, os.O_RDONLY | os.O_NONBLOCK, folder, path)
-    try:
-        status = os.fstat(number)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-            raise DataError(f"{path} in the sandbox is not a file of at most {limit} bytes")
-        with os.fdopen(number, "rb", closefd=False) as file:
-            return file.read(limit)
-    finally:
-        os.close(number)
-
-
-def _hidden() -> list[str]:
-    """Return the folders of this machine whose content sandboxes do not see."""
-    folders = {os.path.expanduser("~"), os.getcwd(), "/tmp", "/var/tmp", "/run", os.path.realpath("/tmp")}
-    return sorted(path for path in folders if path != "/" and os.path.isabs(path))
-
-
-def _kept(readable: tuple[str, ...], *, network: bool) -> list[str]:
-    """Return what they do see, although it may be in a hidden folder: Python with its packages, and `readable`."""
-    python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
-    names = (os.path.realpath("/etc/resolv.conf"),) if network else ()
-    return list(dict.fromkeys([*python, *names, *(os.path.abspath(path) for path in readable)]))
+        async with asyncio.timeout(_GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # the first process is killed with its parent
+        await process.wait()

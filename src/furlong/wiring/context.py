@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.agents import AgentHooks
 from furlong.rollout.episodes import EpisodeLoad
+from furlong.sandboxes.code_sandbox import ISOLATION
 from furlong.tracking.rollout_dump import RolloutDumps
 from furlong.tracking.run_files import StepFile
 from furlong.tracking.trackers import TRAINED, SampleTables
@@ -59,6 +61,9 @@ class RunContext:
     files: list[StepFile] = field(default_factory=list[StepFile])
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
     session_server: SessionServer | None = None
+
+    def __post_init__(self) -> None:
+        os.environ[ISOLATION] = self.config.session.sandbox_isolation  # also for functions in worker processes
 
     @staticmethod
     def read(config: Config, hooks: Hooks, folder: Path) -> RunContext:

