@@ -77,10 +77,16 @@ class HostOffload:
         that the next call will add; their host memory is allocated now.
         """
         started = time.perf_counter()
-        self._synchronize_deferred()
+        if self._deferred_done is not None:  # the host memory that is read is about to be overwritten
+            self._deferred_done.synchronize()
+            self._deferred_done = None
         seen = set[int]()
         now, later = list(_storage_bytes(tensors, seen)), list(_storage_bytes(deferred, seen))
-        copies = self._host_copies([*now, *later], reserve)
+        copies: list[tuple[Tensor, Tensor]] = []
+        if on_device := [*now, *later]:
+            device = on_device[0].device
+            host = self._host.setdefault(device, HostMemory(device))
+            copies = list(zip(on_device, host.place([t.numel() for t in on_device], reserve=reserve), strict=True))
         self._offloaded += copies[: len(now)]
         self._deferred += copies[len(now) :]
         for on_device, on_host in copies:
@@ -104,8 +110,14 @@ class HostOffload:
         for on_device, on_host in self._offloaded:
             on_device.copy_(on_host, non_blocking=True)
         if device := next((t.device for t, _ in (*self._offloaded, *self._deferred) if t.is_cuda), None):
-            if self._deferred:
-                self._copy_deferred(device)
+            if self._deferred:  # on a separate stream, after the others
+                stream = torch.cuda.Stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(stream):
+                    for on_device, on_host in self._deferred:
+                        on_device.copy_(on_host, non_blocking=True)
+                    self._deferred_done = torch.cuda.Event()
+                    self._deferred_done.record(stream)
             torch.cuda.current_stream(device).synchronize()
         else:
             for on_device, on_host in self._deferred:
@@ -115,32 +127,10 @@ class HostOffload:
             entries.clear()
         return moved
 
-    def _copy_deferred(self, device: torch.device) -> None:
-        """Start copying the deferred tensors on a separate stream, after the others."""
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for on_device, on_host in self._deferred:
-                on_device.copy_(on_host, non_blocking=True)
-            self._deferred_done = torch.cuda.Event()
-            self._deferred_done.record(stream)
-
     def wait_for_deferred(self) -> None:
         """Make the current stream wait for the deferred tensors of the last `reload`."""
         if self._deferred_done is not None:
             torch.cuda.current_stream().wait_event(self._deferred_done)
-
-    def _synchronize_deferred(self) -> None:
-        """Block until the deferred copies are done, because their host memory is about to be overwritten."""
-        if self._deferred_done is not None:
-            self._deferred_done.synchronize()
-            self._deferred_done = None
-
-    def _host_copies(self, on_device: Sequence[Tensor], reserve: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        if not on_device:
-            return []
-        host = self._host.setdefault(on_device[0].device, HostMemory(on_device[0].device))
-        return list(zip(on_device, host.place([each.numel() for each in on_device], reserve=reserve), strict=True))
 
     def _moved(self, started: float) -> MemoryTransfer:
         num_bytes = sum(on_host.numel() for _, on_host in (*self._offloaded, *self._deferred))

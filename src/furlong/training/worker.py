@@ -343,7 +343,11 @@ class RoundWorker:
                 if entropy and stats.entropy_R is not None:
                     parts["entropy"].append((rows, stats.entropy_R))
                 if self._records_routes and role != "ref":
-                    self._recorded_routes[rows.tobytes()] = _recorded(stats)
+                    if stats.policy_routes is None:
+                        raise TrainerError(
+                            "--use-routing-replay: the backend recorded no expert choices; does the model have experts?"
+                        )
+                    self._recorded_routes[rows.tobytes()] = stats.policy_routes
             filled = {name: filled_column(batch, values, rest=0.0) for name, values in parts.items()}
         return batch.with_columns(**filled)
 
@@ -382,6 +386,16 @@ class RoundWorker:
         records_all = self.hooks.dump is not None
         recorder = LossRecorder(self.loss)
         test_metrics: Metrics = {}
+
+        def rerun(rows: IntArray) -> TokenStats:
+            with_logits = LossRecorder()
+            self.backend.forward_backward(self._micro(batch, rows), with_logits)
+            return with_logits.last
+
+        def quantized(rows: IntArray) -> Tensor | None:
+            stats = self.backend.quantized_log_probs(self._micro(batch, rows))
+            return None if stats is None else stats.log_probs_R
+
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
             recorder.keeps_tokens = records_all or (test is not None and index == 0)
             recorder.reports_log_probs = not has_log_probs and index == 0
@@ -391,9 +405,8 @@ class RoundWorker:
             self.observer.before_update(batch.rollout_id, index, step_metrics, self.backend.named_gradients())
             if test is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
-                rerun = partial(self._rerun, batch) if is_alone else None
-                quantized = partial(self._quantized, batch) if is_alone else None
-                test_metrics = test.report(batch, recorder.log_probs(batch), rerun, quantized)
+                again = (rerun, quantized) if is_alone else (None, None)
+                test_metrics = test.report(batch, recorder.log_probs(batch), *again)
             report = self._optim_step(batch, micro_rows)
             lr, skipped = report.lr, skipped + bool(report.skipped)
             step_metrics["train/global_batch_size"] = mean(count)
@@ -405,15 +418,6 @@ class RoundWorker:
         metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
         metrics["train/num_steps"] = mean(len(steps))
         return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
-
-    def _rerun(self, batch: RolloutBatch, rows: IntArray) -> TokenStats:
-        recorder = LossRecorder()
-        self.backend.forward_backward(self._micro(batch, rows), recorder)
-        return recorder.last
-
-    def _quantized(self, batch: RolloutBatch, rows: IntArray) -> Tensor | None:
-        stats = self.backend.quantized_log_probs(self._micro(batch, rows))
-        return None if stats is None else stats.log_probs_R
 
     def _forward_backward(self, batch: RolloutBatch, micro_rows: list[IntArray], loss: LossFn) -> list[Metrics]:
         parts: list[Metrics] = []
@@ -460,9 +464,3 @@ class RoundWorker:
 
     def _refused(self, batch: RolloutBatch, rows: IntArray, what: str) -> TrainerError:
         return self.observer.refused_step(batch, rows, what, is_custom_loss=self.loss.needs_logits)
-
-
-def _recorded(stats: TokenStats) -> Tensor:
-    if stats.policy_routes is None:
-        raise TrainerError("--use-routing-replay: the backend recorded no expert choices; does the model have experts?")
-    return stats.policy_routes

@@ -147,7 +147,7 @@ def restore_random(folder: Path, meta: dict[str, Any], ranks: Ranks) -> None:
 
 def _set_random(states: Mapping[str, Tensor], meta: Mapping[str, Any], ranks: Ranks) -> None:
     torch.set_rng_state(states["torch"])
-    cuda = [states[name] for name in sorted(states, key=_device_index) if name.startswith("cuda_")]
+    cuda = [states[f"cuda_{i}"] for i in range(len(states)) if f"cuda_{i}" in states]
     if cuda and torch.cuda.is_available():
         if ranks.world_size > 1 or len(cuda) == 1:
             torch.cuda.set_rng_state(cuda[0])
@@ -157,10 +157,6 @@ def _set_random(states: Mapping[str, Tensor], meta: Mapping[str, Any], ranks: Ra
     random.setstate((version, tuple(internal), next_gauss))
     kind, position, has_gauss, gauss = meta["numpy_random"]
     np.random.set_state((kind, states["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
-
-
-def _device_index(name: str) -> int:
-    return int(name.removeprefix("cuda_")) if name.startswith("cuda_") else -1
 
 
 def write(

@@ -72,8 +72,6 @@ from furlong.training.settings import (
 
 logger = logging.getLogger(__name__)
 
-Model = Any  # a rank's model chunks
-
 
 class MegatronBackend(PipelinedBackend):
     """One rank's model chunks, optimizer and frozen models. The default process group exists.
@@ -362,20 +360,33 @@ class MegatronBackend(PipelinedBackend):
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
         """Write weights, moments, schedule and random states, independent of the layout.
 
-        With `later`, add the files there instead of writing them.
+        The files have whole tensors under Hugging Face names, as those of --train-backend fsdp. Saving gathers one
+        tensor at a time on all ranks. With `later`, add the files there instead of writing them.
         """
         with self._optimizer_offload.loaded():
-            _save(
-                folder,
-                self._models["actor"],
-                self.hf,
-                optimizer=self.state,
-                frozen={role: self._models[role] for role in self._models.diverged},
-                ranks=self.ranks,
-                meta={"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)},
-                with_moments=not self.settings.checkpoint.no_save_optim,
-                later=later,
-            )
+            model = self._models["actor"]
+            tensors = {WEIGHTS: names.export(model, self.hf, value_of=partial(self.state.whole, kind=MASTER))}
+            if not self.settings.checkpoint.no_save_optim:
+                tensors[OPTIMIZER] = self._named_moments()
+            for role in sorted(self._models.diverged):
+                tensors[f"trainer_{role}"] = names.export(self._models[role], self.hf)
+            meta = {"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)}
+            trainer_files.save(folder, tensors, self.ranks, meta=meta, later=later)
+
+    def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each moment of each trained tensor, then the step counts."""
+        state = self.state
+        for moment in state.moment_names:
+            value_of = partial(state.whole, kind=moment)
+            for name, tensor in names.export(self._models["actor"], self.hf, value_of=value_of):
+                if name in state.trained:
+                    yield f"{name}/{moment}", tensor
+        if state.kind != "adam":
+            return
+        step = torch.tensor(state.step)
+        dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
+        for name in sorted(state.trained):
+            yield f"{name}/step", step.clone()
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of any layout or of --train-backend fsdp; with the same layout, bitwise.
@@ -384,13 +395,14 @@ class MegatronBackend(PipelinedBackend):
         """
         with self.ranks.agreed(), self._optimizer_offload.loaded():
             meta = trainer_files.read_meta(folder)
-            _load_weights(folder, meta, self._models["actor"], self.hf, self.state)
-            if meta["has_optimizer"] and not self.settings.checkpoint.no_load_optim:
-                _load_moments(folder, meta, self._models["actor"], self.hf, self.state)
-            else:
-                if not self.settings.checkpoint.no_load_optim:
-                    logger.warning("%s has no optimizer states; moments start at zero", folder)
+            with trainer_files.reader(folder, meta, WEIGHTS) as reader:
+                names.load(self._models["actor"], self.hf, reader, put=partial(self.state.put, kind=MASTER))
                 self.state.reset()
+                with_moments = not self.settings.checkpoint.no_load_optim
+                if meta["has_optimizer"] and with_moments:
+                    self._load_moments(folder, meta, reader)
+                elif with_moments:
+                    logger.warning("%s has no optimizer states; moments start at zero", folder)
         for role in meta["roles"]:
             frozen = self._models.replaced(role)
             with self.ranks.agreed(), trainer_files.reader(folder, meta, f"trainer_{role}") as reader:
@@ -399,6 +411,30 @@ class MegatronBackend(PipelinedBackend):
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 trainer_files.restore_random(folder, meta, self.ranks)
+
+    def _load_moments(self, folder: Path, meta: Mapping[str, Any], weights: TensorReader) -> None:
+        state = self.state
+        with trainer_files.reader(folder, meta, OPTIMIZER) as reader:
+            check_moments(reader.path, reader.names, state.kind)
+            if not reader.names:  # saved before the first step
+                return
+            if differing := {name.rpartition("/")[0] for name in reader.names} ^ state.trained:
+                raise CheckpointError(
+                    f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} "
+                    "are trained in only one of the two runs; resume with the same lists of parameters, or with "
+                    "--no-load-optim"
+                )
+            steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
+            if len(steps) > 1:
+                raise CheckpointError(
+                    f"{folder} has parameters with different step counts, "
+                    f"{', '.join(f'{n:g}' for n in sorted(steps))}; --train-backend megatron has one count for all: "
+                    "resume with fsdp, or with --no-load-optim"
+                )
+            state.set_step(steps.pop() if steps else 0.0)
+            for moment in state.moment_names:
+                moments = _MomentReader(reader, moment, weights)
+                names.load(self._models["actor"], self.hf, moments, put=partial(state.put, kind=moment))
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder, with tokenizer and generation config of the original."""
@@ -507,77 +543,6 @@ def round_chunks(chunks: Sequence[GPTModel], hf: Any, scheme: QuantizationScheme
             )
         owner, _, attribute = parameter.ours.rpartition(".")
         fake_quantize(chunks[parameter.chunk].get_submodule(owner), attribute, rounding)
-
-
-# -- checkpoints: whole tensors under Hugging Face names, as those of --train-backend fsdp, so a run can resume with any
-# layout and either backend. Saving gathers one tensor at a time on all ranks, loading reads one parameter at a time.
-
-
-def _save(
-    folder: Path,
-    model: Model,
-    hf: Any,
-    *,
-    optimizer: OptimizerState,
-    frozen: Mapping[Role, Model],
-    ranks: Ranks,
-    meta: Mapping[str, Any],
-    with_moments: bool,
-    later: PendingFiles | None = None,
-) -> None:
-    tensors = {WEIGHTS: names.export(model, hf, value_of=partial(optimizer.whole, kind=MASTER))}
-    if with_moments:
-        tensors[OPTIMIZER] = _moments(model, hf, optimizer)
-    for role in sorted(frozen):
-        tensors[f"trainer_{role}"] = names.export(frozen[role], hf)
-    trainer_files.save(folder, tensors, ranks, meta=meta, later=later)
-
-
-def _moments(model: Model, hf: Any, optimizer: OptimizerState) -> Iterator[tuple[str, Tensor]]:
-    """Yield each moment of each trained tensor, then the step counts."""
-    for moment in optimizer.moment_names:
-        for name, tensor in names.export(model, hf, value_of=partial(optimizer.whole, kind=moment)):
-            if name in optimizer.trained:
-                yield f"{name}/{moment}", tensor
-    if optimizer.kind != "adam":
-        return
-    step = torch.tensor(optimizer.step)
-    dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
-    for name in sorted(optimizer.trained):
-        yield f"{name}/step", step.clone()
-
-
-def _load_weights(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    with trainer_files.reader(folder, meta, WEIGHTS) as reader:
-        names.load(model, hf, reader, put=partial(optimizer.put, kind=MASTER))
-
-
-def _load_moments(folder: Path, meta: Mapping[str, Any], model: Model, hf: Any, optimizer: OptimizerState) -> None:
-    optimizer.reset()
-    with (
-        trainer_files.reader(folder, meta, OPTIMIZER) as reader,
-        trainer_files.reader(folder, meta, WEIGHTS) as weights,
-    ):
-        check_moments(reader.path, reader.names, optimizer.kind)
-        if reader.names:  # none if saved before the first step
-            optimizer.set_step(_step_count(folder, reader, optimizer))
-            for moment in optimizer.moment_names:
-                names.load(model, hf, _MomentReader(reader, moment, weights), put=partial(optimizer.put, kind=moment))
-
-
-def _step_count(folder: Path, reader: TensorReader, optimizer: OptimizerState) -> float:
-    if differing := {name.rpartition("/")[0] for name in reader.names} ^ optimizer.trained:
-        raise CheckpointError(
-            f"{folder} was saved by a run that trained other parameters: {', '.join(sorted(differing)[:3])} are "
-            "trained in only one of the two runs; resume with the same lists of parameters, or with --no-load-optim"
-        )
-    steps = {float(reader.read(name)) for name in reader.names if name.endswith("/step")}
-    if len(steps) > 1:
-        raise CheckpointError(
-            f"{folder} has parameters with different step counts, {', '.join(f'{n:g}' for n in sorted(steps))}; "
-            "--train-backend megatron has one count for all: resume with fsdp, or with --no-load-optim"
-        )
-    return steps.pop() if steps else 0.0
 
 
 class _MomentReader:
