@@ -90,23 +90,6 @@ def test_rounds_do_not_overlap():
     asyncio.run(scenario())
 
 
-def test_a_restored_trainer_has_the_same_weights_and_continues_identically(tmp_path):
-    async def scenario():
-        trainer, again = build(), build()
-        await trainer.train(BATCH)
-        await trainer.save(tmp_path)
-        await trainer.train(BATCH)
-        await again.load(tmp_path)
-        await again.train(BATCH)
-        assert sums(again) == sums(trainer)
-        await trainer.save_hf(tmp_path / "hf")
-        assert (tmp_path / "hf" / "config.json").is_file()
-        await trainer.close()
-        await again.close()
-
-    asyncio.run(scenario())
-
-
 def test_loading_a_folder_without_a_checkpoint_is_an_error(tmp_path):
     async def scenario():
         trainer = build()

@@ -24,21 +24,9 @@ def test_static_micro_batches_without_balance_are_consecutive_and_assigned_round
     assert _lists(step) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_static_micro_batches_of_a_count_that_does_not_divide_differ_by_one():
-    step = plan(np.full(7, 10), np.arange(7), num_ranks=2, micro_batch_size=2, balance="none")[0]
-    assert sorted(len(rows) for rank in step.micro_batches for rows in rank) == [1, 2, 2, 2]
-
-
 def test_cap_fills_micro_batches_and_leaves_a_longer_sample_alone():
     step = plan(np.array([1, 50, 4, 5, 7, 3]), np.arange(6), num_ranks=1, max_tokens=10)[0]
     assert sorted(_lists(step)[0]) == [[0, 2, 3], [1], [4, 5]]
-
-
-def test_rollouts_fill_steps_in_first_seen_order():
-    ids = np.array([7, 3, 7, 9, 3, 1])
-    steps = plan(np.full(6, 5), ids, num_ranks=1, global_batch_size=2, micro_batch_size=8)
-    assert [s.rows.tolist() for s in steps] == [[0, 1, 2, 4], [3, 5]]
-    assert [s.num_rollouts for s in steps] == [2, 2]
 
 
 def test_remainder_is_an_error_with_its_numbers():
@@ -66,12 +54,6 @@ def test_impossible_plans_name_their_numbers(values, message):
 def test_no_samples_are_refused():
     with pytest.raises(ConfigError, match="cannot plan 0 lengths"):
         plan(np.array([], dtype=np.int64), np.array([], dtype=np.int64), num_ranks=1)
-
-
-def test_micro_batches_are_split_until_every_rank_has_as_many():
-    step = plan(np.full(9, 3), np.arange(9), num_ranks=2, max_tokens=9, balance="none")[0]
-    assert [len(rank) for rank in step.micro_batches] == [2, 2]
-    assert max(len(rows) for rank in step.micro_batches for rows in rank) == 3
 
 
 def test_cap_wins_over_even_micro_batches():
