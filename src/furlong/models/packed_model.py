@@ -120,7 +120,8 @@ class PackedModel(torch.nn.Module):
         check_family(model)
         self.single_sequence_reason = single_sequence_reason(model)
         if not self.single_sequence_reason:
-            _pack_delta_nets(model)
+            for net in delta_nets(model):
+                net.__class__ = _packed_net(type(net))
         self.length_limit = length_limit(config)
         if context is not None:
             context.check(config)
@@ -287,11 +288,6 @@ def use_onednn(model: nn.Module) -> None:
 #
 # U tokens that are run, P positions of the sequences, D width of the model, H heads of values, E width of keys, F width
 # of values, C channels of the convolution: queries, keys and values.
-
-
-def _pack_delta_nets(model: nn.Module) -> None:
-    for module in delta_nets(model):
-        module.__class__ = _packed_net(type(module))
 
 
 @cache

@@ -145,7 +145,8 @@ class Fp8Scaled(WeightFormat):
             largest_magnitudes(values, (1,), keepdim=True) if is_channel else largest_magnitudes(values, (0, 1)).view(1)
         )
         check(largest)
-        scale = _nonzero(largest / LARGEST)
+        scale = largest / LARGEST
+        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)  # as compressed-tensors does
         return {WEIGHT: _rounded(values / scale), "weight_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -168,11 +169,6 @@ class Fp8Scaled(WeightFormat):
         scale = grid.scale_CR[0].to(self.scale_dtype)
         scale = scale[:, None].contiguous() if self.per == "channel" else scale[:1].clone()
         return {WEIGHT: (values / grid.scale_CR.T).to(E4M3), "weight_scale": scale}
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    """Replace scales of zero, as compressed-tensors does."""
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def _nearest_level(quotients: Tensor) -> Tensor:

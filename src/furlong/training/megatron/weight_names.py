@@ -262,22 +262,20 @@ def export(
 
     `value_of` maps a parameter of this rank to the tensor of its shape that is exported, such as a moment.
     """
-    yield from hf_tensors(_gather_parameters(chunks, hf, value_of), hf)
 
+    def gathered() -> Iterator[tuple[Parameter, Tensor]]:
+        for parameter, local in parameters_with_local(chunks, hf):
+            whole: Tensor | None = None
+            if local is not None:
+                shard = value_of(local)
+                shards, group = [shard], _tensor_group(parameter.rule)
+                if parameter.rule.axis is not None and group.size() > 1:
+                    shards = [torch.empty_like(shard) for _ in range(group.size())]
+                    dist.all_gather(shards, shard.contiguous(), group=group)
+                whole = join_shards(parameter.rule, shards)
+            yield parameter, _to_all(whole, parameter, chunks[0])
 
-def _gather_parameters(
-    chunks: Sequence[GPTModel], hf: Any, value_of: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[Parameter, Tensor]]:
-    for parameter, local in parameters_with_local(chunks, hf):
-        whole: Tensor | None = None
-        if local is not None:
-            shard = value_of(local)
-            shards, group = [shard], _tensor_group(parameter.rule)
-            if parameter.rule.axis is not None and group.size() > 1:
-                shards = [torch.empty_like(shard) for _ in range(group.size())]
-                dist.all_gather(shards, shard.contiguous(), group=group)
-            whole = join_shards(parameter.rule, shards)
-        yield parameter, _to_all(whole, parameter, chunks[0])
+    yield from hf_tensors(gathered(), hf)
 
 
 def checkpoint_tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
