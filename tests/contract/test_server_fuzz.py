@@ -1,19 +1,15 @@
 """Contract of `furlong serve` under any input: an answer below 500, no traceback, and `/health` throughout.
 
-Requests start from a valid body of each endpoint; fields are then replaced, removed or added. Bytes that are not HTTP
-go through plain sockets.
+Requests start from a valid body of each endpoint; fields are then replaced, removed or added.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import os
-import socket
 import threading
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -201,43 +197,3 @@ def test_any_body_is_answered_without_a_traceback(served):
         fuzz()
     reply = client.post("/generate", json={"text": "ab", "sampling_params": {"max_new_tokens": 2}})
     assert reply.status_code == 200
-
-
-RAW = [
-    b"",
-    b"GET /health",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-    b"GET \xff HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\0\0garbage\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n{"text":"a","stream":true,"sampling_params":{}}',
-]
-
-
-def test_any_bytes_leave_the_server_answering(served):
-    client, url, log, _ = served
-    where = urlsplit(url)
-    with health_asked(url):
-        for data, end in itertools.product(RAW, ("half", "reset")):
-            address = (where.hostname, where.port)
-            with (
-                contextlib.suppress(ConnectionError, TimeoutError),
-                socket.create_connection(address, timeout=5) as peer,
-            ):
-                peer.sendall(data)
-                if end == "reset":
-                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                elif end == "half":
-                    peer.shutdown(socket.SHUT_WR)
-                    peer.settimeout(0.2)
-                    answer = peer.recv(1 << 16)
-                    assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4", b"HTTP/1.1 100")), answer
-    assert log.failures() == []
-    assert client.get("/health").status_code == 200

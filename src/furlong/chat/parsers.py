@@ -149,11 +149,9 @@ def _named_calls(text: str) -> list[ToolCall] | None:
     calls: list[ToolCall] = []
     for piece in text.split(_MISTRAL):
         match = _MISTRAL_CALL.match(piece)
-        call = (
-            None
-            if match is None
-            else call_from_json(f'{{"name": {json.dumps(match["name"])}, "arguments": {piece[match.end() :].strip()}}}')
-        )
+        if match is None:
+            return None
+        call = call_from_value({"name": match["name"], "arguments": piece[match.end() :].strip()})
         if call is None:
             return None
         calls.append(call)
@@ -171,7 +169,7 @@ def parse_deepseek(text: str, tools: Tools) -> ParsedReply:
         name, body = match["head"].strip(), match["body"].strip()
         if fence := _FENCE.match(body):
             name, body = fence["name"].strip(), fence["body"]
-        call = call_from_json(f'{{"name": {json.dumps(name)}, "arguments": {body}}}')
+        call = call_from_value({"name": name, "arguments": body})
         if call is None:
             return ParsedReply(text, num_ill_formed=1)
         calls.append(call)
@@ -256,9 +254,7 @@ def parse_gpt_oss(text: str, tools: Tools) -> ParsedReply:
         end = match.end()
         head = f"{match['head']} {match['channel']}"
         if recipient := _RECIPIENT.search(head):
-            call = call_from_json(
-                f'{{"name": {json.dumps(recipient[1])}, "arguments": {match["text"].strip() or "{}"}}}'
-            )
+            call = call_from_value({"name": recipient[1], "arguments": match["text"].strip() or "{}"})
             if call is not None:
                 calls.append(call)
             else:
@@ -320,13 +316,17 @@ def parse_reply(text: str, tools: Tools, parser: ToolParser | None, *, opened: b
     return dataclasses.replace(parser(content, tools), reasoning=reasoning)
 
 
-def _split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+def _split_reasoning(text: str, *, opened: bool, is_whole: bool = True) -> tuple[str | None, str]:
     """Return reasoning and the rest; a thought that does not end is all reasoning."""
     begins = text.lstrip().startswith(_OPEN)
+    if not is_whole and not begins and _OPEN.startswith(text.lstrip()):
+        return None, ""
     if not begins and not opened:
         return None, text
     thought, closed, content = text.partition(_CLOSE)
     thought = thought.lstrip().removeprefix(_OPEN) if begins else thought
+    if not is_whole and not closed:
+        thought = _without_start(thought, _CLOSE)
     return thought.strip("\n"), content.lstrip("\n") if closed else ""
 
 
@@ -349,7 +349,8 @@ def final_parts(text: str, parser: ToolParser | None, *, has_tools: bool, opened
     """
     if parser is parse_gpt_oss:
         return _channels(text)
-    reasoning, content = _split_so_far(text, opened=opened)
+    thought, content = _split_reasoning(text, opened=opened, is_whole=False)
+    reasoning = thought or ""
     if parser is None or not has_tools:
         return reasoning, content
     if parser is parse_llama3_json:
@@ -365,19 +366,6 @@ def final_parts(text: str, parser: ToolParser | None, *, has_tools: bool, opened
     if sign is None:
         return reasoning, ""
     return reasoning, _without_start(content.partition(sign)[0], sign).rstrip()
-
-
-def _split_so_far(text: str, *, opened: bool) -> tuple[str, str]:
-    start = text.lstrip()
-    begins = start.startswith(_OPEN)
-    if not begins and _OPEN.startswith(start):
-        return "", ""
-    if not begins and not opened:
-        return "", text
-    thought, closed, content = text.partition(_CLOSE)
-    thought = thought.lstrip().removeprefix(_OPEN) if begins else thought
-    thought = thought if closed else _without_start(thought, _CLOSE)
-    return thought.strip("\n"), content.lstrip("\n") if closed else ""
 
 
 def _channels(text: str) -> tuple[str, str]:

@@ -130,7 +130,7 @@ class Gateway(SessionEndpoints):
             return await self._complete(ids, params)
 
         params = SamplingParams(max_new_tokens=NO_LIMIT, no_stop_trim=False)
-        session = Session(self._chat_format, complete, name="gateway", params=params)  # pyright: ignore[reportArgumentType]
+        session = Session(self._chat_format, complete, name="gateway", params=params)
         return OpenSession("", "", "", session, _nothing, client_sampling=True, encode=self._encode)
 
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import xxhash
 
@@ -160,18 +160,9 @@ class ReplyStream:
         self._on_change()
 
 
-class Complete(Protocol):
-    """Completes ids. `part` selects the random numbers, None for those of the next call of the sample.
-
-    `stream` gets the tokens as they are sampled; requests without one have three arguments.
-    """
-
-    def __call__(
-        self, ids: list[int], params: SamplingParams, part: int | None, stream: TokenStream = ..., /
-    ) -> Awaitable[Completion]:
-        """Return the completion."""
-        ...
-
+Complete = Callable[..., Awaitable[Completion]]
+"""Completes ids with parameters. The third argument selects the random numbers, None for those of the next call of the
+sample; the fourth, of streamed answers only, gets the tokens as they are sampled."""
 
 MAX_CALLS = 1 << 21  # random numbers of branches begin beyond those of calls and of continued requests
 FEW, SMALL = 64, 1 << 15  # messages, and their characters, that are processed on the event loop

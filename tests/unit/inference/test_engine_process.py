@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,18 +110,12 @@ def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
 
 
 def test_startup_objects_of_sglang_are_excluded_from_garbage_collection(tmp_path, caplog):
-    assert asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 200), tmp_path) == [
-        "GET /server_info",
-        "POST /freeze_gc",
-    ]
-    assert "freeze_gc" not in caplog.text
-
-
-def test_a_server_that_refuses_freeze_gc_is_used_with_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        asked_of(ScriptLaunch(tmp_path / "asked", "0.5.16", 404), tmp_path)
+    sglang = ["GET /server_info", "POST /freeze_gc"]
+    for version, status, asked in (
+        ("0.5.16", 200, sglang),
+        ("furlong 0.1.0", 200, sglang[:1]),
+        ("0.5.16", 404, sglang),
+    ):
+        assert "freeze_gc" not in caplog.text
+        assert asked_of(ScriptLaunch(tmp_path / f"{version} {status}", version, status), tmp_path) == asked
     assert "POST /freeze_gc answered 404: Garbage collection frozen." in caplog.text
-
-
-def test_furlong_serve_gets_no_freeze_gc_request(tmp_path):
-    assert asked_of(ScriptLaunch(tmp_path / "asked", "furlong 0.1.0", 200), tmp_path) == ["GET /server_info"]

@@ -19,7 +19,6 @@ from furlong.inference.supervisor.launch import (
     Ports,
     ServeLaunch,
     SglangLaunch,
-    argv_from_options,
     build_launches,
 )
 from furlong.inference.supervisor.process import (
@@ -200,17 +199,6 @@ def test_the_key_of_sglang_is_in_its_environment_and_not_in_its_command(tmp_path
 
     told = ["the key is right, and is nowhere else", "Settings(model_path='model')"]
     assert asyncio.run(case()) == told
-
-
-def test_options_become_arguments():
-    assert argv_from_options({"a_b": [1, "x"], "c": False, "d": None, "e": True, "f": 0}) == [
-        "--a-b",
-        "1",
-        "x",
-        "--e",
-        "--f",
-        "0",
-    ]
 
 
 async def started(program: str, folder: Path, **options) -> ServerProcess:

@@ -113,20 +113,6 @@ def test_log_probs_are_bitwise_equal_with_two_threads_and_long_prompts(dtype):
         torch.set_num_threads(before)
 
 
-@pytest.mark.nightly
-def test_prefilled_tokens_are_the_new_ones_over_200_turns_of_8_episodes():
-    turns, count = 200, 8
-    config, model = tiny_model("qwen2", max_position_embeddings=2112)
-    engine = tiny_engine(config, dict(model.state_dict()), kv_tokens=200_000)
-
-    async def body():
-        return await asyncio.gather(*(episode(engine, i, turns, key=str(i)) for i in range(count)))
-
-    run(engine, body)
-    new = sum(5 + i + 10 * (turns - 1) for i in range(count))
-    assert engine.stats().prefilled_tokens <= 1.2 * new
-
-
 def test_branches_keep_the_longest_common_prefix():
     config, model = tiny_model("qwen3")
     state = dict(model.state_dict())
@@ -200,10 +186,3 @@ def test_the_cache_is_released_with_the_memory_of_the_engine_and_by_a_flush():
         return sizes
 
     assert run(engine, body) == [1, 0, 1, 0]
-
-
-def test_more_than_the_budget_is_not_stored():
-    config, model = tiny_model("qwen2")
-    engine = tiny_engine(config, dict(model.state_dict()), prefix_tokens=0)
-    answers = run(engine, lambda: episode(engine, 1, 3, key="a"))
-    assert [answer.cached_tokens for answer in answers] == [0, 0, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -78,21 +77,6 @@ def test_stop_ends_a_process_even_if_it_ignores_sigterm(tmp_path, program, ended
         await until(lambda: tail(log, 1) == ["up"])
         await process.stop(grace_s=0.05 if ended_by == signal.SIGKILL else 20.0)
         assert await process.poll() == -ended_by
-
-    asyncio.run(case())
-
-
-def test_stop_ends_a_stopped_process(tmp_path):
-    async def case() -> None:
-        log = tmp_path / "x.log"
-        process = await LocalHost().start([*QUICK, WAITING], log=log)
-        await until(lambda: tail(log, 1) == ["up"])
-        os.kill(process.pid, signal.SIGSTOP)
-        await process.stop(grace_s=0.02)
-        assert await process.poll() in (
-            -signal.SIGKILL,
-            -signal.SIGTERM,
-        )  # the kernel may deliver the pending one first
 
     asyncio.run(case())
 

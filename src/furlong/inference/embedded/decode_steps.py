@@ -11,7 +11,6 @@ L cached positions, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
-import math
 import platform
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -132,7 +131,6 @@ class SlotCache:
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.states: dict[str, Tensor] = {}
         self.prepared: object | None = None
-        self._spare: torch.UntypedStorage | None = None  # of the tensor that was resized before
         self._block: Tensor | None = None  # [2 layers, S, K, L, D]
         self.num_slots = 0
         self.length = 0
@@ -151,7 +149,7 @@ class SlotCache:
         self.num_slots, self.length = num_slots, length
         self.prepared = None
         if self._block is not None:
-            self._resize_block(self._block)
+            self._set_block(self._resized(self._block))
         else:
             self.layers = [(self._resized(keys), self._resized(values)) for keys, values in self.layers]
         for name, old in self.states.items():
@@ -172,33 +170,12 @@ class SlotCache:
             roomy = max(MIN_GROWN_LENGTH, final_length)
         self.resize(slots, max(length, min(roomy, max_tokens // slots)))
 
-    def _resize_block(self, old: Tensor) -> None:
-        new = old.new_zeros(old.shape[0], self.num_slots, old.shape[2], self.length, old.shape[4])
-        slots, length = min(self.num_slots, old.shape[1]), min(self.length, old.shape[3])
-        new[:, :slots, :, :length] = old[:, :slots, :, :length]
-        self._set_block(new)
-
     def _resized(self, old: Tensor) -> Tensor:
-        new = self._allocate(old, (self.num_slots, old.shape[1], self.length, old.shape[3]))
-        slots, length = min(self.num_slots, old.shape[0]), min(self.length, old.shape[2])
-        new[:slots, :, :length] = old[:slots, :, :length]
-        new[:slots, :, length:] = 0
-        new[slots:] = 0
+        """A copy of `old` [..., S, K, L, D] with the new numbers of slots and positions; what it did not have is 0."""
+        new = old.new_zeros(*old.shape[:-4], self.num_slots, old.shape[-3], self.length, old.shape[-1])
+        slots, length = min(self.num_slots, old.shape[-4]), min(self.length, old.shape[-2])
+        new[..., :slots, :, :length, :] = old[..., :slots, :, :length, :]
         return new
-
-    def _allocate(self, old: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialized memory for the resized `old`.
-
-        On the CPU each tensor moves into the memory of the previous one, because pages that the process has never
-        touched cost more than copying. Spare memory is not touched until it is used.
-        """
-        if old.device.type != "cpu":
-            return old.new_empty(shape)
-        size = math.prod(shape)
-        spare, self._spare = self._spare, old.untyped_storage()
-        if spare is None or not size <= spare.nbytes() // old.itemsize <= 4 * size:
-            spare = old.new_empty(size + size // 2).untyped_storage()
-        return old.new_empty(0).set_(spare, 0, shape)  # pyright: ignore[reportCallIssue]  torch lists no such overload
 
     def layer(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of layer `index`, created on first use with K and D of `keys`, `values` [_, K, _, D]."""

@@ -440,16 +440,6 @@ class EmbeddedEngine(Engine):
 
         return await self.execute(check_and_load)
 
-    async def abandon_load(self, version: int) -> None:
-        """Fail the requests that wait for the rest of `version`, and refuse others until a version is loaded."""
-
-        def abandon() -> None:
-            if self._partial is not None and self._partial[0] == version:
-                self._partial = None
-                self._thread.fail_all(EngineError(self._thread.blocked or ""))
-
-        await self.execute(abandon)
-
     def _incomplete(self, why: str) -> None:
         self._thread.blocked = f"the engine's weights are incomplete: {why}"
 

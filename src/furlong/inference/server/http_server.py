@@ -69,7 +69,7 @@ async def running_server(
         yield f"http://{host_and_port(host, listener.getsockname()[1])}"
     finally:
         uvicorn_server.should_exit = True
-        server.weights.close()
+        server.weights.groups.close()
         await task
         listener.close()
 
@@ -147,59 +147,52 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="furlong serve", description="Serve a model over HTTP with the protocols of SGLang and OpenAI."
     )
-    parser.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face model folder")
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="model name in /v1/models (default: name of the folder)"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1); other addresses require an API key"
-    )
-    parser.add_argument(
-        "--port", type=_number(0, 65535), default=30000, help="port; 0 chooses a free one (default: 30000)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face model folder")
+    add("--served-model-name", metavar="NAME", help="model name in /v1/models (default: name of the folder)")
+    add("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1); other addresses require an API key")
+    add("--port", type=_number(0, 65535), default=30000, help="port; 0 chooses a free one (default: 30000)")
+    add(
         "--api-key",
         default=os.environ.get(API_KEY_VARIABLE),
         metavar="KEY",
         help=f"API key that clients must send as Authorization: Bearer KEY (default: ${API_KEY_VARIABLE})",
     )
-    parser.add_argument(
+    add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
         help="dtype of weights and computation (default: float32)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument(
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    add(
         "--max-running-requests",
         type=_number(1),
         default=128,
         metavar="N",
         help="requests decoded concurrently (default: 128)",
     )
-    parser.add_argument(
+    add(
         "--context-length",
         type=_number(2),
         metavar="N",
         help="maximum tokens of prompt and response (default: that of the model)",
     )
-    parser.add_argument(
-        "--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (default: PyTorch's)"
-    )
-    parser.add_argument(
+    add("--threads", type=_number(1, 1024), metavar="N", help="CPU threads of the model (default: PyTorch's)")
+    add(
         "--random-seed",
         type=int,
         default=0,
         metavar="SEED",
         help="seed for requests without sampling_seed (default: 0)",
     )
-    parser.add_argument("--skip-tokenizer-init", action="store_true", help="accept and return token ids only")
-    parser.add_argument(
+    add("--skip-tokenizer-init", action="store_true", help="accept and return token ids only")
+    add(
         "--enable-return-routed-experts",
         action="store_true",
         help="let requests ask for the experts that their tokens were routed to",
     )
-    parser.add_argument(
+    add(
         "--incremental-streaming-output",
         action="store_true",
         help="streams of /generate contain only new tokens; requests may choose with incremental_streaming_output",

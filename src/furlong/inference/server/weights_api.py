@@ -49,7 +49,6 @@ DIAL_S, REDIAL_S = 5.0, 0.1  # for a connection to the store of a group, and bet
 MAX_GROUPS = 16  # joined or being joined
 MAX_WORLD_SIZE = 65536
 GROUP_THREAD = "furlong-group"  # name of the threads that are in torch.distributed
-BUCKET_S = 300.0  # for the next tensors of an incomplete version; after that, waiting requests fail
 
 
 class _Update(msgspec.Struct):
@@ -107,8 +106,6 @@ class WeightEndpoints:
         self.groups = WeightGroups()
         self._labels: dict[int, str] = {}
         self._lock = asyncio.Lock()  # one load at a time, so that labels and numbers stay in order
-        self._abandonment: asyncio.TimerHandle | None = None
-        self._abandoning: asyncio.Task[None] | None = None
 
     @property
     def label(self) -> str:
@@ -198,24 +195,9 @@ class WeightEndpoints:
             number = self._number(label)
             is_complete = await self.engine.load_bucket(tensors, number)
             self._record(number, label)
-            self._expect_more(None if is_complete else number)
         if is_complete:
             return f"weight version {self.label} is complete"
         return f"loaded {len(tensors)} tensors; others are still missing for weight version {label}"
-
-    def _expect_more(self, number: int | None) -> None:
-        """Abandon version `number` unless more of it arrives in time; None if nothing is missing."""
-        if self._abandonment is not None:
-            self._abandonment.cancel()
-            self._abandonment = None
-
-        def abandon() -> None:
-            assert number is not None
-            logger.warning("weight version %s is incomplete, and nothing of it arrived for %g s", number, BUCKET_S)
-            self._abandoning = asyncio.create_task(self.engine.abandon_load(number))
-
-        if number is not None:
-            self._abandonment = asyncio.get_running_loop().call_later(BUCKET_S, abandon)
 
     async def from_group(self, body: Mapping[str, Any]) -> str:
         """Receive the tensors that rank 0 broadcasts, in this order."""
@@ -236,11 +218,6 @@ class WeightEndpoints:
         shapes = [list(table.check_shape(name, shape).shape) for name, shape in zip(names, shapes, strict=True)]
         tensors = await self.groups.receive(group, names, torch_dtypes, shapes, self.engine.device)
         return await self._bucket(tensors, fields, label)
-
-    def close(self) -> None:
-        """Leave all process groups, in the background."""
-        self._expect_more(None)
-        self.groups.close()
 
     async def rename(self, body: Mapping[str, Any]) -> str:
         """Change the version label of the weights in use."""

@@ -17,7 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -111,24 +111,10 @@ class InFlightRequest:
 
 
 def sampling_json(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters under SGLang's names."""
-    values: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "min_new_tokens": params.min_new_tokens,
-        "ignore_eos": params.ignore_eos,
-        "skip_special_tokens": params.skip_special_tokens,
-        "no_stop_trim": params.no_stop_trim,
-    }
-    if params.stop:
-        values["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        values["stop_token_ids"] = list(params.stop_token_ids)
-    if params.sampling_seed is not None:
-        values["sampling_seed"] = params.sampling_seed
+    """Sampling parameters under SGLang's names; absent ones are None or empty."""
+    values = {name: value for name, value in asdict(params).items() if value is not None and value != ()}
+    for name in ("return_routed_experts", "prefix_key"):
+        values.pop(name, None)
     return values
 
 
