@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from faults.world import names, only
 from faults_marker import fault
 from furlong.files.checkpoint_folder import TRACKER, folder_name
@@ -69,7 +67,7 @@ def test_a_checkpoint_that_lost_bytes_names_another(world):
     (write_checkpoint(save, 4) / "trainer" / "trainer_weights.safetensors").write_bytes(b"1")
     found = only(world.look(load=save, num_rollout=9), "CKPT01")
     assert names(found.finding, "trainer_weights.safetensors", "1 bytes", "8")
-    assert found.remedy == "use --ckpt-step 2"
+    assert found.remedy.endswith("use --ckpt-step 2")
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 
@@ -158,15 +156,6 @@ def test_checkpoint_from_another_number_of_ranks_is_accepted(world):
     only(world.look(load=save, num_rollout=9), "CKPT06", "info")
 
 
-@fault("CKPT05")
-def test_checkpoint_from_another_backend_is_accepted(world):
-    save = world.folder / "save"
-    folder = write_checkpoint(save, 3)
-    (folder / "trainer" / "trainer.json").write_text('{"layout": {"tensor": 2, "expert": 1}}')
-    found = only([each for each in world.look(load=save, num_rollout=9) if each.id != "CKPT06"], "CKPT05", "info")
-    assert names(found.finding, "megatron (tensor 2)", "--train-backend fsdp")
-
-
 @fault("CKPT07")
 def test_folder_that_is_not_a_model(world):
     (world.model / "tokenizer.json").rename(world.folder / "tokenizer.json")
@@ -251,16 +240,6 @@ def test_checkpoints_whose_newest_is_not_named(world):
     assert names(found.remedy, "2, 4", "--ckpt-step")
     only(world.look(**own, ckpt_step=4), "CKPT06", "info")
     assert [each.id for each in world.look(load=save, num_rollout=9)] == ["CKPT01", "CKPT06"]
-
-
-@fault("CKPT01")
-@pytest.mark.parametrize("damage", ["noise", "a word"])
-def test_an_unusable_tracker_without_checkpoints_is_refused(world, damage):
-    save = world.folder / "save"
-    save.mkdir()
-    TRACKER_DAMAGE[damage](save / TRACKER)
-    found = only(of_row("CKPT01", world.look(save=save, load=save)), "CKPT01")
-    assert str(save / TRACKER) in found.finding
 
 
 @fault("CKPT01")

@@ -163,13 +163,6 @@ def test_a_reward_that_is_slower_than_the_check_waits(world, monkeypatch):
 
 
 @fault("REW01")
-def test_a_function_that_cannot_be_called_is_found_once(world):
-    (world.folder / "own.py").write_text("def reward(response, label):\n    return 1.0\n")
-    found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/own.py:reward"), "REW01")
-    assert names(found.finding, "--custom-rm-path", "reward(response, label)")
-
-
-@fault("REW01")
 def test_labels_that_the_verifier_cannot_read(world):
     world.write(*({"input": str(i), "label": "n/a because \\frac{", "other": str(i)} for i in range(8)))
     found = only(world.look(rm_type="math"), "REW01", "warning")
@@ -245,15 +238,6 @@ def test_an_end_of_turn_of_prompts_that_were_rendered_before(world):
     assert world.look(rollout_stop_token_ids=1) == []
 
 
-@fault("DATA01")
-def test_a_file_that_is_one_document(world):
-    rows = [{"input": str(i), "label": str(i)} for i in range(4)]
-    world.data.write_text(json.dumps(rows, indent=1))
-    found = only(world.look(), "DATA01")
-    assert "'['" in found.finding
-    assert "jq -c '.[]'" in found.remedy
-
-
 @fault("REW01")
 def test_a_reward_that_cannot_be_called_is_reported_once(world):
     (world.folder / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
@@ -261,3 +245,12 @@ def test_a_reward_that_cannot_be_called_is_reported_once(world):
     assert "def fn(args, sample)" in found.remedy
     (world.folder / "mended.py").write_text("def reward(args, sample):\n    return 1.0\n")
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/mended.py:reward") == []
+
+
+@fault("DATA01")
+def test_a_file_that_is_one_document(world):
+    rows = [{"input": str(i), "label": str(i)} for i in range(4)]
+    world.data.write_text(json.dumps(rows, indent=1))
+    found = only(world.look(), "DATA01")
+    assert "'['" in found.finding
+    assert "jq -c '.[]'" in found.remedy

@@ -230,17 +230,6 @@ def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_boun
     assert found.evidence["mean_abs_diff"] == pytest.approx(0.3)
 
 
-def test_waits_for_rewards_are_reported_after_three_steps() -> None:
-    slow = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
-    assert read(slow, slow) == []
-    assert read(slow, slow, slow) == ["REW04"]
-    assert read(*[slow, slow | {"perf/reward_wait_time": 1.4}] * 3) == []  # not in each of three
-    assert read(*[slow | {"perf/rollout_time": 4.1}] * 4) == []
-    assert read(*[slow | {"perf/reward_wait_time": 0.9, "perf/rollout_time": 1.0}] * 4) == []
-    assert read(*[slow | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
-    assert read(*[{"perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}] * 4) == []  # not measured
-
-
 def test_host_memory_that_fills_up_is_reported_in_time() -> None:
     def rows(used: float, a_step: float, count: int = 40) -> list[dict[str, float]]:
         return [{"perf/host_memory_frac": min(used + i * a_step, 1.0)} for i in range(count)]
@@ -260,17 +249,6 @@ def test_retained_memory_that_grows_is_an_error() -> None:
     assert (found[1].evidence["part"], found[1].evidence["first"]) == ("trainer", 0.06)
     assert "6.0%" in found[1].finding
     assert "--sglang-mem-fraction-static 0.85" in found[1].remedy
-
-
-def test_memory_that_an_engine_retains_is_reported_if_it_leaves_the_trainer_too_little_or_grows() -> None:
-    """An engine that served 512 sequences at once kept 8 % of an H200 on which the trainer had 100 GB to spare."""
-    assert read(*[{ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.25}] * 3) == []
-    [near] = diagnose({ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.9})
-    assert (near.evidence["part"], near.evidence["kept_frac"], near.evidence["peak_frac"]) == ("engine", 0.083, 0.9)
-    assert all(value in near.finding for value in ("8.3%", "90.0%"))
-    assert "--sglang-max-running-requests" in near.remedy
-    assert near.severity == "warning"
-    assert read(*({ENGINE_KEEPS: kept, TRAINER_TAKES: 0.25} for kept in (0.05, 0.07, 0.08))) == ["MEM03"]
 
 
 def test_recorded_events_of_other_parts_are_reported() -> None:
@@ -436,14 +414,6 @@ def test_a_slow_rank_is_named_with_its_machine_and_factor() -> None:
 )
 def test_ranks_without_a_lasting_lag_are_not_reported(events: list[dict[str, Any]]) -> None:
     assert diagnose_events(*events) == []
-
-
-@pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
-def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> None:
-    """Rollouts that were generated ahead of a resume with a smaller batch have several steps, later ones have one."""
-    ahead, later = {name: 0.05, "train/num_steps": 4.0}, {name: 0.05, "train/num_steps": 1.0}
-    assert read(ahead, load="save") == []
-    assert len(read(later, load="save")) == len(read(later, load="save", num_steps_per_rollout=4)) == 1
 
 
 def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None:

@@ -68,13 +68,6 @@ def test_no_progress_is_reported_after_a_time_that_the_steps_and_the_processes_j
         assert found[0].evidence["seconds"] == age_s
 
 
-def test_a_driver_that_waits_for_other_machines_is_not_idle(tmp_path: Path) -> None:
-    run = run_at(tmp_path / "run", 0, 5, 10)
-    words = ["--hf-checkpoint", "none", "--rollout-external-engine-addrs", "a:1"]
-    (tmp_path / "run" / "config.json").write_text(parse(words).to_json())
-    assert without_progress(RecordedRun.read(run.folder), 200.0, "step", MAIN, IDLE) == []
-
-
 def test_groups_count_as_progress_and_reports_do_not(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run", 0, 100)
     with (run.folder / "events.jsonl").open("ab") as file:

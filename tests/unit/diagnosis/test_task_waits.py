@@ -13,7 +13,7 @@ import torch
 
 from furlong.core.sample import Sample
 from furlong.core.tracing import Heartbeat
-from furlong.diagnosis.hang_watchdog import HangWatchdog, task_wait
+from furlong.diagnosis.hang_watchdog import HangWatchdog
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.policy import Policy
@@ -156,21 +156,13 @@ def test_a_line_that_blocks_the_event_loop_is_reported_once_before_the_run_count
     assert event["seconds"] >= 0.1
 
 
-def test_a_task_without_a_function_of_the_user_has_the_innermost_one(tmp_path: Path) -> None:
-    async def run() -> bool:
-        task = asyncio.create_task(asyncio.sleep(60))
-        await asyncio.sleep(0)
-        wait = task_wait(task)
-        task.cancel()
-        return wait.is_user
-
-    assert not asyncio.run(run())
-
-
-def test_notes_are_counted_and_are_no_progress() -> None:
+def test_heartbeats_count_and_age_and_notes_are_no_progress() -> None:
     beats = Heartbeat()
     beats.note("request")
-    beats.note("request")
-    assert (beats.notes(), beats.last(), beats.counts()) == ({"request": 2}, 0, {})
+    assert (beats.notes(), beats.last(), beats.counts()) == ({"request": 1}, 0, {})
+    for name in ("a", "a", "b"):
+        beats.beat(name)
+    assert beats.counts() == {"a": 2, "b": 1}
+    assert 0 <= beats.ages()["b"] <= beats.ages()["a"]
     beats.reset()
-    assert beats.notes() == {}
+    assert (beats.counts(), beats.notes()) == ({}, {})

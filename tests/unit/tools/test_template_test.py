@@ -90,34 +90,6 @@ def test_a_template_is_suggested_only_where_conversations_begin_alike():
     assert suggested_template(tokenizer) is None
 
 
-def test_thinking_inside_the_text_is_separated_from_the_answer(tokenizer):
-    template = Template(tokenizer, read_template("qwen3-append-only"))
-    user = {"role": "user", "content": "q"}
-    inside = {"role": "assistant", "content": "<think>\nbecause\n</think>\n\n42"}
-    apart = {"role": "assistant", "content": "42", "reasoning_content": "because"}
-    assert template.render([user, inside]) == template.render([user, apart])
-    assert template.render([user, inside]).endswith("<think>\nbecause\n</think>\n\n42<|im_end|>\n")
-
-
-def test_parts_other_than_text_are_refused(tokenizer):
-    import jinja2
-
-    image = [{"role": "user", "content": [{"type": "image", "image": "x"}]}]
-    for name in SHIPPED:
-        with pytest.raises(jinja2.TemplateError, match="image"):
-            Template(tokenizer, read_template(name)).render(image)
-
-
-def test_file_or_name_is_read_and_anything_else_is_an_error(tmp_path):
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
-    assert read_template(str(tmp_path / "own.jinja")) == "{{ messages }}"
-    with pytest.raises(ConfigError, match="qwen3-append-only"):
-        read_template("qwen3")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="binary"):
-        read_template(str(tmp_path / "binary"))
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A model folder with what the command reads: config and tokenizer."""
@@ -160,22 +132,6 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
     assert stop_findings(tokenizer, folder, template, stop=["user:"]) == []
 
 
-def test_a_template_that_drops_answers_gives_no_stop_text(folder):
-    for template in (
-        "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
-    ):
-        tokenizer = build_tokenizer()
-        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
-        assert (finding.id, finding.severity) == ("STOP01", "info")
-        assert "<|im_end|>" in finding.finding
-        assert "--rollout-stop" not in finding.remedy
-        tokenizer.eos_token = None
-        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
-        assert (finding.severity, "--rollout-stop-token-ids N" in finding.remedy) == ("warning", True)
-        assert "furlong-question" not in finding.remedy
-
-
 def test_prompts_that_were_rendered_before_are_found(tokenizer):
     (finding,) = prompt_findings(["<|im_start|>user\nhi<|im_end|>\n"], tokenizer, name="data.jsonl")
     assert finding.id == "TPL01"
@@ -205,16 +161,6 @@ def test_command_reports_templates_that_render_nothing(folder, capsys):
         assert problem in capsys.readouterr().err
 
 
-def test_command_accepts_a_template_that_only_appends(folder, capsys):
-    assert main(["template", "check", "--hf-checkpoint", str(folder), "--thinking", "on", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert ([trial["verdict"] for trial in result["trials"]], result["findings"]) == (["ok"] * len(CONVERSATIONS), [])
-    assert main(["template", "list", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(SHIPPED)
-    assert main(["template", "show", "glm45-append-only"]) == 0
-    assert "[gMASK]<sop>" in capsys.readouterr().out
-
-
 def test_command_refuses_invalid_arguments(folder, capsys):
     for words in (["--chat-template-kwargs", "[1]"], ["--chat-template-kwargs", "{"], ["--template", "x"]):
         assert main(["template", "check", "--hf-checkpoint", str(folder), *words]) == 2
@@ -230,3 +176,23 @@ def test_demonstrations_name_the_shipped_template():
     tokens, mask = conversation_tokens(messages, tokenizer, chat_template=text)
     learned = tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
     assert learned.startswith("<think>\n7 + 5 is 12, so 42.\n</think>\n\n42<|im_end|>")
+
+
+def test_file_or_name_is_read_and_anything_else_is_an_error(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    assert read_template(str(tmp_path / "own.jinja")) == "{{ messages }}"
+    with pytest.raises(ConfigError, match="qwen3-append-only"):
+        read_template("qwen3")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="binary"):
+        read_template(str(tmp_path / "binary"))
+
+
+def test_command_accepts_a_template_that_only_appends(folder, capsys):
+    assert main(["template", "check", "--hf-checkpoint", str(folder), "--thinking", "on", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert ([trial["verdict"] for trial in result["trials"]], result["findings"]) == (["ok"] * len(CONVERSATIONS), [])
+    assert main(["template", "list", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(SHIPPED)
+    assert main(["template", "show", "glm45-append-only"]) == 0
+    assert "[gMASK]<sop>" in capsys.readouterr().out

@@ -99,7 +99,9 @@ def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
     size = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
     tried = f"tried {int(size[1]) / 2**20:,.0f} MiB" if size else match[0]
     phase = phase_of(traceback_before(text.content, match))
-    remedy = _smaller_cache(text) if phase == "generation" else _less_memory(text)
+    remedy = "use fewer --embedded-num-slots, or a lower --rollout-max-response-len"
+    if phase != "generation":
+        remedy = _less_memory(text)
     if phase == UNKNOWN_PHASE:
         remedy += f"; or {LESS_HOST_MEMORY}"
     return diagnosis(
@@ -139,30 +141,16 @@ def _memory_facts(text: LogText) -> list[str]:
 
 
 def _less_memory(text: LogText) -> str:
-    """Suggest flags that need less memory, with values."""
+    """Suggest flags with which training fits, as the memory plan predicts, or else all that need less memory."""
     if change := text.facts.get("smallest_change"):
         return remedy_of(str(change))
-    flags, remedies = text.flags, list[str]()
-    if tokens := flags.get("max_tokens_per_gpu"):
-        remedies.append(f"--use-dynamic-batch-size --max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})")
-    elif int(flags.get("micro_batch_size") or 1) > 1:
-        remedies.append(f"--micro-batch-size {int(flags['micro_batch_size']) // 2}")
-    if not flags.get("recompute_activations"):
-        remedies.append("--recompute-activations")
-    remedies.append("a lower --rollout-max-response-len if the longest sample alone does not fit")
-    return f"use {'; '.join(remedies)}"
-
-
-def _smaller_cache(text: LogText) -> str:
-    """Suggest flags with which the embedded engine caches fewer tokens, with values."""
-    flags = text.flags
-    slots = int(flags.get("embedded_num_slots") or 1)
-    samples = int(flags.get("rollout_batch_size") or slots) * int(flags.get("n_samples_per_prompt") or 1)
-    running, length = min(slots, max(samples, 1)), flags.get("rollout_max_response_len")
-    fewer = f"--embedded-num-slots {running // 2}" if running > 1 else ""
-    shorter = f"--rollout-max-response-len {max(int(length) // 2, 1)} (now {length})" if length else ""
-    ways = " or ".join(filter(None, (fewer, shorter)))
-    return f"use {ways}" if ways else "use a smaller model or more memory: one sequence at a time does not fit"
+    smaller = "a smaller --micro-batch-size"
+    if tokens := text.flags.get("max_tokens_per_gpu"):
+        smaller = f"--use-dynamic-batch-size --max-tokens-per-gpu {max(int(tokens) // 2, 1)} (now {tokens})"
+    return (
+        f"use {smaller}, --recompute-activations, or a lower --rollout-max-response-len if the longest sample alone "
+        "does not fit"
+    )
 
 
 MEMORY = (

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.topology import Topology
-from furlong.core.text import abbreviate
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import CheckpointError, DataError, RolloutError
 from furlong.files.checkpoint_folder import (
-    TRACKER,
     find_checkpoint,
     find_complete_folders,
     find_foreign_weights,
     find_resume_folder,
     folder_name,
-    is_first_start,
-    newest_step,
     read_object,
     read_state,
     recovery,
@@ -36,50 +31,28 @@ from furlong.training.megatron.parallel_layout import Layout, described
 SHOWN = 8  # names of a folder's content in a message
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint folder that a flag names."""
-
-    flag: str
-    step_flag: str
-    folder: Path
-    step: int | None
-    save: Path | None = None
-
-    @cached_property
-    def steps(self) -> list[int]:
-        """Its complete checkpoints, oldest first."""
-        return [step_from_folder(folder) for folder in find_complete_folders(self.folder)]
-
-
-def _sources(context: PreflightContext) -> list[_Source]:
-    flags = context.config.checkpoint
-    sources: list[_Source] = []
-    loaded = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=False)
-    if loaded is not None:
-        save = None if flags.save is None or flags.finetune else Path(flags.save)
-        sources.append(_Source("--load", "--ckpt-step", loaded, flags.ckpt_step, save))
-    reference = None if flags.ref_load is None else Path(flags.ref_load)
-    if reference is not None and find_foreign_weights(reference, step=flags.ref_ckpt_step) is None:
-        sources.append(_Source("--ref-load", "--ref-ckpt-step", reference, flags.ref_ckpt_step))
-    return [source for source in sources if source.folder.is_dir()]  # else it is reported with the flags
-
-
 def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT01 and CKPT02: --load or --ref-load lacks the requested checkpoint."""
-    for source in _sources(context):
-        if (problem := _no_checkpoint(source)) is not None:
-            yield problem
     flags = context.config.checkpoint
-    if flags.load is not None and _is_run(Path(flags.load)):
-        saved = read_sections(Path(flags.load)).get("checkpoint", {}).get("save")
-        yield diagnosis(
-            "CKPT01",
-            f"--load {flags.load} is the folder of a run, not of checkpoints",
-            cause="A run's folder contains its records; checkpoints are in the folder of --save.",
-            remedy=f"use --load {saved}" if saved else "remove --load: that run had no --save",
-            evidence={"folder": flags.load, "save": saved},
-        )
+    save = None if flags.save is None or flags.finetune else Path(flags.save)
+    for flag, path, step_flag, step, save_dir in (
+        ("--load", flags.load, "--ckpt-step", flags.ckpt_step, save),
+        ("--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step, None),
+    ):
+        folder = Path(path or "")
+        if path is None or not folder.is_dir():
+            continue  # reported with the flags
+        if _is_run(folder):
+            saved = read_sections(folder).get("checkpoint", {}).get("save")
+            yield diagnosis(
+                "CKPT01",
+                f"{flag} {folder} is the folder of a run, not of checkpoints",
+                cause="A run's folder contains its records; checkpoints are in the folder of --save.",
+                remedy=f"use {flag} {saved}" if saved else f"remove {flag}: that run had no --save",
+                evidence={"folder": str(folder), "save": saved},
+            )
+        elif find_foreign_weights(folder, step=step) is None:
+            yield from _no_checkpoint(flag, folder, step_flag, step, save_dir)
 
 
 def _is_run(folder: Path) -> bool:
@@ -87,69 +60,42 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "ledger.jsonl").is_file()
 
 
-def _no_checkpoint(source: _Source) -> Diagnosis | None:
-    """Report why a folder has no checkpoint to resume from; None if it has one, or need not have one yet."""
-    flag, folder, steps, step = source.flag, source.folder, source.steps, source.step
+def _no_checkpoint(
+    flag: str, folder: Path, step_flag: str, step: int | None, save_dir: Path | None
+) -> Iterator[Diagnosis]:
+    """Report why a folder has no checkpoint to resume from, or which one is loaded without a usable tracker."""
+    steps = [step_from_folder(complete) for complete in find_complete_folders(folder)]
     evidence: dict[str, Any] = {"folder": str(folder), "steps": steps}
+    complete = ", ".join(map(str, steps)) or "no complete checkpoint"
     if step is not None and not (folder / folder_name(step)).is_dir():
         nearest = min(steps, key=lambda saved: abs(saved - step), default=None)
-        return diagnosis(
+        yield diagnosis(
             "CKPT02",
-            f"{source.step_flag} {step}: {folder} has no {folder_name(step)}; complete: "
-            f"{', '.join(map(str, steps)) or 'no complete checkpoint'}",
-            remedy=f"use a folder that --save wrote with {flag}"
-            if nearest is None
-            else f"use {source.step_flag} {nearest}",
+            f"{step_flag} {step}: {folder} has no {folder_name(step)}; complete: {complete}",
+            remedy=f"use a folder that --save wrote with {flag}" if nearest is None else f"use {step_flag} {nearest}",
             evidence=evidence | {"nearest": nearest},
         )
+        return
     try:
-        if step is None:
-            step = newest_step(folder)
-        if step is not None:
-            find_checkpoint(folder, step=step, save_dir=source.save, flag=flag)
+        found = find_checkpoint(folder, step=step, save_dir=save_dir, flag=flag)
     except CheckpointError as error:
-        if "in the format torch" in str(error):
-            finding, _, remedy = str(error).removeprefix(f"{flag} ").rpartition("; ")
-            return diagnosis("CKPT01", f"{flag}: {finding}", cause="", remedy=remedy, evidence=evidence)
-        others = [other for other in steps if other != step]
-        return diagnosis(
-            "CKPT01",
-            f"{flag}: {error}".partition("; use ")[0],
-            cause="The save was interrupted, or files were removed or copied in part.",
-            remedy=f"use {source.step_flag} {others[-1]}" if others else f"use another folder with {flag}",
-            evidence=evidence,
-        )
-    if step is not None:  # a missing or unusable tracker: the newest complete checkpoint is loaded
-        if source.step is not None or (why := recovery(folder)) is None:
-            return None
-        return diagnosis(
+        finding, _, remedy = str(error).rpartition("; ")
+        if folder.name in [each.name for each in find_complete_folders(folder.parent)]:
+            finding = f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints"
+            remedy = f"use {flag} {folder.parent} {step_flag} {step_from_folder(folder)}"
+        yield diagnosis("CKPT01", finding, remedy=remedy, evidence=evidence)
+        return
+    if found is not None and step is None and (why := recovery(folder)) is not None:
+        yield diagnosis(
             "CKPT01",
             f"{flag} {folder}: {why}, which is loaded",
             cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing "
             "it.",
-            remedy=f"no action needed if that is the right one; complete: {', '.join(map(str, steps))} "
-            f"(use {source.step_flag}); to start over, use another folder",
+            remedy=f"no action needed if that is the right one; complete: {complete} (use {step_flag}); to start over, "
+            "use another folder",
             severity="warning",
             evidence=evidence,
         )
-    if is_first_start(folder, source.save):
-        return None
-    if folder.name in [complete.name for complete in find_complete_folders(folder.parent)]:
-        return diagnosis(
-            "CKPT01",
-            f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints",
-            cause=f"{flag} names the folder of all checkpoints, {source.step_flag} the step.",
-            remedy=f"use {flag} {folder.parent} {source.step_flag} {step_from_folder(folder)}",
-            evidence=evidence,
-        )
-    names = sorted(path.name for path in folder.iterdir())
-    content = abbreviate(names, SHOWN) or "nothing"
-    return diagnosis(
-        "CKPT01",
-        f"{flag} {folder}: no {TRACKER} and no complete checkpoint in that folder (it contains: {content}).",
-        remedy=f"to resume, use the folder of --save; {source.step_flag} N selects a checkpoint",
-        evidence=evidence | {"holds": names[:SHOWN]},
-    )
 
 
 def resumed(context: PreflightContext) -> Path | None:
