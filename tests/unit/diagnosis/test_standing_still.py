@@ -26,7 +26,6 @@ from furlong.diagnosis.postmortem.standing_still import (
     without_progress,
 )
 
-IDLE, BUSY, UNKNOWN = 0.0, 0.9, None  # seconds of CPU per second
 MAIN = [RunProcess(7, "furlong train", False, True)]
 
 
@@ -42,26 +41,20 @@ def run_at(path: Path, *times: float, **start: Any) -> RecordedRun:
 
 
 @pytest.mark.parametrize(
-    ("times", "age_s", "cpu", "is_reported"),
+    ("times", "age_s", "is_reported"),
     [
-        ((0, 5, 10, 15), 61, IDLE, True),
-        ((0, 5, 10, 15), 59, IDLE, False),
-        ((0, 5, 10, 15), 61, BUSY, False),
-        ((0, 5, 10, 15), 301, BUSY, True),
-        ((0, 5, 10, 15), 301, UNKNOWN, True),
-        ((0, 100, 200), 299, IDLE, False),
-        ((0, 100, 200), 301, IDLE, True),
-        ((0, 100, 200), 999, BUSY, False),
-        ((0,), 119, IDLE, False),  # it starts
-        ((0,), 121, IDLE, True),
-        ((0,), 3599, BUSY, False),
-        ((0,), 3601, BUSY, True),
+        ((0, 5, 10, 15), 299, False),
+        ((0, 5, 10, 15), 301, True),
+        ((0, 100, 200), 999, False),
+        ((0, 100, 200), 1001, True),
+        ((0,), 3599, False),  # it starts
+        ((0,), 3601, True),
     ],
 )
-def test_no_progress_is_reported_after_a_time_that_the_steps_and_the_processes_justify(
-    tmp_path: Path, times: tuple[float, ...], age_s: float, cpu: float | None, is_reported: bool
+def test_no_progress_is_reported_after_a_time_that_the_steps_justify(
+    tmp_path: Path, times: tuple[float, ...], age_s: float, is_reported: bool
 ) -> None:
-    found = without_progress(run_at(tmp_path / "run", *times), age_s, "step", MAIN, cpu)
+    found = without_progress(run_at(tmp_path / "run", *times), age_s, "step", MAIN)
     assert [each.id for each in found] == ["HANG01"] * is_reported
     if found:
         assert f"no progress for {age_s} s" in found[0].finding

@@ -15,10 +15,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 
-IDLE_S, IDLE_STEPS = 60.0, 3.0  # without progress, in seconds and in longest steps, of processes that compute nothing
-BUSY_S, BUSY_STEPS = 300.0, 10.0  # the same of others
-STARTING_S = 120.0  # before the first step
-IDLE_CPU, SAMPLE_S = 0.05, 1.0  # CPU seconds per second of an idle run, measured over this time
+LIMIT_S, LIMIT_STEPS = 300.0, 10.0  # without progress, in seconds and in longest steps
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
 NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -52,14 +49,10 @@ def is_gone(run: RecordedRun) -> bool:
 
 
 def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list[Diagnosis]:
-    """HANG01, ENG06: what stands still in a run that is in progress, [] if nothing does.
-
-    Measures the CPU time of the run's processes for a second if there was no progress for long.
-    """
+    """HANG01, ENG06: what stands still in a run that is in progress, [] if nothing does."""
     age_s, last = last_progress(run, time.time() if now_s is None else now_s)
     processes = _processes(run)
-    cpu = _measured(processes) if processes and age_s > IDLE_S else None
-    return stopped_processes(processes) or without_progress(run, age_s, last, processes, cpu)
+    return stopped_processes(processes) or without_progress(run, age_s, last, processes)
 
 
 def last_progress(run: RecordedRun, now_s: float) -> tuple[float, str]:
@@ -96,35 +89,25 @@ def stopped_processes(processes: Sequence[RunProcess]) -> list[Diagnosis]:
 
 
 def without_progress(
-    run: RecordedRun, age_s: float, last: str, processes: Sequence[RunProcess] = (), cpu: float | None = None
+    run: RecordedRun, age_s: float, last: str, processes: Sequence[RunProcess] = ()
 ) -> list[Diagnosis]:
-    """HANG01: no progress for much longer than the steps so far took; sooner if the run's processes compute nothing.
-
-    cpu: the seconds of CPU that they use per second; None if it was not measured.
-    """
+    """HANG01: no progress for much longer than the steps so far took."""
     times = [float(e["time"]) for e in run.since_start if "time" in e and e["event"] in ("start", "step")]
     longest_s = max((b - a for a, b in pairwise(times)), default=None) if run.steps_since_start else None
-    cluster, timeout_s = run.config.cluster, run.config.fault.hang_timeout
-    is_remote = bool(cluster.rollout_external_engine_addrs) or cluster.ray_address is not None
-    is_idle = cpu is not None and cpu < IDLE_CPU and not is_remote
-    if longest_s is None:
-        limit_s = STARTING_S if is_idle else max(BUSY_S, timeout_s)
-    else:
-        limit_s = max(IDLE_S, IDLE_STEPS * longest_s) if is_idle else max(BUSY_S, BUSY_STEPS * longest_s)
-    if age_s <= limit_s:
+    timeout_s = run.config.fault.hang_timeout
+    if age_s <= max(LIMIT_S, timeout_s if longest_s is None else LIMIT_STEPS * longest_s):
         return []
     usual = "no step is complete" if longest_s is None else f"the longest step took {longest_s:.3g} s"
-    used = "" if cpu is None else f"; its processes use {cpu:.0%} of a CPU"
     pid = next((process.pid for process in processes if process.is_main), "PID")
     return [
         diagnosis(
             "HANG01",
-            f"no progress for {age_s:.0f} s (last: {last}; {usual}{used})",
+            f"no progress for {age_s:.0f} s (last: {last}; {usual})",
             cause="A custom function, an engine or another process does not return, or is very slow.",
             remedy=f"`py-spy dump --pid {pid}` shows where it is; a lower "
             f"--hang-timeout (now {timeout_s:g} s) reports all stacks and the function that is awaited",
             severity="warning",
-            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s, "cpu": cpu},
+            evidence={"seconds": round(age_s, 1), "last": last, "longest_step_s": longest_s},
         )
     ]
 
@@ -197,18 +180,3 @@ def _processes(run: RecordedRun) -> list[RunProcess]:
         except psutil.Error:  # it ended just now
             continue
     return found
-
-
-def _measured(processes: Sequence[RunProcess]) -> float:
-    """Measure the CPU seconds per second that the processes use."""
-
-    def used(pid: int) -> float:
-        try:
-            times = psutil.Process(pid).cpu_times()
-        except psutil.Error:
-            return 0.0
-        return float(times.user + times.system)
-
-    before = [(process.pid, used(process.pid)) for process in processes]
-    time.sleep(SAMPLE_S)
-    return sum(max(used(pid) - seconds, 0.0) for pid, seconds in before) / SAMPLE_S
