@@ -15,8 +15,7 @@ from typing import Any
 
 from furlong.evals.eval_summary import Estimate
 from furlong.reproduce.curves import Panel, svg_of
-from furlong.reproduce.intervals import gap
-from furlong.reproduce.published import PUBLISHED, read_published
+from furlong.reproduce.published import PUBLISHED, gap, read_published
 from furlong.reproduce.rows import NEEDS, ResultRow, RowGroup, RowTask, read_rows
 from furlong.reproduce.run_row import HELD_OUT, MISMATCH, REWARD
 

@@ -11,7 +11,7 @@ import pytest
 
 from furlong.cli import main
 from furlong.core.sample import Status
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import Child, flags, free_ports, marked_processes, rows, train
 from supervised_commands import live_commands
 

@@ -10,8 +10,8 @@ import pytest
 
 from furlong.cli import main
 from furlong.errors import ConfigError, DataError
+from furlong.files.sample_file import load_samples
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
-from furlong.tracking.rollout_dump import load_samples
 from runs import flags, train, write_model, write_prompts
 
 SECRET = "sk-super-secret-7261"

@@ -11,7 +11,7 @@ import pytest
 from furlong.data.audit import audit
 from furlong.errors import ConfigError
 from furlong.files.batch_file import load_batch
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import flags, reproducible, rows, train, trainer_bytes
 
 
@@ -77,17 +77,6 @@ def test_training_on_a_dump_takes_the_pause_mode_of_the_run_that_wrote_it(pause_
         load_debug_rollout_data=recorded / "dump" / "rollout_data" / template,
     )  # fmt: skip
     assert train(argv) == 3
-
-
-def test_part_of_a_dump_is_a_smaller_batch(recorded, model, tmp_path):
-    template = next((recorded / "dump" / "rollout_data").glob("0.*")).name.replace("0", "{rollout_id}", 1)
-    argv = flags(
-        model, None, tmp_path / "run", num_rollout=1, rm_type=None, load_debug_rollout_data_subsample=0.5,
-        rollout_batch_size=2, load_debug_rollout_data=recorded / "dump" / "rollout_data" / template,
-        save_debug_train_data=tmp_path / "batch_{rollout_id}",
-    )  # fmt: skip
-    train(argv)
-    assert len(load_batch(tmp_path / "batch_0")) == 8
 
 
 def test_missing_dump_is_named(model, tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 
+from furlong.files.sample_file import load_samples
 from furlong.models.tokenizer import load_tokenizer
-from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, reproducible, rows, train, write_prompts
 
 
@@ -36,17 +34,6 @@ def test_sets_are_scored_by_interval_with_pass_at_k(model, files, tmp_path):
     assert {"eval/a", "eval/b", "eval/a-pass@1", "eval/a-pass@2", "eval/a-pass@4", "eval/b-truncated_ratio"} <= names
     assert found[0]["eval/a-pass@1"] == pytest.approx(found[0]["eval/a"])
     assert "passrate/pass@4" in found[1]
-
-
-def test_chosen_k_alone_are_reported(model, files, tmp_path):
-    data, a, _ = files
-    train(
-        flags(
-            model, data, tmp_path / "run", num_rollout=1, eval_prompt_data=["a", a], eval_interval=1,
-            n_samples_per_eval_prompt=4, eval_pass_k=[1, 3],
-        )
-    )  # fmt: skip
-    assert {n for n in rows(tmp_path / "run")[0] if "pass@" in n} == {"eval/a-pass@1", "eval/a-pass@3"}
 
 
 def test_sampling_of_evaluations_is_their_own(model, files, tmp_path):
@@ -137,20 +124,6 @@ def test_evaluation_during_training_uses_the_weights_of_its_step(changes, model,
         samples = [s for group in load_samples(tmp_path / f"dump_eval_{step}").groups for s in group.samples]
         assert {version for s in samples for version in s.token_versions} == {step}
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3, 4]
-
-
-def test_chat_prompts_are_rendered(model, tmp_path):
-    data = tmp_path / "chat.jsonl"
-    turns = [[{"role": "user", "content": f"{i}+1="}] for i in range(8)]
-    data.write_text("".join(json.dumps({"messages": turn, "label": "1"}) + "\n" for turn in turns))
-    train(
-        flags(
-            model, data, tmp_path / "run", input_key="messages", apply_chat_template=True, num_rollout=1,
-            save_debug_rollout_data=tmp_path / "dump_{rollout_id}", eval_prompt_data=["chat", data], eval_interval=1,
-        )
-    )  # fmt: skip
-    sample = load_samples(tmp_path / "dump_0").groups[0].samples[0]
-    assert sample.prompt == "<|im_start|>user\n0+1=<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_text_of_an_evaluation_keeps_special_tokens_as_in_training(model, files, tmp_path):

@@ -12,7 +12,7 @@ import rewards_zoo
 from furlong.data.audit import audit
 from furlong.errors import ConfigError, TrainerError
 from furlong.files.batch_file import load_batch
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import flags, is_finite, ledger_events, reproducible, rows, train, write_prompts
 
 

@@ -87,7 +87,6 @@ RUNS = {
     },
     "servers": {"rollout_num_gpus": 2},
 }  # fmt: skip
-CHAT = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}'
 FUNCTIONS = """
 from furlong import policy
 

@@ -13,13 +13,13 @@ from furlong.cli import main
 from furlong.cluster.ray_session import open_session
 from furlong.diagnosis.self_test import LOOK_CLOSER
 from furlong.errors import ConfigError
+from furlong.files.sample_file import load_samples
 from furlong.models.hf_model import load_model
 from furlong.models.quantized_folder import is_quantized
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.int4 import Int4Groups
 from furlong.quantization.weight_format import WeightFormat
 from furlong.tools.quantize_folder import quantize_folder
-from furlong.tracking.rollout_dump import load_samples
 from runs import flags, is_finite, rows, train, write_model, write_prompts
 
 FORMS: dict[str, WeightFormat] = {"fp8": Fp8Blocks((16, 16)), "int4": Int4Groups(16)}

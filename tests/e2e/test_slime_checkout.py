@@ -13,7 +13,7 @@ import pytest
 from furlong.core import slime_modules
 from furlong.data.audit import audit
 from furlong.files.batch_file import load_batch
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import argv_from_options, is_finite, rows, train, write_model
 
 SLIME = os.environ.get("FURLONG_SLIME_DIR")

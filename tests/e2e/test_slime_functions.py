@@ -11,7 +11,7 @@ import pytest
 
 from furlong.data.audit import audit
 from furlong.files.batch_file import load_batch
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import flags, is_finite, rows, train, write_model
 
 ZOO = Path(__file__).parents[1] / "helpers" / "slime_zoo.py"

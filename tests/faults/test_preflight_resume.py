@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.world import names, only
 from faults_marker import fault
 from furlong.core.sample import Group, Sample
-from furlong.tracking.rollout_dump import save_samples
+from furlong.files.sample_file import save_samples
 
 
 @fault("DATA01")

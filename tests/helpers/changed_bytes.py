@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.config.command_line import load
+from furlong.files.sample_file import load_samples
 from furlong.tools.run_bundle import read_bundle, unpack, write_bundle
-from furlong.tracking.rollout_dump import load_samples
 from furlong.wiring.build import Built, build
 from runs import flags, train, write_model, write_prompts
 

@@ -23,13 +23,13 @@ from transformers import GenerationConfig, PretrainedConfig, Qwen3Config
 
 from furlong.config.command_line import load
 from furlong.core.sample import Sample
+from furlong.files.sample_file import load_samples
 from furlong.inference.supervisor.launch import argv_from_options
 from furlong.inference.supervisor.process import LocalHost
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import build_tokenizer
 from furlong.run.launch import run
 from furlong.tools.run_diff import MEASURED
-from furlong.tracking.rollout_dump import load_samples
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=.:\\{} \n"

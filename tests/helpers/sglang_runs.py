@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.core.sample import Sample
 from furlong.data.audit import audit
-from furlong.tracking.rollout_dump import load_samples
+from furlong.files.sample_file import load_samples
 from runs import flags, rows, train, write_model, write_prompts
 
 ROLLOUTS = 3

@@ -128,7 +128,7 @@ def _report(console: Console, folder: Path, num_rollout: int, seconds: float) ->
 
 def _completions(folder: Path, num_rollout: int) -> list[tuple[str, str, str, str]]:
     """Return a few problems that need a carry, with the model's answers before and after."""
-    from furlong.tracking.rollout_dump import load_samples
+    from furlong.files.sample_file import load_samples
 
     first, last = (load_samples(folder / "rollouts" / f"eval_{step}.safetensors") for step in (0, num_rollout))
     rows: list[tuple[str, str, str, str]] = []

@@ -30,12 +30,11 @@ class EndSignals:
     """Handles the signals that end a run, in a `with` block around its event loop in the main thread.
 
     A signal asks the run to end in good order. The process exits at the second Ctrl-C, and if user code still blocks
-    the event loop after `blocked_s`. Does nothing in other threads than the main one. Handlers are functions, because
+    the event loop after `BLOCKED_S`. Does nothing in other threads than the main one. Handlers are functions, because
     child processes inherit ignored signals.
     """
 
-    def __init__(self, *, answer_s: float = ANSWER_S, blocked_s: float = BLOCKED_S) -> None:
-        self._answer_s, self._blocked_s = answer_s, blocked_s
+    def __init__(self) -> None:
         self._reason: Reason | None = None
         self._done = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,12 +87,12 @@ class EndSignals:
         """Report user code that keeps the event loop from ending the run, and exit if it does not stop."""
         probe, blocked_s = LoopProbe(loop), 0.0
         probe.blocked_at()
-        while not self._done.wait(self._answer_s):
+        while not self._done.wait(ANSWER_S):
             if (place := probe.blocked_at()) is None:
                 blocked_s = 0.0
                 continue
-            blocked_s += self._answer_s
+            blocked_s += ANSWER_S
             logger.warning("%s blocks the event loop, so the run cannot end; Ctrl-C (again) exits at once", place)
-            if blocked_s >= self._blocked_s:
+            if blocked_s >= BLOCKED_S:
                 logger.error("%s does not end; exiting without waiting for it", place)
                 exit_now(EXIT_CODES[reason])

@@ -32,7 +32,7 @@ from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
 from furlong.files.checkpoint_folder import STATE_FORMAT, TRACKER, folder_name
 from furlong.files.manifest import MANIFEST, write_manifest
-from furlong.tracking.rollout_dump import load_samples, save_samples
+from furlong.files.sample_file import load_samples, save_samples
 from furlong.tracking.run_files import METRICS, read_flags, read_rows
 from furlong.version import __version__
 

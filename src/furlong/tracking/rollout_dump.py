@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from furlong.core.sample import Group, Sample
-from furlong.files.sample_file import check_dump, load_samples, save_samples
-
-__all__ = ["RolloutDumps", "check_dump", "load_samples", "save_samples"]
+from furlong.files.sample_file import load_samples, save_samples
 
 
 class RolloutDumps:

@@ -39,12 +39,12 @@ def write_page(runs: Sequence[RunReader], path: Path) -> int:
     return len(text.encode())
 
 
-def page_text(runs: Sequence[RunReader], *, cache: Path | None = None) -> str:
+def page_text(runs: Sequence[RunReader]) -> str:
     """Return the HTML. Scripts run only if their checksum is in the page's policy, and data cannot contain any."""
     data = {
         "time": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [run.summary() for run in runs],
-        "answers": [_answers(RunPages(run, cache=cache)) for run in runs],
+        "answers": [_answers(RunPages(run)) for run in runs],
     }
     embedded = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS).decode()
     embedded = embedded.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -114,9 +114,9 @@ class RunPages:
     Raises DataError for a parameter that is not what it should be, and for files that cannot be read.
     """
 
-    def __init__(self, run: RunReader, *, cache: Path | None = None) -> None:
+    def __init__(self, run: RunReader) -> None:
         self.run = run
-        self.samples = SampleIndex(run.folder, run.flags, cache=cache)
+        self.samples = SampleIndex(run.folder, run.flags)
         self._groups = GroupFlow(run.folder / "ledger.jsonl")
         self._single = SamplePages(run.folder, run.flags)
         self.kinds: Mapping[str, Callable[[Parameters], Any]] = {

@@ -67,8 +67,8 @@ class RunReader:
     Raises ConfigError if the folder has no readable `config.json` of a run.
     """
 
-    def __init__(self, folder: Path, name: str = "") -> None:
-        self.folder, self.name = folder, name or folder.resolve().name
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.resolve().name
         self.sections = read_sections(folder)
         self._lock = threading.Lock()
         self._metrics = TailedFile(folder / METRICS, lambda row: type(row.get("step")) is int)

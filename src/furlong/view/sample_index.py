@@ -95,22 +95,17 @@ def _located(folder: Path, flags: Mapping[str, Any], template: str) -> Path:
     return Path(template)
 
 
-def cache_folder() -> Path:
-    """Return the folder of indexes: furlong/ in $XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "furlong" / "view"
-
-
 class SampleIndex:
     """The samples of one run. Thread-safe: every call opens the file for itself.
 
     reward_key: the entry of object rewards that counts.
     """
 
-    def __init__(self, folder: Path, flags: Mapping[str, Any], *, cache: Path | None = None) -> None:
+    def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
         self._folder, self._flags = folder, flags
         self._reward_key: str | None = flags.get("reward_key")
         digest = hashlib.sha256(f"{FORMAT}:{folder.resolve()}".encode()).hexdigest()[:24]
-        cache = cache or cache_folder()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "furlong" / "view"
         cache.mkdir(parents=True, exist_ok=True)
         self._path = cache / f"{digest}.sqlite"
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 
 from furlong.evals.eval_summary import Estimate, wilson
-from furlong.reproduce.intervals import accuracy_interval, gap
+from furlong.reproduce.published import accuracy_interval, gap
 
 RIGHT = [1] * 30 + [0] * 70
 

@@ -20,7 +20,6 @@ from furlong.interfaces import SamplingParams
 from furlong.rollout.agent import policy
 from furlong.rollout.engine_rollout import EngineRollout, all_failed
 from furlong.rollout.episodes import SILENT
-from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import Generation, generate_sample, score
 from furlong.rollout.train_batch import Conversion
 
@@ -69,25 +68,6 @@ def test_a_batch_has_its_groups_in_order_with_rewards_and_log_probs():
     assert batch.tokens.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
     assert batch.raw_rewards.tolist() == [0, 1, 0, 1]
     assert batch.columns["rollout_log_probs"].tolist() == [-0.5] * 4
-
-
-def test_every_group_is_accounted_for_over_several_rollouts_with_a_filter():
-    ledger, source = MemoryLedger(), ListSource(10)
-    parts = rollout(
-        ScriptedEngine(),
-        source,
-        ledger=ledger,
-        submit_size=3,
-        dynamic_filter=lambda args, samples, **kw: DynamicFilterOutput(samples[0].group_index % 3 != 0, "third"),
-    )
-    for i in range(3):
-        ledger.trained(produce(parts, i).group_ids.tolist(), i)
-    states = set(ledger.states.values())
-    assert states <= {"trained", "dropped", "returned"}
-    assert {g for g, state in ledger.states.items() if state == "dropped"} == {
-        g for g in ledger.states if g % 3 == 0 and ledger.states[g] != "returned"
-    }
-    assert sum(state == "trained" for state in ledger.states.values()) == 6
 
 
 def test_throughput_is_per_generating_gpu():
@@ -150,17 +130,6 @@ def test_a_continuation_that_times_out_leaves_the_prompt_unchanged():
     work = generate_sample(begun, how, rollout_id=1, continues=lambda: True)
     [sample] = asyncio.run(work)
     assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [1, 2], 0)
-
-
-def test_a_failed_reward_is_masked_counted_and_excluded_from_statistics():
-    source = ListSource(2)
-    groups = source.next_groups(2)
-    groups[0].samples[1].label = "verifier crashed"
-    source.return_groups(groups)
-    batch = produce(rollout(ScriptedEngine(), source))
-    assert np.isnan(batch.raw_rewards).tolist() == [False, True, False, False]
-    assert batch.loss_masks.tolist() == [1, 0, 1, 1]
-    assert values(batch.metrics)["rollout/reward_failed"] == 1
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason():

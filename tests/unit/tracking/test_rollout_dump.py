@@ -13,7 +13,8 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
 from furlong.files import sample_file as dump
-from furlong.tracking.rollout_dump import RolloutDumps, load_samples, save_samples
+from furlong.files.sample_file import load_samples, save_samples
+from furlong.tracking.rollout_dump import RolloutDumps
 
 
 def round_trip(tmp_path, groups, name="d.safetensors"):

@@ -24,7 +24,7 @@ from furlong.files.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
-from furlong.tracking.rollout_dump import check_dump
+from furlong.files.sample_file import check_dump
 from furlong.tracking.run_files import read_sections
 from furlong.training.megatron.parallel_layout import Layout, described
 
