@@ -197,6 +197,11 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     folder = Path(flags.ref_load)
     foreign = find_foreign_weights(folder, step=flags.ref_ckpt_step)
     if foreign is not None:
+        if flags.ref_ckpt_step is not None and (foreign / "config.json").is_file():
+            raise ConfigError(
+                f"--ref-ckpt-step {flags.ref_ckpt_step} has no effect: --ref-load {folder} is a Hugging Face model; "
+                "remove it"
+            )
         return {"ref": foreign}
     checkpoint = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
     assert checkpoint is not None  # validated
