@@ -328,13 +328,8 @@ def _trackers(context: RunContext, num_steps: int) -> Trackers:
     return Trackers.open(builders, context.tables)
 
 
-IGNORED_KEYS = (
-    "transformers_version",
-    "_name_or_path",
-    "chat_template",
-    "padding",
-    "truncation",
-)  # not what is trained
+# not what is trained
+IGNORED_KEYS = ("transformers_version", "_name_or_path", "chat_template", "padding", "truncation")
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
