@@ -70,7 +70,7 @@ ALLOWED |= {
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
     "algo": 1220,
-    "catalogue": 1210,
+    "catalogue": 1190,
     "chat": 950,
     "cluster": 1530,
     "commands": 1760,
@@ -100,7 +100,7 @@ BUDGET = {
     "training": 8900,
     "transfer": 710,
     "view": 1400,
-    "weight_sync": 2010,
+    "weight_sync": 2000,
     "wiring": 1840,
 }
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there

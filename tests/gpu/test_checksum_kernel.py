@@ -112,15 +112,6 @@ def test_views_at_odd_offsets_and_strided_tensors_have_the_checksums_of_the_host
         assert device_checksum(view(whole.cuda())) == device_checksum(view(whole))
 
 
-def test_later_work_on_the_stream_does_not_change_a_flushed_checksum():
-    tensor = torch.randn(1 << 26, device="cuda")
-    right, sums = device_checksum(tensor), Checksums()
-    sums.add("tensor", [tensor])
-    sums.flush()
-    tensor.zero_()
-    assert sums.digests() == {"tensor": right}
-
-
 def test_the_record_of_a_weight_update_is_of_the_sent_values_although_memory_is_reused():
     sent = WeightRecord(frozenset(), keep_rows=True, device_dtypes=frozenset([torch.bfloat16]))
     given = {f"model.layers.{i}.mlp.down_proj.weight": i for i in range(12)}

@@ -79,16 +79,6 @@ def test_the_plain_and_the_compiled_output_layer_agree(monkeypatch):
         assert distance(got, want) < 0.01
 
 
-def test_values_without_gradient_are_those_with_gradient():
-    hidden, weight, targets = inputs(torch.bfloat16)
-    args = {"temperature": 1.0, "chunk_size": 150, "entropy": True, "entropy_grad": False}
-    with_grad = token_stats(hidden, weight, targets, **args)
-    with torch.no_grad():
-        without = token_stats(hidden, weight, targets, **args)
-    assert torch.equal(with_grad.log_probs_R, without.log_probs_R)
-    assert torch.equal(with_grad.entropy_R, without.entropy_R)
-
-
 def test_full_float32_logits_never_exist():
     rows, width = 32_768, 2560
     hidden, weight, targets = inputs(torch.bfloat16, rows, width)

@@ -221,16 +221,15 @@ def _unanswered(error: SyncError | EngineError) -> dict[str, Loss]:
     """Return why engines that did not answer count as lost, by URL; {} if a trainer rank may be the cause."""
     if isinstance(error, EngineTimeoutError):
         return {error.url: HANG}
-    if isinstance(error, NoAnswerError):
-        return {error.url: _no_answer(str(error))}
-    if not isinstance(error, SyncError):
-        return {}
-    broken = {url: _no_answer(text) for url, text in error.broken.items()}
-    return dict.fromkeys(error.late["missing"] if error.late else (), HANG) | broken
-
-
-def _no_answer(text: str) -> Loss:
-    return Loss(f"it gave no answer during a weight update: {text}", ENGINE_UNANSWERED)
+    broken = {error.url: str(error)} if isinstance(error, NoAnswerError) else {}
+    silent: Sequence[str] = ()
+    if isinstance(error, SyncError):
+        broken, silent = error.broken, error.late["missing"] if error.late else ()
+    losses = {
+        url: Loss(f"it gave no answer during a weight update: {text}", ENGINE_UNANSWERED)
+        for url, text in broken.items()
+    }
+    return dict.fromkeys(silent, HANG) | losses
 
 
 class RankSync:

@@ -53,23 +53,20 @@ class VersionFolders:
     def make(self, version: int, fill: Callable[[Path], None], *, suffix: str = "") -> Path:
         """Write the folder of a version with `fill` and move it into place. Raises SyncError if that fails."""
         self._lock_folder()
+        target = self.folder / f"version_{version:06d}{suffix}"
+        partial = self.folder / f".{target.name}.partial"
         try:
-            return self._make(version, fill, suffix)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            fill(partial)
+            if target.exists():  # left by the run that is resumed
+                shutil.rmtree(target)
+            os.replace(partial, target)
         except (OSError, SafetensorError) as error:
             raise SyncError(
                 f"weight_sync version {version}: cannot write into {self.folder}: {error}; free some space, or use "
                 "another folder with --update-weight-disk-dir; the same command with --load resumes the run"
             ) from error
-
-    def _make(self, version: int, fill: Callable[[Path], None], suffix: str) -> Path:
-        target = self.folder / f"version_{version:06d}{suffix}"
-        partial = self.folder / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        fill(partial)
-        if target.exists():  # left by the run that is resumed
-            shutil.rmtree(target)
-        os.replace(partial, target)
         self._written.append(target)
         return target
 
