@@ -92,6 +92,10 @@ class _Box:
     def __init__(self, setup: dict[str, Any], libc: ctypes.CDLL) -> None:
         self._uid, self._limits, self._libc = setup["uid"], setup["limits"], libc
         self._has_network = setup["has_network"]
+        kernel = tuple(int(word) for word in os.uname().release.split(".")[:2])
+        self._max_tasks: int | None = None  # with threads
+        if self._uid is not None or kernel >= (5, 14):  # older kernels count all of the user's, outside, too
+            self._max_tasks = self._limits["max_processes"] * _TASKS_PER_PROCESS + 2 * (os.cpu_count() or 1)
         self._work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)
         self._wake, signaled = os.pipe()
         os.set_blocking(signaled, False)
@@ -208,7 +212,7 @@ class _Box:
             "RLIMIT_DATA": limits["memory_bytes"],  # reserved addresses do not count, as those of Go and Node.js
             "RLIMIT_FSIZE": limits["file_bytes"],
             "RLIMIT_NOFILE": limits["open_files"],
-            "RLIMIT_NPROC": limits["max_processes"] * _TASKS_PER_PROCESS,
+            "RLIMIT_NPROC": self._max_tasks,
         }
         for name, number in numbers.items():
             if number is not None:

@@ -98,7 +98,13 @@ def _pipe(content: bytes) -> int:
 
 
 def _view(readable: Sequence[str], *, network: bool) -> list[str]:
-    """Show system folders, Python, settings and `readable`; hide what is private below them."""
+    """Show system folders, Python, settings and `readable`; hide what is private below them. Raises ConfigError."""
+    own = ("/dev", "/proc", box_init.WORK)
+    for path in map(os.path.abspath, readable):
+        if not os.path.exists(path):
+            raise ConfigError(f"SandboxLimits.readable: {path} does not exist")
+        if _is_below(path, own) or path == "/" or any(_is_below(each, [path]) for each in own):
+            raise ConfigError(f"SandboxLimits.readable: sandboxes have a {path} of their own; name folders in it")
     words: list[str] = []
     system: list[str] = []
     for path in _FOLDERS:

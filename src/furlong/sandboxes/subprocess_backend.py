@@ -59,10 +59,17 @@ class SubprocessSandbox:
             refusals.append(f"{'as root' if is_root else 'with a user namespace'}: {refusal}")
         if _working:
             raise InfraError(f"a sandbox cannot be started: {'; '.join(refusals)}")
+        if "source path" in refusals[-1]:
+            fix = "let all users enter that folder, for example with Python in /opt"
+        elif "nknown option" in refusals[-1]:
+            fix = "install bubblewrap 0.8 or newer, or pip install 'furlong[sandbox]' and remove the old one from PATH"
+        else:
+            fix = (
+                "allow user namespaces (sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone; for a "
+                "container: --privileged, or --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+            )
         raise ConfigError(
-            f"this machine does not let bubblewrap isolate processes ({'; '.join(refusals)}); allow user namespaces "
-            "(sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone; for a container: docker run "
-            "--privileged, or --security-opt seccomp=unconfined --security-opt systempaths=unconfined), use "
+            f"this machine does not let bubblewrap isolate processes ({'; '.join(refusals)}); {fix}, use "
             f"backend='docker' or 'e2b', {UNISOLATED}"
         )
 
