@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A code agent (coding.py): what the model writes runs in a sandbox, and unit tests are the reward.
+# A code agent (coding.py): what the model writes runs in a sandbox, and its result is the reward.
 #
 #   bash examples/code/run.sh          # two minutes on a CPU; any flag of `furlong train` can follow
 #

@@ -457,6 +457,16 @@ for _ in range(240):
         except OSError: pass
 time.sleep(2); escaped(len(kept), "full sockets")
 """, _was_bounded),
+    Escape("memory in TCP connections", """
+server, kept = socket.create_server(("127.0.0.1", 0)), []
+for _ in range(200):
+    client = socket.create_connection(server.getsockname()); kept += [client, server.accept()[0]]
+    client.setblocking(False)
+    try:
+        while True: client.send(bytes(1 << 20))
+    except OSError: pass
+time.sleep(1); escaped("200 full connections")
+""", _was_killed_for_memory),
     Escape("memory by raising limits", """
 for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
     refused(lambda: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))

@@ -242,8 +242,7 @@ class _Box:
             filesystem = os.statvfs(folder)
             used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
         if not self._has_network:
-            with open("/proc/net/sockstat") as file:
-                used += int(file.readline().split()[2]) * _SOCKET_BYTES
+            used += _socket_bytes()
         limit = self._limits["memory_bytes"]
         return f"{used >> 20} MiB of memory, the limit is {limit >> 20} MiB" if used > limit else ""
 
@@ -266,6 +265,17 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
                         shared[key] = max(shared.get(key, 0), end - start)
         except PermissionError:  # a process that hides its mappings
             shared[pid] = others
+    return used
+
+
+def _socket_bytes() -> int:
+    """Return what sockets may keep, and what those of TCP, whose buffers grow, do keep."""
+    with open("/proc/net/sockstat") as file:
+        used = int(file.readline().split()[2]) * _SOCKET_BYTES
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{name}") as file:
+            next(file)
+            used += sum(int(number, 16) for line in file for number in line.split()[4].split(":"))
     return used
 
 
