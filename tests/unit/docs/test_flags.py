@@ -34,7 +34,7 @@ OF_OTHERS = {
     "Megatron-LM": "--pipeline-model-parallel-layout",
     "pip": "--editable",
     "slurm": "--mem --time --requeue --exclude",
-    "containers": "--shm-size --ipc --gpus --ulimit --pids-limit",
+    "containers": "--shm-size --ipc --gpus --ulimit --pids-limit --privileged --security-opt",
     "none: mistakes that pages show, and options of TRL": "--rm-typ --rollout-batchsize --max-grad-norm",
     "any: the word for a flag": "--flag",
 }
