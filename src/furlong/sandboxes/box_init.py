@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -54,10 +55,8 @@ def main() -> None:
     _send({"ready": True})
     while True:
         request, data = _receive()
-        if request["op"] == "exec":
-            _send(*box.execute(request, data))
-        elif request["op"] != "cancel":  # of a command that has ended
-            _send(*box.access(request, data))
+        if request["op"] != "cancel":  # it has ended the command before it
+            _send(*box.answer(request, data))
 
 
 def _receive() -> tuple[dict[str, Any], bytes]:
@@ -92,9 +91,9 @@ class _Box:
     def __init__(self, setup: dict[str, Any], libc: ctypes.CDLL) -> None:
         self._uid, self._limits, self._libc = setup["uid"], setup["limits"], libc
         self._has_network = setup["has_network"]
-        kernel = tuple(int(word) for word in os.uname().release.split(".")[:2])
+        kernel = [int(word) for word in re.findall(r"\d+", os.uname().release)[:2]]
         self._max_tasks: int | None = None  # with threads
-        if self._uid is not None or kernel >= (5, 14):  # older kernels count all of the user's, outside, too
+        if self._uid is not None or kernel >= [5, 14]:  # older kernels count those of the user outside, too
             self._max_tasks = self._limits["max_processes"] * _TASKS_PER_PROCESS + 2 * (os.cpu_count() or 1)
         self._work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)
         self._wake, signaled = os.pipe()
@@ -102,10 +101,11 @@ class _Box:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(signaled, warn_on_full_buffer=False)
 
-    # -- files: nothing of a command runs meanwhile
-
-    def access(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-        """Read or write a file with the rights of a command."""
+    def answer(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+        """Run a command, or read or write a file with the rights of commands, none of which runs then."""
+        os.fchmod(self._work, 0o777)  # commands may have taken the rights of their folder away
+        if request["op"] == "exec":
+            return self._execute(request, data)
         try:
             with self._as_user():
                 if request["op"] == "read":
@@ -119,8 +119,6 @@ class _Box:
 
     @contextlib.contextmanager
     def _as_user(self) -> Generator[None]:
-        with contextlib.suppress(PermissionError):  # commands may have taken the rights of their folder away
-            os.fchmod(self._work, 0o777)
         if self._uid is None:
             yield
             return
@@ -132,15 +130,11 @@ class _Box:
             os.seteuid(0)
             os.setegid(0)
 
-    # -- commands
-
-    def execute(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
+    def _execute(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a command to its end, to a limit, or until the driver cancels it; no other process is left."""
         user: dict[str, Any] = {}
         if self._uid is not None:
             user = {"user": self._uid, "group": self._uid, "extra_groups": []}
-        with contextlib.suppress(PermissionError):
-            os.fchmod(self._work, 0o777)
         try:
             child = subprocess.Popen[bytes](
                 ["/bin/sh", "-c", request["command"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -184,7 +178,7 @@ class _Box:
                 writes = [] if child.stdin.closed else [sink]
                 wait_s = max(0.0, min(deadline, next_look) - time.monotonic())
                 readable, writable, _ = select.select([0, self._wake, *is_open], writes, [], wait_s)
-                if 0 in readable and _receive()[0]["op"] == "cancel":
+                if 0 in readable:  # the driver cancels the command
                     return None, "ended by the caller"
                 for number in is_open.intersection(readable):
                     if not (part := os.read(number, 1 << 16)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -27,6 +28,7 @@ _BACKENDS = {
     "e2b": "furlong.sandboxes.e2b_backend:E2BSandbox",
 }
 _UNISOLATED = "furlong.sandboxes.unisolated_backend:UnisolatedSandbox"  # in place of "subprocess"
+SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MIB = 1 << 20
 CREATE_ATTEMPTS = 3
 
@@ -122,6 +124,11 @@ class SandboxSpec:
     image: str | None
     limits: SandboxLimits
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def variables(self, home: str, temporary: str) -> dict[str, str]:
+        """Return all variables of commands on this machine."""
+        path = f"{os.path.dirname(sys.executable)}:{SEARCHED}"
+        return {"PATH": path, "HOME": home, "TMPDIR": temporary, "LANG": "C.UTF-8", **self.environment}
 
 
 def build_sandbox(

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -17,9 +16,8 @@ from typing import Any
 from furlong.errors import ConfigError, DataError, InfraError
 from furlong.sandboxes.box_init import HEADER, WORK, frame
 from furlong.sandboxes.bubblewrap import UNISOLATED, bubblewrap_command, find_bubblewrap, free_uid
-from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
+from furlong.sandboxes.code_sandbox import SEARCHED, Executed, SandboxSpec
 
-SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _GRACE_S = 10.0  # for the first process to kill the others and to reply
 _START_S = 60.0
 _working: set[bool] = set()  # the ways that have worked in this process: with root's capabilities, or without
@@ -112,13 +110,7 @@ class SubprocessSandbox:
             "command": command,
             "timeout_s": seconds,
             "output_bytes": limits.output_bytes,
-            "environment": {
-                "PATH": f"{os.path.dirname(sys.executable)}:{SEARCHED}",
-                "HOME": WORK,
-                "TMPDIR": "/tmp",
-                "LANG": "C.UTF-8",
-                **self._spec.environment,
-            },
+            "environment": self._spec.variables(WORK, "/tmp"),
         }
         async with self._turn:
             self._check_open()

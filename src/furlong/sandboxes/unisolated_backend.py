@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from furlong.sandboxes.box_init import read_file, write_file
 from furlong.sandboxes.code_sandbox import Executed, SandboxSpec
 
 PREFIX = "furlong-sandbox-"
-_SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MISSING = {
     "processes": "commands can signal other processes of this user and read their environment",
     "files": "commands can read and write all files of this user",
@@ -60,13 +58,7 @@ class UnisolatedSandbox:
             ["/bin/sh", "-c", command],
             stdin=stdin.encode(),
             directory=self._root,
-            environment={
-                "PATH": f"{os.path.dirname(sys.executable)}:{_SEARCHED}",
-                "HOME": self._root,
-                "TMPDIR": self._root,
-                "LANG": "C.UTF-8",
-                **self._spec.environment,
-            },
+            environment=self._spec.variables(self._root, self._root),
             limits=ProcessLimits(
                 limits.memory_bytes, limits.max_processes, limits.cpu_s, limits.file_bytes, limits.open_files
             ),
