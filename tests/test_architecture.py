@@ -82,7 +82,7 @@ BUDGET = {
     "evals": 400,
     "files": 1290,
     "furlong": 1300,
-    "inference": 9920,
+    "inference": 9910,
     "loop": 1200,
     "models": 3400,
     "quantization": 1260,

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from furlong.config.sections import EnginesFlags
+from furlong.config.sections import Config, EnginesFlags
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.supervisor.launch import SglangLaunch
 from furlong.inference.supervisor.process import HostGpus, LocalHost
@@ -36,7 +36,7 @@ def served(folder, runner, routing=None, *, num_gpus=1, **options):
         [[HostGpus(LocalHost(), torch.cuda.device_count() - num_gpus, num_gpus)]],
         engine,
         log_dir=folder / "logs",
-        engines=EnginesFlags(sglang_server_start_timeout=400),
+        config=Config(engines=EnginesFlags(sglang_server_start_timeout=400)),
         probe_s=30,
     )
     runner.run(replicas.start())

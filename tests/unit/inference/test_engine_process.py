@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from furlong.config.sections import ClusterFlags
+from furlong.config.sections import Config
 from furlong.errors import ENGINE_KILLED, ENGINE_UNANSWERED, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.inference.supervisor.process import HostGpus, LocalHost
@@ -99,7 +99,7 @@ def asked_of(launch: ScriptLaunch, folder: Path) -> list[str]:
     async def body() -> None:
         replica = EngineReplica(0, [HostGpus(LocalHost(), 0, 1)])
         try:
-            await replica.bring_up(launch, log_dir=folder, start_timeout_s=30, cluster=ClusterFlags())
+            await replica.bring_up(launch, log_dir=folder, config=Config())
             assert replica.server is not None
             await replica.server.close()
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from furlong.config.sections import FaultFlags
+from furlong.config.sections import Config, FaultFlags
 from furlong.errors import ENGINE_HANGS, ENGINE_KILLED, EngineError, Loss
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.server import ServerInfo, SglangServer
@@ -59,7 +59,7 @@ def replica_set_of(router: FakeRouter, folder: Path, events: list[str], *, max_r
         rollout_max_engine_restarts=max_restarts,
     )
     return ReplicaSet(
-        [launch], [], HttpEngine([], is_supervised=True), folder, fault=fault, router=router,
+        [launch], [], HttpEngine([], is_supervised=True), folder, config=Config(fault=fault), router=router,
         on_event=lambda name, **_: events.append(name),
     )  # fmt: skip
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +79,10 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     with pytest.raises(RequestError, match="cannot fit"):
         asyncio.run(model.encode(["a" * 10_000]))
     assert asyncio.run(model.encode(["ab", "c"])) == [Engine.tokenizer.encode("ab"), Engine.tokenizer.encode("c")]
+
+
+def test_reading_a_request_leaves_memory_intact():
+    """msgspec 0.22 writes beyond the end of a field that is text with a pattern, or a list."""
+    read = "from furlong.inference.server.generate_api import *; read_fields(GenerateFields, {'rid': ['a']})"
+    words = [sys.executable, "-c", read]
+    assert subprocess.run(words, env={**os.environ, "PYTHONMALLOC": "debug"}, check=False).returncode == 0

@@ -123,7 +123,7 @@ class GenerateFields(PromptFields):
     """The body of `/generate`. Parameters may be lists."""
 
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: Name | list[Name] | None = None
+    rid: str | list[str] | None = None  # of `Name`; msgspec 0.22 corrupts memory for a text with a pattern, or a list
     return_logprob: bool | list[bool] | None = None
     incremental_streaming_output: bool | None = None
 
@@ -287,6 +287,7 @@ def _rids(rid: str | list[str] | None, rows: int, n: int) -> list[str]:
     names = rid if isinstance(rid, list) else [rid] if rows == 1 else [f"{rid}-{i}" for i in range(rows)]
     if len(names) != rows:
         raise RequestError(f"rid is {quote(rid)}, must be a string, or a list of {rows} strings")
+    convert(names, list[Name], "rid")
     return [name if n == 1 else f"{name}-{i}" for name in names for i in range(n)]
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from furlong.config.sections import ClusterFlags
+from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import api_key_environment
 from furlong.errors import ENGINE_HANGS, ConfigError, EngineError, Loss
 from furlong.inference.sglang.answers import reading
-from furlong.inference.sglang.server import PROBE_S, WEIGHT_REPORT_S, ServerInfo, SglangServer
+from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer
 from furlong.inference.supervisor.launch import RENDEZVOUS_PORTS, Launch, Ports, argv_from_options, module_command
 from furlong.inference.supervisor.process import START_POLL_S, Host, HostGpus, HostProcess, ServerProcess
 
@@ -113,10 +113,8 @@ class EngineReplica:
         launch: Launch,
         *,
         log_dir: Path,
-        start_timeout_s: float,
-        cluster: ClusterFlags,
+        config: Config,
         probe_s: float = PROBE_S,
-        report_s: float = WEIGHT_REPORT_S,
         min_context_len: int | None = None,
     ) -> SglangServer:
         """Start it, wait until it answers, connect `server` to it and return that.
@@ -130,14 +128,15 @@ class EngineReplica:
             process.url,
             ServerInfo.read({}),
             api_key=launch.api_key,
-            concurrency=cluster.sglang_server_concurrency,
-            timeout_s=cluster.sglang_router_request_timeout_secs,
+            concurrency=config.cluster.sglang_server_concurrency,
+            timeout_s=config.cluster.sglang_router_request_timeout_secs,
             probe_s=probe_s,
-            report_s=report_s,
+            report_s=config.sync.update_weight_timeout,
         )
         server.role, server.bootstrap_port, server.first_rank = launch.role, process.bootstrap_port, self.first_rank
         try:
-            await process.while_starting(_prepare(process, server, min_context_len), start_timeout_s)
+            limit_s = config.engines.sglang_server_start_timeout
+            await process.while_starting(_prepare(process, server, min_context_len), limit_s)
         except BaseException:
             await server.close()
             raise

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, served_models
-from furlong.config.sections import ClusterFlags, Config, EnginesFlags, FaultFlags
+from furlong.config.sections import Config
 from furlong.core.transports import transport_spec
 from furlong.errors import (
     ENGINE_EXITED,
@@ -35,7 +35,7 @@ from furlong.errors import (
 )
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.pool import TOKEN_TIMEOUT_S, ServerPool
-from furlong.inference.sglang.server import GENERATE, PROBE_S, WEIGHT_REPORT_S, SglangServer
+from furlong.inference.sglang.server import GENERATE, PROBE_S, SglangServer
 from furlong.inference.supervisor.launch import Launch
 from furlong.inference.supervisor.process import HostGpus, LocalHost, unless_lost
 from furlong.inference.supervisor.replica import EngineReplica, SglangRouter
@@ -85,7 +85,6 @@ class ReplicaSet:
         log_dir: Folder for the logs of the engines.
         min_context_len: Required context length. None: any.
         probe_s: Timeout of the health check before and after weight updates.
-        report_s: Timeout of an engine's reports on its weights.
         router: Started with the engines; None sends requests to the engines directly.
         devices: Gives them to a colocated engine that is restarted.
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
@@ -99,12 +98,9 @@ class ReplicaSet:
     placements: Sequence[Sequence[HostGpus]]
     engine: HttpEngine
     log_dir: Path
-    cluster: ClusterFlags = field(default_factory=ClusterFlags)
-    engines: EnginesFlags = field(default_factory=EnginesFlags)
-    fault: FaultFlags = field(default_factory=FaultFlags)
+    config: Config = field(default_factory=Config)
     min_context_len: int | None = None
     probe_s: float = PROBE_S
-    report_s: float = WEIGHT_REPORT_S
     router: SglangRouter | None = None
     devices: DeviceSharing = field(default_factory=DeviceSharing)
     first_index: int = 0
@@ -186,7 +182,7 @@ class ReplicaSet:
         try:
             while True:
                 loss = await self._loss(target)
-                if not self.fault.use_fault_tolerance:
+                if not self.config.fault.use_fault_tolerance:
                     raise loss.error(suffix=f"\n{fix}")
                 await replace(loss, time.perf_counter())
         except FurlongError as error:
@@ -203,7 +199,7 @@ class ReplicaSet:
 
     async def _loss(self, target: EngineReplica | SglangRouter) -> Loss:
         """Wait until `target` is lost; return why: its process ended, it hangs, or requests could not reach it."""
-        fault = self.fault
+        fault = self.config.fault
         check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
         while (loss := await target.exit_loss()) is None:
             if fault.use_fault_tolerance and time.monotonic() >= check_s:
@@ -216,7 +212,7 @@ class ReplicaSet:
 
     def _count_restart(self, loss: Loss) -> str:
         """Count one more restart; returns `3 of 10`. Raises EngineError if the limit is exceeded."""
-        limit = self.fault.rollout_max_engine_restarts
+        limit = self.config.fault.rollout_max_engine_restarts
         if self.num_restarts >= limit:
             raise loss.error(
                 suffix=f"\nEngines were restarted {self.num_restarts} times, the limit of "
@@ -233,7 +229,7 @@ class ReplicaSet:
             try:
                 await command
             except EngineError:
-                if not self.fault.use_fault_tolerance or await router.exit_loss() is None:
+                if not self.config.fault.use_fault_tolerance or await router.exit_loss() is None:
                     raise
 
     async def _restart_router(self, router: SglangRouter, loss: Loss, lost_s: float) -> None:
@@ -266,10 +262,8 @@ class ReplicaSet:
         return await replica.bring_up(
             self.launches[replica.index - self.first_index],
             log_dir=self.log_dir,
-            start_timeout_s=self.engines.sglang_server_start_timeout,
-            cluster=self.cluster,
+            config=self.config,
             probe_s=self.probe_s,
-            report_s=self.report_s,
             min_context_len=self.min_context_len,
         )
 
@@ -338,7 +332,7 @@ class ReplicaSet:
         if self.weights is None:
             return
         began_s, wait_s = time.monotonic(), RETRY_S
-        timeout_s = self.engines.sglang_server_start_timeout
+        timeout_s = self.config.engines.sglang_server_start_timeout
         why = "no weights were sent yet"
         while server.stale:
             versions = [replica.version for replica in self._replicas if replica.version is not None]
@@ -483,10 +477,7 @@ class EngineSupervisor:
                 placements[first:last],
                 engine if trained else HttpEngine([], is_supervised=True, needs_router=is_split(model.groups)),
                 log_dir,
-                cluster=config.cluster,
-                engines=config.engines,
-                fault=config.fault,
-                report_s=config.sync.update_weight_timeout,
+                config,
                 min_context_len=config.rollout.rollout_max_context_len if trained else None,
                 router=self._routers.get(model.name),
                 devices=(devices if trained else None) or DeviceSharing(),
