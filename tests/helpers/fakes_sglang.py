@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from furlong.core.weights import WeightSource
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 from furlong.transfer.device_checksum import Checksums
+from furlong.weight_sync.verification import WeightVerifier, record_for
 
 ANSWER = {
     "version": "0.5.16", "device": "cuda", "dtype": "bfloat16", "tp_size": 1, "moe_runner_backend": "auto",
@@ -21,6 +24,30 @@ ANSWER = {
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def verify(servers: Sequence[SglangServer], *updates: Any, scheme: Any = None, **source: Any) -> str:
+    """Send weights to servers and verify them, once per update; return what the last verification compared.
+
+    updates: (name, tensor) pairs. scheme: quantizes them. source: arguments of WeightSource.
+    """
+
+    async def body() -> str:
+        verifier, text = WeightVerifier(), ""
+        try:
+            for items in updates:
+                sent = record_for(servers, is_quantized=scheme is not None)
+                weights = WeightSource(lambda items=items: iter(items), **source)
+                for _ in sent.recording(weights if scheme is None else scheme.quantized(weights)).open():
+                    pass
+                text = await verifier.check(servers, sent, 7)
+                assert sent.checksums
+        finally:
+            for server in servers:
+                await server.close()
+        return text
+
+    return asyncio.run(body())
 
 
 def device_checksum(tensor: Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from unittest import mock
@@ -12,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fakes_sglang
 from fakes_sglang import Sglang
-from furlong.core.weights import WeightSource
 from furlong.errors import SyncError
 from furlong.transfer.device_checksum import Checksums
-from furlong.weight_sync.verification import WeightVerifier, record_for
 
 EVERY, BUT_EXPERTS = "every checksum verified", "every checksum but those of experts verified"
 EXPERTS = 4
@@ -67,23 +65,8 @@ class Server(Sglang):
         return [(rank, tensors | self.wrong.get(rank, {})) for rank, tensors in super().ranks()]
 
 
-def verify(servers, items, *, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
-    """Return the verification result of one weight update."""
-
-    async def body():
-        sent = record_for(servers)
-        source = WeightSource(lambda: iter(items), is_live=is_live, num_kv_heads=num_kv_heads, num_experts=num_experts)
-        for _ in sent.recording(source).open():
-            pass
-        sent.finish()
-        assert sent.checksums
-        try:
-            return await WeightVerifier().check(servers, sent, 7)
-        finally:
-            for server in servers:
-                await server.close()
-
-    return asyncio.run(body())
+def verify(servers, *updates, num_kv_heads=2, num_experts=EXPERTS, is_live=True):
+    return fakes_sglang.verify(servers, *updates, num_kv_heads=num_kv_heads, num_experts=num_experts, is_live=is_live)
 
 
 @settings(max_examples=15, deadline=None)
@@ -300,32 +283,16 @@ def test_an_unchanged_first_pipeline_stage_is_healthy(family):
     changed = STATE | {NAMES[5]: STATE[NAMES[5]] + 1}
     assert NAMES[5].startswith("model.layers.1.")
 
-    async def body():
-        proof = WeightVerifier()
-        for state in (STATE, changed):
-            server.state = state
-            sent = record_for([server])
-            for _ in sent.recording(WeightSource(state.items, is_live=True, num_kv_heads=2)).open():
-                pass
-            await proof.check([server], sent, 7)
+    def loaded(state):
+        server.state = state
+        yield from state.items()
 
-    asyncio.run(body())
+    verify([server], loaded(STATE), loaded(changed))
 
 
 def test_experts_that_stay_while_the_trainers_change_are_an_error_also_where_they_are_not_known():
     server = Server(WITH_EXPERTS, "qwen3_moe", tp_size=2)
     expert = "model.layers.0.mlp.experts.3.up_proj.weight"
     changed = WITH_EXPERTS | {expert: WITH_EXPERTS[expert] + 1}
-
-    async def body():
-        proof = WeightVerifier()
-        for state in (WITH_EXPERTS, changed):
-            sent = record_for([server])
-            for _ in sent.recording(
-                WeightSource(state.items, is_live=True, num_kv_heads=2, num_experts=EXPERTS)
-            ).open():
-                pass
-            await proof.check([server], sent, 7)
-
     with pytest.raises(SyncError, match="http://engine did not change, unlike the trainer's"):
-        asyncio.run(body())
+        verify([server], WITH_EXPERTS.items(), changed.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 
@@ -10,11 +9,9 @@ import pytest
 import torch
 
 from fakes_engine import tiny_model
-from fakes_sglang import Sglang
-from furlong.core.weights import WeightSource
+from fakes_sglang import Sglang, verify
 from furlong.errors import SyncError
 from furlong.models.hf_model import named_tensors, on_disk
-from furlong.weight_sync.verification import WeightVerifier, record_for
 
 MODEL = tiny_model("qwen3_moe")[1]
 STATE = {
@@ -30,18 +27,7 @@ ROWS = "tensors compared by rows"
 def check(server, items, *, times=1, family="qwen3_moe"):
     """What the proof says, of the last publication."""
     server.family = family
-
-    async def body():
-        proof, words = WeightVerifier(), ""
-        for _ in range(times):
-            sent = record_for([server])
-            for _ in sent.recording(WeightSource(lambda: iter(items))).open():
-                pass
-            words = await proof.check([server], sent, 7)
-        await server.close()
-        return words
-
-    return asyncio.run(body())
+    return verify([server], *[list(items)] * times)
 
 
 def test_every_tensor_of_a_model_with_experts_is_compared():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 
@@ -10,31 +9,19 @@ import pytest
 import torch
 
 from fakes_engine import tiny_model
-from fakes_sglang import Sglang
-from furlong.core.weights import EngineSharding, WeightSource
+from fakes_sglang import Sglang, verify
+from furlong.core.weights import EngineSharding
 from furlong.errors import SyncError
 from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.sglang_layout.layout_checksums import LayoutChecksums
 from furlong.sglang_layout.quantized_loading import LOADER
-from furlong.weight_sync.verification import WeightVerifier, record_for
 
 STATE = {name: tensor.clone() for name, tensor in tiny_model("qwen2")[1].state_dict().items()}
 
 
-def check(server, state=STATE):
-    async def body():
-        sent = record_for([server])
-        for _ in sent.recording(WeightSource(state.items)).open():
-            pass
-        sent.finish()
-        assert sent.num_tensors == len(state) == len(sent.checksums)
-        try:
-            return await WeightVerifier().check([server], sent, 7)
-        finally:
-            await server.close()
-
-    return asyncio.run(body())
+def check(server):
+    return verify([server], STATE.items())
 
 
 @pytest.mark.parametrize(("dtype", "family"), [("auto", "qwen2"), ("bfloat16", "mimo")])
@@ -93,18 +80,8 @@ class LoadedQuantized(Sglang):
 
 
 def check_quantized(state):
-    async def body():
-        server = LoadedQuantized({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, **QUANTIZED)
-        sent = record_for([server], is_quantized=True)
-        for _ in sent.recording(SCHEME.quantized(WeightSource(STATE.items))).open():
-            pass
-        sent.finish()
-        try:
-            return await WeightVerifier().check([server], sent, 7), server.shown
-        finally:
-            await server.close()
-
-    return asyncio.run(body())
+    server = LoadedQuantized({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, **QUANTIZED)
+    return verify([server], STATE.items(), scheme=SCHEME), server.shown
 
 
 def test_beside_quantized_weights_every_other_tensor_is_compared():
