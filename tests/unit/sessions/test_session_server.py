@@ -196,9 +196,6 @@ REFUSED = [
     ("v1/chat/completions", {"tool_choice": "required"}, 400, "tool_choice"),
     ("v1/chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format"),
     ("v1/chat/completions", {"model": "gpt-9"}, 400, "model"),
-    ("v1/chat/completions", {"made_up": 1}, 400, "made_up"),
-    ("v1/chat/completions", {"max_tokens": 0}, 400, "max_tokens"),
-    ("v1/chat/completions", {"temperature": "hot"}, 400, "temperature"),
     ("v1/chat/completions", {"tools": [{"type": "web_search"}]}, 400, r"tools[0]"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 400}]}, 400, "context length"),
@@ -211,7 +208,6 @@ REFUSED = [
     ("v1/messages", {"max_tokens": 5, "messages": [USER, {**USER, "role": "assistant"}]}, 400, "messages[1].role"),
     ("v1/responses", {"input": "x", "reasoning": {"mode": "x"}, "messages": None}, 400, "reasoning.mode"),
     ("v1/responses", {"input": "x", "background": True, "messages": None}, 400, "background"),
-    ("inference/v1/generate", {"token_ids": ["a"], "messages": None}, 400, "token_ids"),
     ("v1/embeddings", {}, 404, "not served"),
 ]
 
