@@ -6,8 +6,6 @@ Each is injected, found with its values, fixed as the message says, and gone.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -217,16 +215,3 @@ def test_an_engine_in_bfloat16_on_a_cpu_whose_sums_depend_on_the_batch(world, mo
     assert world.look(debug_determinism=True, bf16=True, embedded_dtype="float32") == []
     monkeypatch.setattr(machine, "has_amx", lambda: False)
     assert world.look(debug_determinism=True, bf16=True) == []
-
-
-@pytest.mark.nightly
-def test_the_doctor_imports_torch_and_transformers_only_to_build_a_model(world):
-    """config.json of this model has no sizes."""
-    words = flags(world.model, world.data, world.folder / "run", rm_type="math", apply_chat_template=True)
-    code = (
-        "import sys; from furlong.cli import main; code = main(sys.argv[1:]);"
-        "import furlong.commands.weight_folders, furlong.diagnosis.postmortem.run_examination;"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "doctor", *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["no problems found", "[]"]), done.stderr
