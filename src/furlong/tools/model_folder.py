@@ -45,12 +45,6 @@ class StoredModel:
         return {name: tensor for shard in self.shards.values() for name, tensor in shard.tensors.items()}
 
     @property
-    def weight_shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Shapes of all tensors, with packed weights under the name of the whole weight; None if not in the header."""
-        shapes: dict[str, tuple[int, ...] | None] = {name: tensor.shape for name, tensor in self.tensors.items()}
-        return shapes | {n.removesuffix("_packed"): None for n in shapes if n.endswith(".weight_packed")}
-
-    @property
     def text_config(self) -> Mapping[str, Any]:
         """The language model's part of the config, which multimodal models nest."""
         return cast("Mapping[str, Any]", self.config.get("text_config") or self.config)

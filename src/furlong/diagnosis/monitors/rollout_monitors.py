@@ -229,21 +229,12 @@ def _failed_calls(
     )
 
 
-def blocking_generation(now: StepContext) -> Alert | None:
-    """HOOK02: the share of a rollout during which a generate function blocked the event loop."""
-    if now.facts.config.session.environment:
-        return None
-    return _blocking(now, "HOOK02", now.facts.generating_flag or "--custom-generate-function-path")
-
-
-def blocking_environment(now: StepContext) -> Alert | None:
-    """AGT05: the share of a rollout during which an environment blocked the event loop."""
-    if not now.facts.config.session.environment:
-        return None
-    return _blocking(now, "AGT05", f"--environment {now.facts.config.session.environment[0]}")
-
-
-def _blocking(now: StepContext, id: str, what: str) -> Alert | None:
+def blocking(now: StepContext) -> Alert | None:
+    """HOOK02 or AGT05: the share of a rollout during which user code blocked the event loop."""
+    environment = now.facts.config.session.environment
+    id, what = "HOOK02", now.facts.generating_flag or "--custom-generate-function-path"
+    if environment:
+        id, what = "AGT05", f"--environment {environment[0]}"
     blocked, whole = now.row.get("perf/generate_held_time", 0.0), now.row.get("perf/rollout_time", 0.0)
     if blocked < BLOCKED_LEAST_S or blocked < BLOCKED_SHARE * whole:
         return None
@@ -357,10 +348,9 @@ MONITORS = (
     StepMonitor("REW03", failed_rewards, again=5),
     StepMonitor("REW04", reward_wait, again=1.5),
     StepMonitor("HOOK01", failed_generation, again=5),
-    StepMonitor("HOOK02", blocking_generation, again=1.5),
+    StepMonitor("HOOK02", blocking, again=1.5),
     StepMonitor("DATA03", data_wait, again=2),
     StepMonitor("ASYNC01", staleness, again=2),
     StepMonitor("TOOL01", tool_output, again=5),
     StepMonitor("TOOL02", full_context, again=2),
-    StepMonitor("AGT05", blocking_environment, again=1.5),
 )

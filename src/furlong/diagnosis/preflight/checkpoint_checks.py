@@ -139,7 +139,10 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     has_layout = (folder / "trainer" / "trainer.json").is_file()
     saved = described(read_object(folder, "trainer/trainer.json").get("layout") if has_layout else None)
-    current = _current_backend(context)
+    train, current = context.config.train, described(None)
+    if train.train_backend == "megatron":
+        layers = None if context.model is None else context.model.text_config.get("num_hidden_layers")
+        current = described(asdict(Layout.of(train, context.config.megatron, layers)))
     before = len(list((folder / "trainer").glob("trainer_rng*.safetensors")))  # one per rank
     now = max(1, Topology.of(context.config).num_ranks)
     if before in (0, now) and saved == current:
@@ -152,14 +155,6 @@ def layout(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy="no action needed",
         evidence={"folder": str(folder), "saved_by": before, "ranks": now, "saved_with": saved, "run": current},
     )
-
-
-def _current_backend(context: PreflightContext) -> str:
-    train = context.config.train
-    if train.train_backend != "megatron":
-        return described(None)
-    layers = context.model.text_config.get("num_hidden_layers") if context.model is not None else None
-    return described(asdict(Layout.of(train, context.config.megatron, layers)))
 
 
 def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:

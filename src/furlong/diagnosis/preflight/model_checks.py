@@ -143,8 +143,9 @@ def _is_quoted_conversation(text: str) -> bool:
 
 def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
     """TPL02: conversations in the data whose earlier turns the template renders differently later on."""
-    template = _template(context)
-    if template is None or not _trains_on_several_turns(context):
+    template, config = _template(context), context.config
+    has_several_turns = config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None
+    if template is None or not has_several_turns:
         return
     checks: list[ConversationCheck] = []
     for number, prompt in enumerate(context.prompts_as_written[:SHOWN_CONVERSATIONS]):
@@ -212,12 +213,6 @@ def _template(context: PreflightContext) -> Template | None:
         return None
     kwargs: Mapping[str, Any] = data.apply_chat_template_kwargs
     return Template(context.tokenizer, kwargs=kwargs)
-
-
-def _trains_on_several_turns(context: PreflightContext) -> bool:
-    """Whether the run may train on several turns of a conversation (SFT, or a generate function)."""
-    config = context.config
-    return config.algo.loss_type == "sft_loss" or config.rollout.custom_generate_function_path is not None
 
 
 def kept_routers(context: PreflightContext) -> Iterator[Diagnosis]:
