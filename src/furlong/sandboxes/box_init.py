@@ -252,8 +252,8 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
         try:
             with open(f"/proc/{pid}/maps") as file:
                 for line in file:
-                    addresses, rights, offset, _, inode, *path = line.split(None, 5)
-                    if rights[3] == "s" and path == ["/dev/zero (deleted)\n"]:
+                    if line.endswith("/dev/zero (deleted)\n") and line.split(None, 2)[1][3] == "s":
+                        addresses, _, offset, _, inode, _ = line.split(None, 5)
                         start, end = (int(word, 16) for word in addresses.split("-"))
                         key = f"{inode} {offset}"  # children share the mappings of their parent
                         shared[key] = max(shared.get(key, 0), end - start)

@@ -83,18 +83,18 @@ def bubblewrap_command(
     }
     if not network:
         files["/etc/hosts"] = b"127.0.0.1 localhost sandbox\n::1 localhost\n"
-    seccomp, *numbers = [_pipe(content) for content in (seccomp_program(), *files.values())]
+    seccomp, *numbers = [_file(content) for content in (seccomp_program(), *files.values())]
     for path, number in zip(files, numbers, strict=True):
         words += ("--perms", "0444", "--file", str(number), path)
     words += ("--remount-ro", "/", "--seccomp", str(seccomp), "--", sys.executable, "-I", "-S", _SCRIPT)
     return words, [seccomp, *numbers]
 
 
-def _pipe(content: bytes) -> int:
-    source, sink = os.pipe()
-    with os.fdopen(sink, "wb") as file:
-        file.write(content)  # at most 64 KiB, which a pipe takes at once
-    return source
+def _file(content: bytes) -> int:
+    number = os.memfd_create("furlong-sandbox")
+    os.write(number, content)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
 
 
 def _view(readable: Sequence[str], *, network: bool) -> list[str]:

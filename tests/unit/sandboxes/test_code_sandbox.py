@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from furlong.core.process_supervisor import delete_tree
@@ -31,9 +32,19 @@ def run(command: str, **limits: Any) -> Executed:
     return in_sandbox(lambda opened: opened.exec(command), limits=SandboxLimits(**limits))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _isolates():
+    """Skip, with the reason, where this machine cannot isolate."""
+    try:
+        run("true")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 def left_behind() -> list[object]:
-    """Return the live processes of supervised commands, and the temporary folders of sandboxes."""
-    return [*live_commands().values(), *Path(tempfile.gettempdir()).glob("furlong-s*-*")]
+    """Return the live processes of commands and sandboxes, and their temporary folders."""
+    trees = [process for process in psutil.Process().children() if process.name() == "bwrap"]
+    return [*live_commands().values(), *trees, *Path(tempfile.gettempdir()).glob("furlong-s*-*")]
 
 
 @pytest.fixture(autouse=True)
