@@ -91,7 +91,7 @@ BUDGET = {
     "rewards": 1640,
     "rollout": 4215,
     "run": 1150,
-    "sandboxes": 1410,
+    "sandboxes": 1420,
     "sessions": 2930,
     "sglang_layout": 770,
     "slime_api": 935,

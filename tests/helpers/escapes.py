@@ -93,6 +93,7 @@ for path in ("/x", "/usr/x", "/usr/bin/x", "/etc/x", "/etc/passwd", "/dev/x", "/
     refused(lambda: open(path, "a"))
 for path in (host["readable"] + "/x", host["readable"] + "/shown.txt"):
     refused(lambda: open(path, "a"))
+if text(host["readable"] + "/shown.txt") != b"secret": escaped("what is readable cannot be read")
 refused(lambda: os.unlink(host["readable"] + "/shown.txt"))
 refused(lambda: os.chmod("/usr", 0o777))
 refused(lambda: os.utime(os.__file__))

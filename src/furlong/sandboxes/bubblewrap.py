@@ -106,30 +106,32 @@ def _view(readable: Sequence[str], *, network: bool) -> list[str]:
         if _is_below(path, own) or path == "/" or any(_is_below(each, [path]) for each in own):
             raise ConfigError(f"SandboxLimits.readable: sandboxes have a {path} of their own; name folders in it")
     words: list[str] = []
-    system: list[str] = []
-    for path in _FOLDERS:
-        if os.path.islink(path):
-            words += ("--symlink", os.readlink(path), path)
-        elif os.path.isdir(path):
-            words += ("--ro-bind", path, path)
-            system.append(path)
+    shown: list[str] = []
+
+    def show(paths: Iterable[str]) -> None:
+        for path in paths:
+            for folder in reversed([str(each) for each in PurePath(path).parents]):
+                if folder not in ("/", "/tmp") and (not _is_below(folder, shown) or _is_below(folder, hidden)):
+                    words.extend(("--perms", "0755", "--dir", folder))  # others may enter it, unlike /root
+            words.extend(("--ro-bind", path, path))
+            shown.append(path)
+
+    hidden: list[str] = []
+    for path in filter(os.path.islink, _FOLDERS):
+        words += ("--symlink", os.readlink(path), path)
+    show(path for path in _FOLDERS if os.path.isdir(path) and not os.path.islink(path))
     python = _python_paths()
+    show(path for path in python if not _is_below(path, shown))
     private = {os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), os.environ.get("HF_HOME", "")}
     for path in sorted(map(os.path.realpath, filter(None, private))):
-        if _is_below(path, system) and path not in system and not any(_is_below(each, [path]) for each in python):
-            words += ("--tmpfs", path, "--remount-ro", path)
+        if path not in shown and _is_below(path, shown) and not _is_below(path, hidden):
+            words += ("--tmpfs", path)
+            hidden.append(path)
+    show(path for path in python if _is_below(path, hidden))
     settings = (f"/etc/{name}" for name in (*_SETTINGS, *(_OF_NETWORK if network else ())))
-    shown = [*python, *(path for path in settings if os.path.exists(path)), *map(os.path.abspath, readable)]
-    made = {"/", "/tmp", box_init.WORK, "/dev", "/proc", *system}
-    for path in dict.fromkeys(shown):
-        if _is_below(path, system) and path not in readable and path in python:
-            continue
-        for folder in reversed([str(each) for each in PurePath(path).parents]):
-            if folder not in made and not _is_below(folder, system):
-                words += ("--perms", "0755", "--dir", folder)  # others may enter it, unlike /root
-                made.add(folder)
-        words += ("--ro-bind", path, path)
-    return words
+    show(path for path in settings if os.path.exists(path))
+    show(map(os.path.abspath, readable))
+    return [*words, *(word for path in hidden for word in ("--remount-ro", path))]
 
 
 def _python_paths() -> list[str]:

@@ -13,7 +13,15 @@ import pytest
 from furlong.core.process_supervisor import delete_tree
 from furlong.core.supervised_process import ProcessLimits, run_supervised
 from furlong.errors import ConfigError, DataError, InfraError
-from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, SandboxPool, sandbox, subprocess_backend
+from furlong.sandboxes import (
+    CodeSandbox,
+    Executed,
+    SandboxLimits,
+    SandboxPool,
+    bubblewrap,
+    sandbox,
+    subprocess_backend,
+)
 from furlong.sandboxes.code_sandbox import ISOLATION
 from supervised_commands import live_commands
 
@@ -140,6 +148,23 @@ def test_paths_outside_links_and_pipes_are_refused():
             await opened.write("link", "x")
 
     in_sandbox(use)
+
+
+def test_private_folders_below_shown_ones_are_hidden(monkeypatch, tmp_path):
+    project = tmp_path / "system" / "src" / "project"
+    (project / "venv" / "bin").mkdir(parents=True)
+    for path in (project.parent / "library", project / "key", project / "venv" / "bin" / "tool", project / "shown"):
+        path.write_text("content")
+    monkeypatch.setattr(bubblewrap, "_FOLDERS", (*bubblewrap._FOLDERS, str(tmp_path / "system")))
+    python = bubblewrap._python_paths()
+    monkeypatch.setattr(bubblewrap, "_python_paths", lambda: [*python, str(project / "venv" / "bin")])
+    monkeypatch.chdir(project)
+    done = run(f"cd {project.parent}; find . -type f; echo x > project/new", readable=(str(project / "shown"),))
+    assert sorted(done.stdout.split()) == ["./library", "./project/shown", "./project/venv/bin/tool"]
+    assert done.code != 0
+    for path in (str(tmp_path / "absent"), "/", "/tmp", "/proc/self", "/tmp/work/x"):
+        with pytest.raises(ConfigError, match="readable"):
+            run("true", readable=(path,))
 
 
 def test_wrong_arguments_and_closed_sandboxes_are_errors():
