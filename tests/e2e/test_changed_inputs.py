@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from furlong.commands.inspect_run import report
 from furlong.config.command_line import load
-from furlong.errors import CheckpointError, ConfigError
+from furlong.errors import CheckpointError
 from furlong.wiring.build import build
 from runs import flags, train, write_model, write_prompts
 
@@ -140,7 +140,7 @@ def test_a_run_continues_with_accepted_data_and_its_audit_holds(streaming: bool,
 
     assert go(2) == 2
     write_prompts(data, 13)
-    with pytest.raises(ConfigError, match="size was"):
+    with pytest.raises(CheckpointError, match="data: the content of --prompt-data"):
         go(6, load=save)
     assert go(6, load=save, allow_changed_inputs=["data"]) == 6
     assert go(8, load=save) == 8
