@@ -384,6 +384,13 @@ os._exit(3)
 for _ in range(3): os.fork()
 data = bytearray(200 << 20); time.sleep(5); escaped("all were allowed")
 """, _was_killed_for_memory),
+    Escape("memory of processes whose main thread has ended", """
+for _ in range(3): os.fork()
+def fill():
+    time.sleep(0.5); data = bytearray(200 << 20); time.sleep(4); escaped("all were allowed")
+threading.Thread(target=fill).start()
+libc.syscall(93 if ARM else 60, 0)
+""", _was_killed_for_memory),
     Escape("memory in files", """
 written = 0
 for folder in ("/tmp/work", "/tmp", "/dev/shm"):

@@ -32,6 +32,7 @@ HEADER = struct.Struct(">II")  # bytes of JSON, bytes after it
 WORK = "/tmp/work"
 _TMPFS = ("/tmp", WORK, "/dev/shm")
 _SAMPLE_S = 0.05  # between two looks at memory and the number of processes
+_CONFIRMED_AFTER_S = 0.01
 _SOCKET_BYTES = 425_984  # that the kernel may keep for a socket: twice net.core.wmem_max
 _INODE_BYTES = 1024
 _ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
@@ -172,8 +173,10 @@ class _Box:
                 if now >= deadline:
                     return None, f"not finished within {timeout_s:g} s"
                 if now >= next_look:
-                    if reason := self._exceeded():
-                        return None, reason
+                    if self._exceeded():
+                        time.sleep(_CONFIRMED_AFTER_S)  # a process that starts a program shares its memory with it
+                        if reason := self._exceeded():
+                            return None, reason
                     next_look = time.monotonic() + _SAMPLE_S
                 writes = [] if child.stdin.closed else [sink]
                 wait_s = max(0.0, min(deadline, next_look) - time.monotonic())
@@ -243,9 +246,15 @@ class _Box:
 
 def _private_bytes(pid: str, shared: dict[str, int]) -> int:
     """Return the memory of a process; `shared` gets shared anonymous mappings, which may be resident nowhere."""
-    with open(f"/proc/{pid}/status") as file:
-        rows = dict(line.split(":", 1) for line in file)
-    sizes = {name: int(value.split()[0]) << 10 for name, value in rows.items() if value.endswith("kB\n")}
+    sizes = dict[str, int]()
+    for task in os.listdir(f"/proc/{pid}/task"):  # a main thread that has ended has no memory, unlike the others
+        rows = dict[str, str]()
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/status") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        sizes = {name: int(value.split()[0]) << 10 for name, value in rows.items() if value.endswith("kB\n")}
+        if sizes:
+            pid = f"{pid}/task/{task}"
+            break
     used = sum(sizes.get(name, 0) for name in ("RssAnon", "VmSwap", "VmPTE", "HugetlbPages"))
     counted = sum(sizes.get(name, 0) for name in ("VmData", "VmStk", "VmExe", "VmLib"))
     if (others := sizes.get("VmSize", 0) - counted) > _ONE_FILE_MAPPING:
