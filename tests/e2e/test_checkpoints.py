@@ -131,12 +131,14 @@ def test_reference_can_be_a_checkpoint_and_equals_its_export(trained, model, dat
     assert a["train/kl_loss"] != c["train/kl_loss"]
 
 
-def test_step_of_a_hugging_face_reference_is_refused(trained, model, data, tmp_path):
-    argv = flags(
-        model, data, tmp_path / "a", ref_load=trained / "hf_4", ref_ckpt_step=2, use_kl_loss=True, kl_loss_coef=0.1
-    )
-    with pytest.raises(ConfigError, match="--ref-ckpt-step 2 "):
-        train(argv)
+def test_step_of_a_hugging_face_model_is_refused(trained, model, data, tmp_path):
+    folder = trained / "hf_4"
+    for flag, others in (
+        ("ref", {"ref_load": folder, "ref_ckpt_step": 2, "use_kl_loss": True, "kl_loss_coef": 0.1}),
+        ("", {"load": folder, "ckpt_step": 2}),
+    ):
+        with pytest.raises(ConfigError, match="ckpt-step 2 has no effect"):
+            train(flags(model, data, tmp_path / f"run{flag}", **others))
 
 
 def test_start_rollout_id_numbers_the_first_rollout(model, data, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import xxhash
 
 from furlong.core.text import shortened
-from furlong.errors import CheckpointError
+from furlong.errors import CheckpointError, ConfigError
 from furlong.files.atomic import PARTIAL
 from furlong.files.manifest import MANIFEST, changed_files, missing_or_cut, read_manifest
 
@@ -82,6 +82,13 @@ def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     if (folder / "config.json").is_file() or (folder / DIST_INDEX).is_file():
         return folder
     return folder / name if name and (folder / name / DIST_INDEX).is_file() else None
+
+
+def check_has_steps(flag: str, folder: str, step: int | None) -> None:
+    """Raise ConfigError if a step of a Hugging Face model is asked for (--ckpt-step with `flag` --load)."""
+    if step is not None and (Path(folder) / "config.json").is_file():
+        step_flag = "--ckpt-step" if flag == "--load" else "--ref-ckpt-step"
+        raise ConfigError(f"{step_flag} {step} has no effect: {flag} {folder} is a Hugging Face model; remove it")
 
 
 def dist_with_fsdp(flag: str, folder: Path, hf_checkpoint: Path | str) -> str:

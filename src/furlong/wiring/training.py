@@ -24,7 +24,7 @@ from furlong.diagnosis.self_test import LogProbSelfTest
 from furlong.errors import ConfigError
 from furlong.files.atomic import atomic_file
 from furlong.files.batch_file import save_batch
-from furlong.files.checkpoint_folder import find_foreign_weights, find_initial_weights
+from furlong.files.checkpoint_folder import check_has_steps, find_foreign_weights, find_initial_weights
 from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models.hf_config import load_config, num_experts, num_kv_heads
@@ -115,6 +115,8 @@ def build_backend(context: RunContext, num_rollout: int, ranks: Ranks) -> FsdpBa
 
 def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     config, checkpoint = context.config, context.config.checkpoint
+    if checkpoint.load is not None:
+        check_has_steps("--load", checkpoint.load, checkpoint.ckpt_step)
     start = find_initial_weights(checkpoint.load, step=checkpoint.ckpt_step, finetune=checkpoint.finetune)
     initial_optimizer = None
     if config.train.train_backend == "megatron":
@@ -195,13 +197,9 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     if flags.ref_load is None:
         return {}
     folder = Path(flags.ref_load)
+    check_has_steps("--ref-load", flags.ref_load, flags.ref_ckpt_step)
     foreign = find_foreign_weights(folder, step=flags.ref_ckpt_step)
     if foreign is not None:
-        if flags.ref_ckpt_step is not None and (foreign / "config.json").is_file():
-            raise ConfigError(
-                f"--ref-ckpt-step {flags.ref_ckpt_step} has no effect: --ref-load {folder} is a Hugging Face model; "
-                "remove it"
-            )
         return {"ref": foreign}
     checkpoint = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
     assert checkpoint is not None  # validated
