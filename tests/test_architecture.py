@@ -71,7 +71,7 @@ ALLOWED |= {
 BUDGET = {
     "algo": 1220,
     "catalogue": 1190,
-    "chat": 950,
+    "chat": 1270,
     "cluster": 1530,
     "commands": 1760,
     "config": 5780,

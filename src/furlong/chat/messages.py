@@ -130,19 +130,47 @@ def key_of(message: Message, match: Match = "echo") -> str:
         values.append(text)
     if match == "strict":
         values.append(message.get("reasoning_content"))
-    values += [[call["function"]["name"], _canonical(call["function"])] for call in message.get("tool_calls", ())]
+    values += [[call["function"]["name"], _arguments_key(call["function"])] for call in message.get("tool_calls", ())]
     return json.dumps(values, ensure_ascii=False)
 
 
-def _canonical(function: Mapping[str, Any]) -> Any:
-    """Return the arguments as JSON with sorted keys; the text itself if it is not JSON."""
+def _arguments_key(function: Mapping[str, Any]) -> Any:
+    """Return the arguments as canonical JSON; the text itself if it is not JSON."""
     arguments: Any = function.get("arguments")
-    if isinstance(arguments, str):
+    if not isinstance(arguments, str):
+        return canonical(arguments or {})
+    try:
+        return canonical(json.loads(arguments) if arguments.strip() else {})
+    except (ValueError, RecursionError, MessageError):
+        return arguments
+
+
+def canonical(value: Any) -> str:
+    """Return JSON that is the same for equal values: sorted keys, numbers by value, and no keys with null.
+
+    JavaScript writes 1.0 as 1 and large integers as the nearest 64-bit float, and clients drop nulls. Raises
+    MessageError if it is nested too deeply.
+
+    >>> canonical({"b": 1e3, "a": None}) == canonical({"b": 1000})
+    True
+    """
+    try:
+        return json.dumps(_by_value(value), sort_keys=True, default=str)
+    except RecursionError:
+        raise MessageError("the tools or arguments of the request are nested too deeply; flatten them") from None
+
+
+def _by_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _by_value(each) for key, each in cast("dict[Any, Any]", value).items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_by_value(each) for each in cast("Sequence[Any]", value)]
+    if isinstance(value, int) and not isinstance(value, bool):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
-            return arguments
-    return json.dumps(arguments or {}, sort_keys=True)
+            return float(value) + 0.0
+        except OverflowError:
+            return value
+    return value + 0.0 if isinstance(value, float) else value  # -0.0 is 0
 
 
 def same_reasoning(stored: Message, sent: Message) -> bool:

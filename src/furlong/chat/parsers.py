@@ -1,13 +1,21 @@
-"""Parsers of replies: the text of a completion to content, reasoning and tool calls, one parser per model family."""
+"""Parsers of replies: the text of a completion to content, reasoning and tool calls, one parser per model family.
+
+Each reads the text once: a policy in training writes anything, such as 64 KB of opening tags. A call that a client
+could not use (JSON that is nested too deeply, NaN, halves of characters, a name given twice) is ill-formed: it stays
+text and is counted.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+from furlong.chat.growing_text import Channels, HeldEnd, ReasoningSplit, UntilSign
+
+MAX_DEPTH = 64  # of arrays and objects in the arguments of a call
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,61 @@ ToolParser = Callable[[str, Tools], ParsedReply]
 """Reads the tool calls of a text, given the tools of the request."""
 
 
+class UnusableValueError(ValueError):
+    """JSON that Python reads and clients do not, or that says two things."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise UnusableValueError("an object has a key twice")
+    return fields
+
+
+def _refuse_constant(name: str) -> Any:
+    raise UnusableValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def read_json(text: str, at: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at this place of a text and where it ends. Raises ValueError.
+
+    Raises UnusableValueError for NaN, infinity (also 1e999), half of a surrogate pair, more than `MAX_DEPTH` levels,
+    and an object with a key twice.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise UnusableValueError(f"more than {MAX_DEPTH} levels") from None
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise UnusableValueError(f"more than {MAX_DEPTH} levels")
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    _text_of(value)
+    return value, end
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as JSON text."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableValueError("half of a surrogate pair") from None
+    return text
+
+
+def _whole_json(text: str) -> Any:
+    value, end = read_json(text.strip())
+    if end != len(text.strip()):
+        raise ValueError("text follows the JSON value")
+    return value
+
+
 def call_from_json(text: str) -> ToolCall | None:
     """Return the call of a JSON object with `name` and `arguments` (or `parameters`); None if it is not one.
 
@@ -40,58 +103,66 @@ def call_from_json(text: str) -> ToolCall | None:
     ToolCall(name='add', arguments='{"a": 1}')
     """
     try:
-        value: Any = json.loads(text)
+        return call_from_value(_whole_json(text))
     except ValueError:
         return None
-    return call_from_value(value)
 
 
 def call_from_value(value: Any) -> ToolCall | None:
-    """Return the call of a decoded object; None if it has no name, or arguments that are not an object."""
+    """Return the call of a decoded object; None if it has no name, or arguments that are not an object.
+
+    Arguments may be JSON text; empty text is an empty object.
+    """
     if not isinstance(value, dict):
         return None
     fields = cast("dict[str, Any]", value)
     name: Any = fields.get("name")
     arguments: Any = fields.get("arguments", fields.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def typed_value(text: str, name: str, function: str, tools: Tools) -> Any:
-    """Return the value of a parameter that a model wrote as bare text, by the type that its tool declares.
-
-    A parameter of type string stays text; any other is read as JSON where it is JSON.
-    """
-    schema: Any = {}
-    for tool in tools:
-        declared: Any = tool.get("function", tool)
-        if declared.get("name") == function:
-            schema = ((declared.get("parameters") or {}).get("properties") or {}).get(name) or {}
-    kind: Any = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
     try:
-        return json.loads(text)
+        if isinstance(arguments, str):
+            arguments = _whole_json(arguments) if arguments.strip() else {}
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            return None
+        return ToolCall(name, _text_of(arguments))
     except ValueError:
-        return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+        return None
+
+
+def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall | None:
+    """Return the call of parameters that a model wrote as bare text, by the types that its tool declares.
+
+    A parameter of type string stays text; any other is read as JSON where it is JSON. None if a parameter is given
+    twice, or if its type is declared and its JSON is unusable.
+    """
+    declared: Any = next((each for tool in tools if (each := tool.get("function", tool)).get("name") == name), {})
+    schemas: Any = (declared.get("parameters") or {}).get("properties")
+    arguments: dict[str, Any] = {}
+    for key, text in pairs:
+        key = key.strip()
+        schema: Any = cast("dict[str, Any]", schemas).get(key) if isinstance(schemas, dict) else None
+        kind: Any = cast("dict[str, Any]", schema).get("type") if isinstance(schema, dict) else None
+        if key in arguments:
+            return None
+        try:
+            arguments[key] = text if kind == "string" else _whole_json(text)
+        except UnusableValueError:
+            if kind is not None:
+                return None
+            arguments[key] = text
+        except ValueError:
+            arguments[key] = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+    return ToolCall(name, _text_of(arguments))
 
 
 # -- calls as JSON: Hermes and Qwen3, Llama 3, Mistral, DeepSeek -------------------------------------------------
 
-_DEEPSEEK_CALLS = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
-_DEEPSEEK_CALL = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function)?(?P<head>.*?)<｜tool▁sep｜>(?P<body>.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL
-)
-_FENCE = re.compile(r"\A(?P<name>[^\n]+)\n```(?:json)?\n(?P<body>.*?)\n?```\s*\Z", re.DOTALL)
+_NAME = re.compile(r"[\w.-]+")
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_CALL = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
 _PYTHON_TAG = "<|python_tag|>"
+_CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEP = "<｜tool▁sep｜>"
 
 
 def parse_hermes(text: str, tools: Tools) -> ParsedReply:
@@ -101,25 +172,39 @@ def parse_hermes(text: str, tools: Tools) -> ParsedReply:
 
 
 def parse_llama3_json(text: str, tools: Tools) -> ParsedReply:
-    """Read a reply that is `{"name": ..., "parameters": {...}}`, or several of them with semicolons in between."""
+    """Read a reply that is `{"name": ..., "parameters": {...}}`, or several of them with semicolons in between.
+
+    Without the tag, JSON is a call only if it has a name and parameters and nothing else: an answer in JSON may have a
+    name, too.
+    """
     del tools
     body = text.strip()
     has_tag = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).strip()
-    if not has_tag and not (body.startswith("{") and '"name"' in body):
+    if not has_tag and not body.startswith("{"):
         return ParsedReply(text)
+    ill_formed = ParsedReply(text, num_ill_formed=1)
     calls: list[ToolCall] = []
-    decoder, at = json.JSONDecoder(), 0
+    at = 0
     while at < len(body):
         try:
-            value, at = decoder.raw_decode(body, at)
+            value, at = read_json(body, at)
         except ValueError:
-            return ParsedReply(text, num_ill_formed=1)
+            is_call = '"name"' in body and ('"parameters"' in body or '"arguments"' in body)
+            return ill_formed if has_tag or is_call else ParsedReply(text)
+        if not has_tag and not _is_call(value):
+            return ill_formed if calls else ParsedReply(text)
         if (call := call_from_value(value)) is None:
-            return ParsedReply(text, num_ill_formed=1)
+            return ill_formed
         calls.append(call)
-        at = len(body) - len(body[at:].lstrip("; \n\t"))
+        while at < len(body) and body[at] in "; \n\t":
+            at += 1
     return ParsedReply("", None, calls) if calls else ParsedReply(text, num_ill_formed=int(has_tag))
+
+
+def _is_call(value: Any) -> bool:
+    keys: set[str] = set(cast("dict[str, Any]", value)) if isinstance(value, dict) else set()
+    return "name" in keys and bool(keys & {"arguments", "parameters"}) and keys <= _CALL_KEYS
 
 
 def parse_mistral(text: str, tools: Tools) -> ParsedReply:
@@ -128,68 +213,69 @@ def parse_mistral(text: str, tools: Tools) -> ParsedReply:
     content, found, rest = text.partition(_MISTRAL)
     if not found:
         return ParsedReply(text)
-    calls: list[ToolCall] | None = []
-    if rest.lstrip().startswith("["):
-        try:
-            values: Any = json.JSONDecoder().raw_decode(rest.lstrip())[0]
-        except ValueError:
-            values = []
-        parsed = [call_from_value(value) for value in cast("list[Any]", values)]
-        calls = [call for call in parsed if call is not None]
-        calls = calls if len(calls) == len(parsed) else None
-    else:
-        calls = _named_calls(rest)
-    if not calls:
-        return ParsedReply(text, num_ill_formed=1)
-    return ParsedReply(content.rstrip(), None, calls)
+    rest = rest.lstrip()
+    try:
+        calls = _listed_calls(rest) if rest.startswith("[") else _named_calls(rest)
+    except ValueError:
+        calls = []
+    return ParsedReply(content.rstrip(), None, calls) if calls else ParsedReply(text, num_ill_formed=1)
 
 
-def _named_calls(text: str) -> list[ToolCall] | None:
-    """Return the calls of `name{...}[TOOL_CALLS]name{...}`; None if any is ill-formed."""
+def _listed_calls(text: str) -> list[ToolCall]:
+    """Return the calls of `[{...}, {...}]`; none if any is ill-formed. Raises ValueError."""
+    calls = [call_from_value(value) for value in read_json(text)[0]]
+    return [] if None in calls else [call for call in calls if call is not None]
+
+
+def _named_calls(text: str) -> list[ToolCall]:
+    """Return the calls of `name{...}[TOOL_CALLS]name{...}`; none if any is ill-formed. Raises ValueError."""
     calls: list[ToolCall] = []
-    for piece in text.split(_MISTRAL):
-        match = _MISTRAL_CALL.match(piece)
-        if match is None:
-            return None
-        call = call_from_value({"name": match["name"], "arguments": piece[match.end() :].strip()})
-        if call is None:
-            return None
+    at = 0
+    while True:
+        begin = text.index("{", at)
+        name = text[at:begin].strip().removesuffix("[ARGS]").partition("[CALL_ID]")[0]
+        arguments, at = read_json(text, begin)
+        call = call_from_value({"name": name, "arguments": arguments})
+        if call is None or not _NAME.fullmatch(name):
+            return []
         calls.append(call)
-    return calls
+        following = text.find(_MISTRAL, at)
+        if text[at : following if following >= 0 else None].strip():
+            return []
+        if following < 0:
+            return calls
+        at = following + len(_MISTRAL)
 
 
 def parse_deepseek(text: str, tools: Tools) -> ParsedReply:
     """Read `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>` of V3.1, and V3's fenced form."""
     del tools
-    block = _DEEPSEEK_CALLS.search(text)
-    if block is None:
+    content, found, block = text.partition(_DEEPSEEK_BEGIN)
+    if not found:
         return ParsedReply(text)
-    calls: list[ToolCall] = []
-    for match in _DEEPSEEK_CALL.finditer(block[1]):
-        name, body = match["head"].strip(), match["body"].strip()
-        if fence := _FENCE.match(body):
-            name, body = fence["name"].strip(), fence["body"]
-        call = call_from_value({"name": name, "arguments": body})
-        if call is None:
-            return ParsedReply(text, num_ill_formed=1)
-        calls.append(call)
-    if not calls:
+    pieces = block.partition(_DEEPSEEK_END)[0].split(_DEEPSEEK_CALL)
+    calls = [_deepseek_call(piece.partition(_DEEPSEEK_CALL_END)[0]) for piece in pieces[1:]]
+    if not calls or None in calls:
         return ParsedReply(text, num_ill_formed=1)
-    return ParsedReply(text[: block.start()].rstrip(), None, calls)
+    return ParsedReply(content.rstrip(), None, [call for call in calls if call is not None])
+
+
+def _deepseek_call(text: str) -> ToolCall | None:
+    """Read `name<sep>{...}`, or V3's `function<sep>name`, a line of three backticks and `json`, and the arguments."""
+    head, _, body = text.partition(_DEEPSEEK_SEP)
+    name, body = head.strip(), body.strip()
+    if name == "function" and not body.startswith("{"):
+        name, _, body = body.partition("\n")
+        fence = next((each for each in ("```json\n", "```\n") if body.startswith(each)), None)
+        if fence is None or not body.endswith("```"):
+            return None
+        name, body = name.strip(), body[len(fence) : -3]
+    return call_from_value({"name": name, "arguments": body or "?"})
 
 
 # -- calls with tags: Qwen3-Coder, GLM-4.5, and the channels of gpt-oss ------------------------------------------
 
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*?)(?:</function>|\Z)\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM_NAME = re.compile(r"\A([\w.-]+)\s*(?=<arg_key>|\Z)")
-_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_CHANNEL = re.compile(
-    r"(?:<\|start\|>)?(?P<head>[^<]*)<\|channel\|>(?P<channel>[^<]*?)(?:<\|constrain\|>(?P<kind>[^<]*))?<\|message\|>"
-    r"(?P<text>.*?)(?P<end><\|end\|>|<\|return\|>|<\|call\|>|\Z)",
-    re.DOTALL,
-)
+_BLOCK, _END_BLOCK = "<tool_call>", "</tool_call>"
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -204,42 +290,61 @@ def parse_glm45(text: str, tools: Tools) -> ParsedReply:
 
 
 def _parse_blocks(text: str, read: Callable[[str], ToolCall | None]) -> ParsedReply:
-    """Read each block between tags; ill-formed blocks stay in the content."""
+    """Read each block between tags; ill-formed blocks stay in the content. The last one may lack its end."""
     calls: list[ToolCall] = []
-    kept, end, num_ill_formed = "", 0, 0
-    for match in _BLOCK.finditer(text):
-        kept += text[end : match.start()]
-        end = match.end()
-        if (call := read(match[1])) is not None:
+    kept: list[str] = []
+    at = num_ill_formed = 0
+    while (begin := text.find(_BLOCK, at)) >= 0:
+        kept.append(text[at:begin])
+        end = text.find(_END_BLOCK, begin)
+        at = len(text) if end < 0 else end + len(_END_BLOCK)
+        body = text[begin + len(_BLOCK) : None if end < 0 else end]
+        if (call := read(body.strip())) is not None:
             calls.append(call)
         else:
-            kept += match[0]
+            kept.append(text[begin:at])
             num_ill_formed += 1
-    kept += text[end:]
-    return ParsedReply(kept.rstrip() if calls else kept, None, calls, num_ill_formed)
+    content = "".join([*kept, text[at:]])
+    return ParsedReply(content.rstrip() if calls else content, None, calls, num_ill_formed)
 
 
 def _qwen_call(body: str, tools: Tools) -> ToolCall | None:
-    match = _FUNCTION.match(body)
-    if match is None:
+    name, closed, inside = body.removeprefix("<function=").partition(">")
+    if not body.startswith("<function=") or not closed or not name.strip() or "\n" in name:
         return None
-    name, inside = match[1].strip(), match[2]
-    pairs = _PARAMETER.findall(inside)
-    if _PARAMETER.sub("", inside).strip():
+    pairs = _pairs(inside.removesuffix("</function>"), "<parameter=", ">", "</parameter>")
+    if pairs is None or any("\n" in key for key, _ in pairs):
         return None
-    return _call(name, pairs, tools)
+    values = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
+    return _call_of_texts(name.strip(), values, tools)
 
 
 def _glm_call(body: str, tools: Tools) -> ToolCall | None:
-    match = _GLM_NAME.match(body)
-    if match is None or _GLM_PAIR.sub("", body[match.end() :]).strip():
+    name, opened, rest = body.partition("<arg_key>")
+    pairs = _pairs(opened + rest, "<arg_key>", "</arg_key>", "</arg_value>")
+    if pairs is None or not _NAME.fullmatch(name.strip()):
         return None
-    return _call(match[1], _GLM_PAIR.findall(body), tools)
+    values: list[tuple[str, str]] = []
+    for key, rest in pairs:
+        between, opened, value = rest.partition("<arg_value>")
+        if not opened or between.strip():
+            return None
+        values.append((key, value))
+    return _call_of_texts(name.strip(), values, tools)
 
 
-def _call(name: str, pairs: list[tuple[str, str]], tools: Tools) -> ToolCall:
-    arguments = {key.strip(): typed_value(value, key.strip(), name, tools) for key, value in pairs}
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+def _pairs(text: str, begin: str, middle: str, end: str) -> list[tuple[str, str]] | None:
+    """Return what is between these signs; None if one is missing, or if other text is between two pairs."""
+    pairs: list[tuple[str, str]] = []
+    at = 0
+    while (start := text.find(begin, at)) >= 0:
+        split = text.find(middle, start + len(begin))
+        stop = text.find(end, split + len(middle))
+        if split < 0 or stop < 0 or text[at:start].strip():
+            return None
+        pairs.append((text[start + len(begin) : split], text[split + len(middle) : stop]))
+        at = stop + len(end)
+    return None if text[at:].strip() else pairs
 
 
 def parse_gpt_oss(text: str, tools: Tools) -> ParsedReply:
@@ -248,24 +353,30 @@ def parse_gpt_oss(text: str, tools: Tools) -> ParsedReply:
     thoughts: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []
-    end = num_ill_formed = 0
-    for match in _CHANNEL.finditer(text):
-        content.append(text[end : match.start()])
-        end = match.end()
-        head = f"{match['head']} {match['channel']}"
-        if recipient := _RECIPIENT.search(head):
-            call = call_from_value({"name": recipient[1], "arguments": match["text"].strip() or "{}"})
+    num_ill_formed = 0
+    channels = Channels()
+    head, parts = "", list[str]()
+    for event, part in (*channels.feed(text), *channels.finish()):
+        if event == "outside":
+            content.append(part)
+        elif event == "begin":
+            head, parts = part, []
+        elif event == "text":
+            parts.append(part)
+        elif recipient := _RECIPIENT.search(head):
+            call = call_from_value({"name": recipient[1], "arguments": "".join(parts)})
             if call is not None:
                 calls.append(call)
             else:
-                content.append(match[0])
+                content += [head, "<|message|>", *parts, part]
                 num_ill_formed += 1
-        elif match["channel"].strip().startswith("analysis"):
-            thoughts.append(match["text"])
         else:
-            content.append(match["text"])
-    content.append(text[end:])
+            (thoughts if _is_analysis(head) else content).append("".join(parts))
     return ParsedReply("".join(content), "\n".join(thoughts) if thoughts else None, calls, num_ill_formed)
+
+
+def _is_analysis(head: str) -> bool:
+    return head.partition("<|channel|>")[2].lstrip().startswith("analysis")
 
 
 # -- whole replies -----------------------------------------------------------------------------------------------
@@ -287,11 +398,10 @@ _TEMPLATE_SIGNS = (
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
-    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    (_DEEPSEEK_BEGIN, "deepseek"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters":', "llama3_json"),
 )
-_OPEN, _CLOSE = "<think>", "</think>"
 
 
 def parser_of_template(template: str) -> str | None:
@@ -310,80 +420,82 @@ def parse_reply(text: str, tools: Tools, parser: ToolParser | None, *, opened: b
     """
     if parser is parse_gpt_oss:
         return parse_gpt_oss(text, tools)
-    reasoning, content = _split_reasoning(text, opened=opened)
+    split = ReasoningSplit(opened=opened)
+    thought, content = map("".join, zip(split.feed(text), split.finish(), strict=True))
+    reasoning = thought if split.has_reasoning else None
     if parser is None or not tools:
         return ParsedReply(content, reasoning)
-    return dataclasses.replace(parser(content, tools), reasoning=reasoning)
+    return replace(parser(content, tools), reasoning=reasoning)
 
 
-def _split_reasoning(text: str, *, opened: bool, is_whole: bool = True) -> tuple[str | None, str]:
-    """Return reasoning and the rest; a thought that does not end is all reasoning."""
-    begins = text.lstrip().startswith(_OPEN)
-    if not is_whole and not begins and _OPEN.startswith(text.lstrip()):
-        return None, ""
-    if not begins and not opened:
-        return None, text
-    thought, closed, content = text.partition(_CLOSE)
-    thought = thought.lstrip().removeprefix(_OPEN) if begins else thought
-    if not is_whole and not closed:
-        thought = _without_start(thought, _CLOSE)
-    return thought.strip("\n"), content.lstrip("\n") if closed else ""
-
-
-# -- replies that grow: what later text cannot change ------------------------------------------------------------
+# -- replies that grow -------------------------------------------------------------------------------------------
 
 _SIGNS: Mapping[ToolParser, str] = {
-    parse_hermes: "<tool_call>",
-    parse_qwen3_coder: "<tool_call>",
-    parse_glm45: "<tool_call>",
-    parse_mistral: "[TOOL_CALLS]",
-    parse_deepseek: "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    parse_hermes: _BLOCK,
+    parse_qwen3_coder: _BLOCK,
+    parse_glm45: _BLOCK,
+    parse_mistral: _MISTRAL,
+    parse_deepseek: _DEEPSEEK_BEGIN,
 }  # where the first call begins
-_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
-def final_parts(text: str, parser: ToolParser | None, *, has_tools: bool, opened: bool = False) -> tuple[str, str]:
-    """Return reasoning and content of a reply so far, without what may still become a tag, a call or whitespace.
+class GrowingReply:
+    """Reasoning and content of a reply that arrives in pieces, without what may still become a tag, a call or space.
 
     Nothing after the beginning of a call is returned, and no content if calls are read by a function of the user.
     """
-    if parser is parse_gpt_oss:
-        return _channels(text)
-    thought, content = _split_reasoning(text, opened=opened, is_whole=False)
-    reasoning = thought or ""
-    if parser is None or not has_tools:
-        return reasoning, content
-    if parser is parse_llama3_json:
-        start = content.lstrip()
-        is_text = (
-            start
-            and not start.startswith("{")
-            and not start.startswith(_PYTHON_TAG)
-            and not _PYTHON_TAG.startswith(start)
-        )
-        return reasoning, content if is_text else ""
-    sign = _SIGNS.get(parser)
-    if sign is None:
+
+    def __init__(self, parser: ToolParser | None, *, has_tools: bool, opened: bool = False) -> None:
+        self._split = ReasoningSplit(opened=opened)
+        self._parser = parser if has_tools or parser is parse_gpt_oss else None
+        sign = None if self._parser is None else _SIGNS.get(self._parser)
+        self._until_call = None if sign is None else UntilSign(sign)
+        self._end = HeldEnd(None)
+        self._start: list[str] = []  # of content, until its first characters show whether it is JSON
+        self._channels, self._num_thoughts, self._is_thought = Channels(), 0, False
+        self._passes = self._parser is None  # all content
+        self._is_over = False
+
+    def feed(self, piece: str) -> tuple[str, str]:
+        """Return the new reasoning and content."""
+        if self._is_over:
+            return "", ""
+        if self._parser is parse_gpt_oss:
+            return self._feed_channels(piece)
+        reasoning, content = self._split.feed(piece)
+        if self._passes:
+            return reasoning, content
+        if self._until_call is not None:
+            content, sign, _ = self._until_call.feed(content)
+            self._is_over = sign is not None
+            return reasoning, self._end.feed(content)
+        if self._parser is parse_llama3_json:
+            return reasoning, self._unless_json(content)
         return reasoning, ""
-    return reasoning, _without_start(content.partition(sign)[0], sign).rstrip()
 
+    def _unless_json(self, content: str) -> str:
+        self._start.append(content)
+        if not content.strip():
+            return ""
+        text = "".join(self._start)
+        begin = text.lstrip()
+        self._start = [text]
+        self._is_over = begin.startswith(("{", _PYTHON_TAG))
+        self._passes = not self._is_over and not _PYTHON_TAG.startswith(begin)
+        return text if self._passes else ""
 
-def _channels(text: str) -> tuple[str, str]:
-    """Return the analysis and the final answer of gpt-oss, up to the first message that is neither."""
-    thoughts: list[str] = []
-    content: list[str] = []
-    end = 0
-    for match in _CHANNEL.finditer(text):
-        head = f"{match['head']} {match['channel']}"
-        if match.start() > end or _RECIPIENT.search(head):
-            break
-        end = match.end()
-        said = match["text"] if match["end"] else _without_start(match["text"], *_ENDS)
-        (thoughts if match["channel"].strip().startswith("analysis") else content).append(said)
-    return "\n".join(thoughts), "".join(content)
-
-
-def _without_start(text: str, *signs: str) -> str:
-    """Return text without an end that is the beginning of one of `signs`."""
-    longest = max((n for sign in signs for n in range(len(sign)) if text.endswith(sign[:n])), default=0)
-    return text[: len(text) - longest]
+    def _feed_channels(self, piece: str) -> tuple[str, str]:
+        """Read up to the first message that is neither analysis nor an answer."""
+        thought: list[str] = []
+        content: list[str] = []
+        for event, part in self._channels.feed(piece):
+            if event == "outside" or (event == "begin" and _RECIPIENT.search(part)):
+                self._is_over = True
+                break
+            if event == "begin":
+                self._is_thought = _is_analysis(part)
+                self._num_thoughts += self._is_thought
+                thought += ["\n"] if self._is_thought and self._num_thoughts > 1 else []
+            elif event == "text":
+                (thought if self._is_thought else content).append(part)
+        return "".join(thought), "".join(content)

@@ -42,7 +42,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **opti
 def template_messages(messages: Sequence[Mapping[str, Any]], *, decodes_arguments: bool = True) -> list[dict[str, Any]]:
     """Return messages whose content is text ("" for null) and whose tool calls have arguments as objects.
 
-    Arguments that are not a JSON object stay text. Messages are copied where they change.
+    Arguments that are not a JSON object stay text, and empty text is an empty object. Messages are copied where they
+    change.
 
     >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     >>> template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["tool_calls"]
@@ -56,23 +57,27 @@ def _message(message: Mapping[str, Any], *, decodes_arguments: bool) -> dict[str
     if changed.get("content") is None:
         changed["content"] = ""
     calls: Any = changed.get("tool_calls")
-    if isinstance(calls, list) and decodes_arguments:
-        changed["tool_calls"] = [_decoded_call(call) for call in cast("list[Any]", calls)]
+    if isinstance(calls, list):
+        changed["tool_calls"] = [_call(call, decodes_arguments) for call in cast("list[Any]", calls)]
     return changed
 
 
-def _decoded_call(call: Any) -> Any:
-    """Decode the arguments of a call, written as `{"function": {...}}` or as the function alone."""
+def _call(call: Any, decodes_arguments: bool) -> Any:
+    """Return a call, written as `{"function": {...}}` or as the function alone, with its arguments decoded."""
     if not isinstance(call, dict):
         return call
     fields = cast("dict[str, Any]", call)
     if isinstance(fields.get("function"), dict):
-        return {**fields, "function": _decoded_call(fields["function"])}
+        return {**fields, "function": _call(fields["function"], decodes_arguments)}
     arguments = fields.get("arguments")
     if not isinstance(arguments, str):
         return fields
+    if not arguments.strip():
+        return {**fields, "arguments": {} if decodes_arguments else "{}"}
+    if not decodes_arguments:
+        return fields
     try:
-        value: Any = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+        value: Any = json.loads(arguments)
+    except (ValueError, RecursionError):
         return fields
     return {**fields, "arguments": value} if isinstance(value, dict) else fields

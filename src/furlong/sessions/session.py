@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import time
@@ -15,8 +14,16 @@ from typing import Any, Literal
 
 import xxhash
 
-from furlong.chat.messages import CheckedMessages, KeyFunction, Message, checked_messages, key_of, num_chars
-from furlong.chat.parsers import PARSERS, ParsedReply, ToolParser, final_parts, parse_reply, parser_of_template
+from furlong.chat.messages import (
+    CheckedMessages,
+    KeyFunction,
+    Message,
+    canonical,
+    checked_messages,
+    key_of,
+    num_chars,
+)
+from furlong.chat.parsers import PARSERS, GrowingReply, ParsedReply, ToolParser, parse_reply, parser_of_template
 from furlong.chat.template_boundary import ChatFormat, RewrittenError
 from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
@@ -125,7 +132,7 @@ class ReplyStream:
         self._decode: Callable[[list[int]], str] = str
         self._parts: Callable[[list[int]], tuple[str, str]] = lambda _: ("", "")
         self._num_tokens = 0
-        self._sent = ("", "")  # reasoning and content
+        self._num_sent = [0, 0]  # characters of reasoning and content
 
     def begin(
         self,
@@ -135,7 +142,7 @@ class ReplyStream:
         parts: Callable[[list[int]], tuple[str, str]],
         decode: Callable[[list[int]], str],
     ) -> None:
-        """Set how tokens become reasoning and content that are final."""
+        """Set how tokens become new reasoning and content that are final."""
         self.response_id, self.prompt_tokens = response_id, prompt_tokens
         self._parts, self._decode = parts, decode
 
@@ -145,18 +152,19 @@ class ReplyStream:
 
     def finish(self, parsed: ParsedReply, completion: Completion) -> None:
         """Add the rest of the answer."""
-        self._add((parsed.reasoning or "", parsed.content), completion.tokens, completion.log_probs)
+        sent = self._num_sent
+        self._add(
+            ((parsed.reasoning or "")[sent[0] :], parsed.content[sent[1] :]), completion.tokens, completion.log_probs
+        )
 
     def _grow(self) -> None:
         self._add(self._parts(self.tokens.tokens), self.tokens.tokens, self.tokens.log_probs)
 
-    def _add(self, parts: tuple[str, str], tokens: list[int], log_probs: list[float]) -> None:
-        old, new = self._sent, parts
-        rests = [now[len(before) :] if now.startswith(before) else "" for now, before in zip(new, old, strict=True)]
-        self._sent = (old[0] + rests[0], old[1] + rests[1])
+    def _add(self, new: tuple[str, str], tokens: list[int], log_probs: list[float]) -> None:
+        self._num_sent = [self._num_sent[0] + len(new[0]), self._num_sent[1] + len(new[1])]
         start, self._num_tokens = self._num_tokens, max(self._num_tokens, len(tokens))
         texts = [self._decode([token]) for token in tokens[start:]] if self._wants_texts else []
-        self.pieces.append(ReplyPiece(rests[0], rests[1], tokens[start:], log_probs[start:], texts))
+        self.pieces.append(ReplyPiece(*new, tokens[start:], log_probs[start:], texts))
         self._on_change()
 
 
@@ -319,7 +327,8 @@ class Session:
         self.check_num_chars(size)
         checked = checked_messages(messages if isinstance(messages, CheckedMessages) else list(messages))
         kwargs = dict(template_kwargs or {})
-        request = self.tree.request(checked, json.dumps([tools or None, kwargs, role], sort_keys=True, default=str))
+        root = canonical([sorted(map(canonical, tools or ())), kwargs, role])  # clients may reorder the tools
+        request = self.tree.request(checked, root)
         candidates = list(self.tree.candidates(request))
         if size <= SMALL:
             return request, self._prompt_after(candidates, request, tools, kwargs)
@@ -426,10 +435,10 @@ class Session:
                 stops=params.stop,
                 held_chars=max((len(stop) - 1 for stop in params.stop), default=0),
             )
-            parser, is_opened = self.parser, prompt.is_opened
+            growing = GrowingReply(self.parser, has_tools=has_tools, opened=prompt.is_opened)
 
             def parts(tokens: list[int]) -> tuple[str, str]:
-                return final_parts(deltas.final(tokens), parser, has_tools=has_tools, opened=is_opened)
+                return growing.feed(deltas.delta(tokens))
 
             stream.begin(response_id, len(prompt.ids), parts=parts, decode=self.chat_format.decode)
             completion = await self._complete(prompt.ids, params, part, stream.tokens)

@@ -135,6 +135,25 @@ def test_tool_calls_keep_their_ids_when_the_client_writes_the_arguments_anew():
     assert added == "\n<|im_start|>user<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_arguments_and_tools_are_compared_by_value():
+    tokenizer = bpe_tokenizer("qwen")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1.0, "b": 12345678901234567890, "c": null}}</tool_call>'
+    session = session_of(Script(tokenizer, call, "ok"))
+
+    async def main() -> None:
+        tools = [*TOOLS, {"type": "function", "function": {"name": "b", "parameters": None}}]
+        first = await session.chat([USER], tools=tools)
+        (made,) = first.tool_calls
+        written = {"name": "add", "arguments": '{"b":12345678901234567000,"a":1}'}  # by JavaScript
+        answer = {"role": "assistant", "content": None, "tool_calls": [{**made, "function": written}]}
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "3"}
+        again = [{"type": "function", "function": {"name": "b"}}, *TOOLS]
+        await session.chat([USER, answer, result], tools=again)
+
+    asyncio.run(main())
+    assert (len(session.tree.leaves()), session.tree.branch_reasons.total()) == (1, 0)
+
+
 def test_an_ill_formed_call_comes_back_as_text_and_is_counted():
     script = Script(bpe_tokenizer("qwen"), "<tool_call>\n{name: add}\n</tool_call>")
     session = session_of(script)
