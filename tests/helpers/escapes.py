@@ -443,6 +443,12 @@ kept = [mmap.mmap(-1, 64 << 20) for _ in range(12)]
 for each in kept: each.write(bytes(64 << 20)); each.madvise(mmap.MADV_DONTNEED)
 time.sleep(1); escaped("768 MiB")
 """, _was_killed_for_memory),
+    Escape("memory beside mappings that take long to read", """
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+for number in range(60_000): libc.mmap(None, 4096 * 4, 1 + 4 * (number % 2), 0x22, -1, 0)
+time.sleep(1); escaped("60,000 mappings of 16 KiB")
+""", _was_killed_for_memory),
     Escape("memory in page tables", """
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -36,6 +36,7 @@ _CONFIRMED_AFTER_S = 0.01
 _SOCKET_BYTES = 425_984  # that the kernel may keep for a socket: twice net.core.wmem_max
 _INODE_BYTES = 1024
 _ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
+_MAPPINGS_BYTES = 1 << 20  # about 10,000 mappings; a program with PyTorch has 2,000
 _DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 4, 24, 0x20080522
 _TASKS_PER_PROCESS = 8
 
@@ -52,6 +53,7 @@ def main() -> None:
     setup, _ = _receive()
     if setup["uid"] is not None:
         os.setgroups([])
+        os.chown(WORK, setup["uid"], setup["uid"])  # Git refuses folders of others
     box = _Box(setup, libc)
     _send({"ready": True})
     while True:
@@ -104,7 +106,8 @@ class _Box:
 
     def answer(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a command, or read or write a file with the rights of commands, none of which runs then."""
-        os.fchmod(self._work, 0o777)  # commands may have taken the rights of their folder away
+        with self._as_user():
+            os.fchmod(self._work, 0o755)  # commands may have taken the rights of their folder away
         if request["op"] == "exec":
             return self._execute(request, data)
         try:
@@ -260,14 +263,17 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
     if (others := sizes.get("VmSize", 0) - counted) > _ONE_FILE_MAPPING:
         try:
             with open(f"/proc/{pid}/maps") as file:
-                for line in file:
-                    if line.endswith("/dev/zero (deleted)\n") and line.split(None, 2)[1][3] == "s":
-                        addresses, _, offset, _, inode, _ = line.split(None, 5)
-                        start, end = (int(word, 16) for word in addresses.split("-"))
-                        key = f"{inode} {offset}"  # children share the mappings of their parent
-                        shared[key] = max(shared.get(key, 0), end - start)
-        except PermissionError:  # a process that hides its mappings
-            shared[pid] = others
+                lines = file.readlines(_MAPPINGS_BYTES)
+                if file.readline():
+                    raise PermissionError
+        except PermissionError:  # a process that hides its mappings, or makes so many that they take long to read
+            lines, shared[pid] = [], others
+        for line in lines:
+            if line.endswith("/dev/zero (deleted)\n") and line.split(None, 2)[1][3] == "s":
+                addresses, _, offset, _, inode, _ = line.split(None, 5)
+                start, end = (int(word, 16) for word in addresses.split("-"))
+                key = f"{inode} {offset}"  # children share the mappings of their parent
+                shared[key] = max(shared.get(key, 0), end - start)
     return used
 
 

@@ -31,8 +31,8 @@ _SETTINGS = (
     "terminfo",
 )  # fmt: skip
 _OF_NETWORK = ("hosts", "resolv.conf")
-_MASKED = ("kcore", "key-users", "keys", "kmsg", "sysrq-trigger", "timer_list")  # of /proc
-_CAPABILITIES = ("CAP_KILL", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_PTRACE")  # of root's first process
+_MASKED = [f"/proc/{name}" for name in ("kcore", "key-users", "keys", "kmsg", "sysrq-trigger", "timer_list")]
+_CAPABILITIES = ("CHOWN", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")  # of root's first process
 _UID = 1000  # in a user namespace
 
 
@@ -68,11 +68,11 @@ def bubblewrap_command(
         program, *(is_new_user if uid is None else ()), "--unshare-pid", "--unshare-ipc", "--unshare-uts",
         "--unshare-cgroup-try", *(() if network else ("--unshare-net",)), "--hostname", "sandbox", "--as-pid-1",
         "--new-session", "--die-with-parent", "--clearenv", "--cap-drop", "ALL",
-        *(() if uid is None else (word for name in _CAPABILITIES for word in ("--cap-add", name))),
+        *(() if uid is None else (word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}"))),
         "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys",
-        *_bound((f"/proc/{name}" for name in _MASKED if os.path.exists(f"/proc/{name}")), source="/dev/null"),
+        *(word for path in _MASKED if os.path.exists(path) for word in ("--ro-bind", "/dev/null", path)),
         "--dev", "/dev", *_tmpfs("/dev/shm", storage_bytes // 4, "1777"), "--remount-ro", "/dev",
-        *_tmpfs("/tmp", storage_bytes // 4, "1777"), *_tmpfs(box_init.WORK, storage_bytes // 2, "0777"),
+        *_tmpfs("/tmp", storage_bytes // 4, "1777"), *_tmpfs(box_init.WORK, storage_bytes // 2, "0755"),
         *_view(readable, network=network),
     ]  # fmt: skip
     account = f"{inner}:{inner}:sandbox:{box_init.WORK}:/bin/sh"
@@ -146,10 +146,6 @@ def _python_paths() -> list[str]:
 
 def _is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
-
-
-def _bound(paths: Iterable[str], source: str) -> list[str]:
-    return [word for path in paths for word in ("--ro-bind", source, path)]
 
 
 def _tmpfs(path: str, size: int, mode: str) -> list[str]:

@@ -92,6 +92,7 @@ class UnisolatedSandbox:
     def _check_open(self) -> None:
         if not self._root:
             raise InfraError("the sandbox is closed; use it in the body of `async with sandbox()`")
+        os.fchmod(self._folder, 0o700)  # commands may have taken the rights away
 
     async def _access(self, use: Callable[[], Any]) -> Any:
         self._check_open()

@@ -246,8 +246,10 @@ def test_deep_folders_without_rights_are_deleted(isolation, monkeypatch):
 
     async def use(opened: CodeSandbox) -> None:
         await opened.write("deep.py", code)
-        done = await opened.exec("python deep.py; mkdir shut; chmod 0 shut")
+        done = await opened.exec("python deep.py; mkdir shut; chmod 0 shut .")
         assert done.code == 0, done.stderr
+        await opened.write("after", "x")
+        assert (await opened.exec("[ -O . ] && cat after")).stdout == "x"
 
     in_sandbox(use)
 
