@@ -330,6 +330,10 @@ class DataSource(Protocol):
         """Take back unfinished groups; they are handed out again before new ones."""
         ...
 
+    def adopt(self, samples: list[Sample]) -> Group:
+        """Return a group of samples that user code made; group, samples and completions get the next numbers."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values: epoch, cursor, counters, and the groups that were returned."""
         ...
@@ -430,6 +434,10 @@ class Ledger(Protocol):
 
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None:
         """Record that the groups were handed to rollout `rollout_id`."""
+        ...
+
+    def held(self, group: Group, rollout_id: int) -> None:
+        """Record that the rollout function kept the group for a call after that of rollout `rollout_id`."""
         ...
 
     def generated(self, group: Group, rollout_id: int) -> None:

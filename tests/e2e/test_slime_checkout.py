@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from furlong.core import slime_modules
 from furlong.data.audit import audit
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import load_samples
-from runs import argv_from_options, is_finite, rows, train, write_model
+from runs import argv_from_options, flags, is_finite, rows, train, write_model
 
 SLIME = os.environ.get("FURLONG_SLIME_DIR")
 STAND_INS = Path(__file__).parents[1] / "helpers" / "slime_stand_ins"
@@ -68,6 +69,15 @@ def test_every_import_of_examples_and_documentation_has_a_verdict():
                 exec(statement)
         else:
             exec(statement)
+
+
+def test_a_copy_of_the_fully_async_rollout_trains(model, data, tmp_path, monkeypatch):
+    copied = shutil.copyfile(f"{SLIME}/slime/rollout/fully_async_rollout.py", tmp_path / "copied.py")
+    function = f"{copied}:generate_rollout_fully_async"
+    argv = flags(model, data, tmp_path / "run", num_rollout=5, rollout_function_path=function, rm_type="random")
+    assert train(argv) == 5
+    result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
+    assert result.ok, result.problems
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import pytest
 from furlong.data.audit import audit
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import load_samples
-from runs import flags, is_finite, rows, train, write_model
+from runs import flags, is_finite, ledger_events, rows, train, write_model
 
 ZOO = Path(__file__).parents[1] / "helpers" / "slime_zoo.py"
 OBSERVATION = " 42 "
@@ -165,6 +165,34 @@ def test_a_whole_rollout_of_the_user(go, data):
     assert shown[0]["eval/held_out"] == 0.5
     assert has_versions(batches)
     assert len(batches[0]) == 16
+
+
+def five_rollouts(model, data, tmp_path, function, **changes):
+    """Train 3 rollouts, then 2 more after a resume; return the events of the ledger, which is audited."""
+    for num_rollout, more in ((3, ()), (5, ("--load", tmp_path / "save"))):
+        argv = flags(
+            model, data, tmp_path / "run", *more, num_rollout=num_rollout, save=tmp_path / "save", save_interval=1,
+            rollout_function_path=function, **{"rm_type": "random"} | changes,
+        )  # fmt: skip
+        assert train(argv) == num_rollout
+        result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
+        assert result.ok, result.problems
+    assert all(is_finite(row) for row in rows(tmp_path / "run") if row["step"])
+    return ledger_events(tmp_path / "run")
+
+
+def test_groups_that_wait_from_one_call_to_the_next_are_trained_once(model, data, tmp_path):
+    events = five_rollouts(model, data, tmp_path, f"{ZOO}:generate_rollout_between_calls")
+    assert any(event["e"] == "held" for event in events)
+    assert any((event["e"], event.get("why")) == ("returned", "resumed") for event in events)  # what the worker had
+
+
+def test_groups_of_another_service_are_issued_by_the_function(model, tmp_path):
+    events = five_rollouts(
+        model, None, tmp_path, f"{ZOO}:generate_rollout_from_records", disable_rollout_global_dataset=True,
+        rm_type=None, label_key=None,
+    )  # fmt: skip
+    assert {event["ep"] for event in events if event["e"] == "issued"} == {-2}
 
 
 def test_fully_async_generates_ahead(go):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample
 from furlong.core.weights import WeightSource
+from furlong.data.source import adopted
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 
 
@@ -85,6 +86,10 @@ class ListSource:
     def return_groups(self, groups: Sequence[Group]) -> None:
         self.returned += groups
 
+    def adopt(self, samples: list[Sample]) -> Group:
+        group, self.next = adopted(samples, self.next, self.next * self.n, seed=0), self.next + 1
+        return group
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -107,7 +112,8 @@ class MemoryLedger:
 
     NEXT: ClassVar[dict[str | None, set[str]]] = {
         None: {"issued"},
-        "issued": {"generated", "dropped", "returned"},
+        "issued": {"generated", "dropped", "returned", "held"},
+        "held": {"generated", "dropped", "returned"},
         "returned": {"issued"},
         "generated": {"trained", "dropped"},
     }
@@ -124,6 +130,9 @@ class MemoryLedger:
     def issued(self, groups: Iterable[Group], rollout_id: int) -> None:
         for group in groups:
             self._move(group.index, "issued")
+
+    def held(self, group: Group, rollout_id: int) -> None:
+        self._move(group.index, "held")
 
     def generated(self, group: Group, rollout_id: int) -> None:
         self._move(group.index, "generated")

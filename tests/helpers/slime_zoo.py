@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import queue
+import threading
 from dataclasses import dataclass, field
 
 import httpx
@@ -243,6 +245,57 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     done = run(roll(args, groups))
     kept = [group for group in done if call_dynamic_filter(None, args, group).keep]
     return RolloutFnTrainOutput(samples=kept, metrics={"rollout/mine": rollout_id + 1})
+
+
+class Worker:
+    """A thread that generates groups all the time; a rollout takes the complete ones, and the others wait."""
+
+    def __init__(self, args, data_buffer):
+        self.args, self.data_buffer, self.done = args, data_buffer, queue.Queue()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.work()), daemon=True)
+        self.thread.start()
+
+    async def work(self):
+        running = set()
+        while True:
+            while len(running) + self.done.qsize() < 3 * self.args.rollout_batch_size:
+                groups = self.data_buffer.get_samples(1)
+                if not groups and not running:
+                    return
+                running |= {asyncio.create_task(roll(self.args, [group])) for group in groups}
+            await asyncio.sleep(0.01)
+            finished = {task for task in running if task.done()}
+            running -= finished
+            for task in finished:
+                self.done.put(task.result()[0])
+
+
+WORKERS = {}
+
+
+def generate_rollout_between_calls(args, rollout_id, data_buffer, evaluation=False):
+    """Take groups of a worker thread, most of which began in earlier calls."""
+    worker = WORKERS.setdefault(id(data_buffer), None) or Worker(args, data_buffer)
+    WORKERS[id(data_buffer)] = worker
+    return [worker.done.get(timeout=60) for _ in range(args.rollout_batch_size)]
+
+
+def generate_rollout_from_records(args, rollout_id, data_buffer, evaluation=False):
+    """Add samples that another service made to the buffer, one group more than needed, and take those of the buffer."""
+    metadata = data_buffer.get_metadata()
+    assert metadata == {str(i): [i] for i in range(rollout_id)}
+    made = [
+        [
+            Sample(index=number, prompt="p", tokens=[3, 4, 5 + k], response_length=1, reward=k % 2, status="completed")
+            for k in range(args.n_samples_per_prompt)
+        ]
+        for number in range(args.rollout_batch_size + (rollout_id == 0) - data_buffer.get_buffer_length())
+    ]
+    data_buffer.add_samples(made)
+    data_buffer.update_metadata({str(rollout_id): [rollout_id]})
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    assert data_buffer.get_buffer_length() == int(rollout_id == 0)
+    return groups
 
 
 class CodingService(metaclass=SingletonMeta):

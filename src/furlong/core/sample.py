@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from furlong.core.outcome import Outcome
 from furlong.errors import DataError
 
+MADE_BY_FUNCTION = -2  # epoch of groups that a rollout function made itself
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
 ROLE = "role"  # metadata: which of several agents of an episode the sample is of
@@ -226,7 +227,7 @@ class Sample:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if attributes := {k: v for k, v in vars(self).items() if k not in data and _is_json(v)}:
             data["attributes"] = attributes
-        data["status"] = self.status.value
+        data["status"] = Status(self.status).value  # user code may set the text
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
         if self.rollout_routed_experts is not None:
             from furlong.core.routing import json_from_routes
@@ -309,7 +310,8 @@ def scalar_reward(sample: Sample, reward_key: str | None) -> float:
 class Group:
     """The samples of one prompt, as issued by the data source.
 
-    `index` is unique in a run and strictly increasing; (`epoch`, `row`) is the origin of the prompt. A sample that a
+    `index` is unique in a run and strictly increasing; (`epoch`, `row`) is the origin of the prompt, with
+    `MADE_BY_FUNCTION` as the epoch if a rollout function made the group. A sample that a
     custom generate function fanned out into several appears here as several samples with the same `rollout_id`.
     """
 

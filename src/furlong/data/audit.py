@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from furlong.core.sample import MADE_BY_FUNCTION
 from furlong.data.ledger import parse_event
 from furlong.errors import DataError
 
-OpenState = Literal["issued", "generated", "returned", "restored", "saved"]
+OpenState = Literal["issued", "held", "generated", "returned", "restored", "saved"]
 READY = ("generated", "restored")  # for training
 IN_CHECKPOINT = ("restored", "saved")
 GIVEN_UP = "run_ended"  # drop reason
@@ -27,9 +28,9 @@ class Audit:
     """The result of an audit. `ok` if there are no problems; each of `problems` names a group and what happened to it.
 
     Counts are of groups, without events that were rolled back. `in_flight` counts open groups by state: generating
-    ("issued"), waiting for training ("generated", or "restored" from the checkpoint that the run resumed from), waiting
-    in the data source ("returned"), or, if the run ended early, in its checkpoint ("saved"). `last_step` is the last
-    rollout that was trained on, counted from 0 as in the ledger.
+    ("issued"), kept by a rollout function for a later call ("held"), waiting for training ("generated", or "restored"
+    from the checkpoint that the run resumed from), waiting in the data source ("returned"), or, if the run ended early,
+    in its checkpoint ("saved"). `last_step` is the last rollout that was trained on, counted from 0 as in the ledger.
     """
 
     path: str
@@ -83,6 +84,9 @@ def _epochs(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
         epochs = [epoch for _, (epoch, _) in stretch]
         count = dict(counts)[epochs[0]]
         groups = f"{count} group{'s' * (count != 1)}"
+        if epochs == [MADE_BY_FUNCTION]:
+            yield f"made by the rollout function: {groups}"
+            continue
         yield (
             f"epoch {epochs[0]}: {groups}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}: {groups} each"
         )
@@ -217,6 +221,8 @@ class _Replay:
                     self.may_wait |= event.get("waits", False)
                 case "issued":
                     self._issued(event["g"], event["ep"], event["row"], event["r"], number)
+                case "held":
+                    self._held(event["g"], number)
                 case "generated":
                     self._generated(event["g"], number)
                 case "returned":
@@ -243,6 +249,8 @@ class _Replay:
             self.result.in_flight[group.state] += 1
             is_ahead = group.rollout > self._last
             if (group.state in IN_CHECKPOINT and is_ahead) or (group.state == "returned" and self.may_wait):
+                continue
+            if group.state == "saved" or (group.state == "held" and not finished):
                 continue
             idle_steps = self.num_steps - group.steps
             name = f"group {g} (epoch {group.epoch}, row {group.row}) was lost"
@@ -318,10 +326,17 @@ class _Replay:
             self.result.problem(f"group {g} was {verb} (line {number}) {before}")
         return group
 
+    def _held(self, g: int, number: int) -> None:
+        group = self._find_open(g, "held", number)
+        if group is not None:
+            if group.state != "issued" and group.era == self.era:
+                self.result.problem(f"group {g} was held (line {number}) while it was {group.state}")
+            self._touch(group, "held")
+
     def _generated(self, g: int, number: int) -> None:
         group = self._find_open(g, "generated", number)
         if group is not None:
-            if group.state != "issued" and group.era == self.era:
+            if group.state not in ("issued", "held") and group.era == self.era:
                 self.result.problem(f"group {g} was generated (line {number}) while it was {group.state}")
             self._touch(group, "generated")
 
@@ -357,11 +372,11 @@ class _Replay:
         self.result.drop_reasons[reason] += 1
 
     def _ended(self, *, is_saved: bool) -> None:
-        """Close the groups of rollouts that were ahead of training; groups of trained rollouts stay open."""
+        """Close the groups of rollouts ahead of training, and those held; others of trained rollouts stay open."""
         for g, group in list(self.open.items()):
-            if group.state in ("returned", "restored") or group.rollout <= self._last:
+            if group.state in ("returned", "restored") or (group.rollout <= self._last and group.state != "held"):
                 continue
-            if is_saved and group.state == "generated":
+            if is_saved and group.state in ("generated", "held"):
                 self._touch(group, "saved")
             else:
                 self._drop(g, GIVEN_UP)

@@ -10,7 +10,7 @@ from furlong.core.sample import Group, Sample
 from furlong.core.text import shortened
 from furlong.core.user_code import with_hook_errors
 from furlong.data.prompt import Prompt
-from furlong.data.source import STATE_VERSION, sample_seed
+from furlong.data.source import STATE_VERSION, adopted, sample_seed
 from furlong.errors import CheckpointError, ConfigError, DataError
 
 METHODS = HOOKS["data_source"].methods
@@ -61,6 +61,13 @@ class CustomDataSource:
     def return_groups(self, groups: Sequence[Group]) -> None:
         """Pass unfinished groups to the object's `add_samples`."""
         self._call["add_samples"]([group.samples for group in groups])
+
+    def adopt(self, samples: list[Sample]) -> Group:
+        """Return a group of samples that user code made, with the next numbers."""
+        group = adopted(samples, self._next_group, self._next_sample, seed=self._seed)
+        self._next_group += 1
+        self._next_sample += len(samples)
+        return group
 
     def state(self) -> dict[str, Any]:
         """Let the object save itself; return the save number and the counters."""
@@ -126,6 +133,10 @@ class EmptyDataSource:
     def return_groups(self, groups: Sequence[Group]) -> None:
         """Raise DataError: no group was issued."""
         raise DataError(f"{len(groups)} prompt groups were returned, but this run has no --prompt-data")
+
+    def adopt(self, samples: list[Sample]) -> Group:
+        """Raise DataError: nothing asks for prompts."""
+        raise DataError(f"a group of {len(samples)} samples was made, but this run has no --prompt-data")
 
     def state(self) -> dict[str, Any]:
         """Return an empty state."""

@@ -6,13 +6,16 @@ One JSON object per line, `{"e": event, ...}` with short keys:
                                                         "partial":true earlier groups are missing; with "waits":true
                                                         user code selects from the groups in the data source
     {"e":"issued","g":12,"ep":0,"row":5,"r":3}          group g, from row of epoch ep, was issued to rollout r
+                                                        ep is -1 if the source has no epochs, and -2 if a rollout
+                                                        function made the group
+    {"e":"held","g":12,"r":3}                           the rollout function kept it for a call after that of rollout r
     {"e":"generated","g":12,"r":3}                      all its samples are generated and scored
     {"e":"returned","g":12,"why":"partial"}             returned to the data source, unfinished
     {"e":"dropped","g":12,"why":"zero_std"}             will not be trained on
     {"e":"trained","g":12,"s":3}                        was part of the optimizer steps of rollout s
     {"e":"restored","g":12,"r":3}                       was loaded from a checkpoint, generated for rollout r
-    {"e":"ended","saved":true}                          the run ended before its last rollout; groups of later rollouts
-                                                        are saved in the checkpoint, or dropped
+    {"e":"ended","saved":true}                          the run ended with groups in flight: those of later
+                                                        rollouts, and held ones, are in the checkpoint, or dropped
     {"e":"data_changed"}                                the run resumed with other rows, so that epochs differ in size
     {"e":"resume","events":40,"bytes":2100}             the run resumed from a checkpoint: the lines after the 40th, up
                                                         to this one, are rolled back
@@ -106,6 +109,10 @@ class FileLedger:
         for g in groups:
             self._add(f'{{"e":"issued","g":{g.index},"ep":{g.epoch},"row":{g.row},"r":{rollout_id}}}\n')
 
+    def held(self, group: Group, rollout_id: int) -> None:
+        """Record that the rollout function kept the group for a call after that of rollout `rollout_id`."""
+        self._add(f'{{"e":"held","g":{group.index},"r":{rollout_id}}}\n')
+
     def generated(self, group: Group, rollout_id: int) -> None:
         """Record that all samples of the group are generated and scored."""
         self._add(f'{{"e":"generated","g":{group.index},"r":{rollout_id}}}\n')
@@ -130,7 +137,7 @@ class FileLedger:
             self._add(f'{{"e":"restored","g":{g},"r":{rollout_id}}}\n')
 
     def ended(self, *, is_saved: bool) -> None:
-        """Record that the run ends before its last rollout; groups of later rollouts are saved, or else dropped."""
+        """Record that the run ends with groups of later rollouts, or held ones: they are saved, or else dropped."""
         self._add(f'{{"e":"ended","saved":{json.dumps(is_saved)}}}\n')
 
     def data_changed(self) -> None:

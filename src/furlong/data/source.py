@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from furlong.core.sample import Group, Sample
+from furlong.core.sample import MADE_BY_FUNCTION, Group, Sample
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
 from furlong.data.row_readers import RowReader, read_slice
@@ -201,6 +201,21 @@ def group_from_prompt(
     return Group(index, samples, epoch, prompt.row)
 
 
+def adopted(samples: list[Sample], index: int, first_sample: int, *, seed: int) -> Group:
+    """Return samples that user code made as group `index`, numbered from `first_sample`.
+
+    Samples with the same `rollout_id` remain parts of one completion.
+    """
+    completions: dict[Any, int] = {}
+    for number, sample in enumerate(samples, first_sample):
+        completion = ("made", number) if sample.rollout_id is None else sample.rollout_id
+        sample.group_index, sample.index = index, number
+        sample.rollout_id = completions.setdefault(completion, number)
+        if sample.seed is None:
+            sample.seed = sample_seed(seed, number)
+    return Group(index, samples, epoch=MADE_BY_FUNCTION, row=index)
+
+
 class RolloutDataSource:
     """Issues the prompts of a table or stream, `n_samples_per_prompt` samples each, epoch after epoch.
 
@@ -230,6 +245,7 @@ class RolloutDataSource:
         self._shuffle, self._seed, self._num_epoch = shuffle, rollout_seed, num_epoch
         self._returned = GroupBuffer(buffer_filter=buffer_filter, args=args, on_drop=on_drop)
         self._epoch = self._next_group = self._next_sample = 0
+        self._metadata: dict[str, Any] = {}
         prompts.begin(self._key(0))
 
     @property
@@ -259,6 +275,25 @@ class RolloutDataSource:
                 )
         self._returned.put(groups)
 
+    def adopt(self, samples: list[Sample]) -> Group:
+        """Return a group of samples that user code made, with the next numbers."""
+        group = adopted(samples, self._next_group, self._next_sample, seed=self._seed)
+        self._next_group += 1
+        self._next_sample += len(samples)
+        return group
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the metadata of `update_metadata`, which checkpoints contain. For rollout functions, as in slime."""
+        return self._metadata
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add metadata, which must be JSON values."""
+        self._metadata.update(metadata)
+
+    def get_buffer_length(self) -> int:
+        """Return the number of returned groups that wait to be issued again."""
+        return len(self._returned)
+
     def state(self) -> dict[str, Any]:
         """Return a JSON-able snapshot: settings, epoch, position, counters, and the returned groups.
 
@@ -272,6 +307,7 @@ class RolloutDataSource:
             "next_group": self._next_group,
             "next_sample": self._next_sample,
             "returned": [json_group(group) for group in self._returned],
+            "metadata": _json(self._metadata, "the metadata of update_metadata"),
         }
 
     def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None:
@@ -289,6 +325,7 @@ class RolloutDataSource:
         self._epoch = state["epoch"]
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
         self._prompts.seek(self._key(self._epoch), state["position"], by_row=data_changed)
+        self._metadata = copy.deepcopy(state.get("metadata", {}))
         self._returned.clear()
         returned = [Group.from_dict(group) for group in copy.deepcopy(state["returned"])]
         for group in returned:
@@ -309,7 +346,7 @@ class RolloutDataSource:
     def _resize(self, group: Group) -> None:
         """Drop samples beyond `n_samples_per_prompt`, or add empty ones."""
         num_samples, first = len(group.samples), group.samples[0]
-        if num_samples == self._n_samples:
+        if num_samples == self._n_samples or group.epoch == MADE_BY_FUNCTION:
             return
         logger.info("group %d, returned with %d samples, now has %d", group.index, num_samples, self._n_samples)
         prompt = Prompt(
@@ -366,6 +403,9 @@ class GroupBuffer:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     def put(self, groups: Iterable[Group]) -> None:
         """Append groups. Raises DataError for one that is already in the buffer."""
         for group in groups:
@@ -412,10 +452,14 @@ class GroupBuffer:
 
 def json_group(group: Group) -> dict[str, Any]:
     """Return a snapshot of a group as JSON data. Raises CheckpointError for a value that JSON cannot represent."""
+    return _json(group.to_dict(), f"a sample's metadata, label or reward in group {group.index}")
+
+
+def _json(value: dict[str, Any], what: str) -> dict[str, Any]:
     try:
-        return json.loads(json.dumps(group.to_dict()))
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"group {group.index} cannot be saved in a checkpoint: {error}; a custom function set a value that is not "
-            "JSON in a sample's metadata, label or reward: use plain numbers, strings, lists and dicts"
+            f"{what} cannot be saved in a checkpoint: {error}; a custom function set a value that is not JSON: use "
+            "plain numbers, strings, lists and dicts"
         ) from error

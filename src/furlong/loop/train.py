@@ -93,7 +93,7 @@ async def train(
             await _update_and_save(parts, checkpoints, stream, step, update_weights)
             saved_step = step
         await update_weights.finish_verification()
-        if parts.observer.stop_requested or stream.has_groups:
+        if await stream.end() or parts.observer.stop_requested:
             parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)
     return step
 
@@ -242,6 +242,7 @@ class RolloutStream:
     def __init__(self, parts: Parts, *, first: int, end: int, ahead: int, pause: PauseMode) -> None:
         self._rollout, self._engine, self._device_sharing = parts.rollout, parts.engine, parts.device_sharing
         self._ledger = parts.ledger
+        self._groups = parts.pool
         self._pool = parts.pool if parts.pool is not None and parts.pool.is_shared else None
         self._ahead, self._end = ahead, end
         self._first = first
@@ -286,10 +287,15 @@ class RolloutStream:
         if self._pool is not None:
             self._pool.admit(step, ahead=self._ahead, end=self._end, version=version)
 
+    async def end(self) -> bool:
+        """Let no more groups start; return whether some are in flight, which no rollout will train on."""
+        if self._groups is not None:
+            await self._groups.close()
+        return self._has_groups
+
     @property
-    def has_groups(self) -> bool:
-        """Whether groups are in flight that no rollout will train on."""
-        return self._pool is not None and bool(self._pool.snapshot())
+    def _has_groups(self) -> bool:
+        return self._groups is not None and bool(self._groups.snapshot())
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
@@ -308,7 +314,8 @@ class RolloutStream:
                     task.result()  # a failed rollout ends the run now, not when its turn comes
         if starved:
             logger.warning("all engines were lost after the last training step: rollouts continue with new weights")
-        if self._engine is None or (self._pool is None and self._pause_mode == "finish" and not starved):
+        is_idle = self._pool is None and not self._has_groups  # a rollout function may generate between its calls
+        if self._engine is None or (is_idle and self._pause_mode == "finish" and not starved):
             yield
             return
         await self._engine.pause(self._pause_mode)
@@ -391,8 +398,7 @@ class RolloutStream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._pool is not None:
-            await self._pool.close()
+        await self.end()
         if error is not None:
             self._ledger.ended(is_saved=False)
 

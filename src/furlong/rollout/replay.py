@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -77,8 +80,12 @@ class RolloutFnEvalOutput:
 class FunctionRollout:
     """Implements `interfaces.Rollout` with a user's `fn(args, rollout_id, data_source, evaluation=False)`.
 
-    The function runs in a thread.
+    The function runs in a thread. It may return groups of an earlier call, and groups that it made. Groups that it
+    neither returned nor keeps are dropped after the call; as an `interfaces.RolloutPool` it saves the others, without
+    their responses, and a resumed run issues them again.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -92,27 +99,27 @@ class FunctionRollout:
         vocab_size: int | None = None,
     ) -> None:
         self._function, self._vocab_size = function, vocab_size
-        self._source, self._ledger = source, ledger
+        self._ledger = ledger
+        self._source = HookSource(source, ledger)
         self._conversion, self._args = conversion, args
         self._report = report or SampleReport()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Call the function and account for every group it took."""
         started = time.monotonic()
-        source = HookSource(self._source, self._ledger, asyncio.get_running_loop(), rollout_id)
-        result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=False)
-        if not isinstance(result, list) and not hasattr(result, "samples"):
-            raise RolloutError(
-                f"--rollout-function-path returned {type(result).__name__}; it must return a list of groups, or a "
-                "RolloutFnTrainOutput"
-            )
-        lists = result if isinstance(result, list) else result.samples
-        extra = {} if isinstance(result, list) else result.metrics or {}
-        groups = [source.group_of(self._checked(each)) for each in lists]
-        for group in groups:
-            self._ledger.generated(group, rollout_id)
-        for group in source.unclaimed():
-            self._ledger.dropped(group, "rollout_function")
+        with self._source.call(rollout_id, asyncio.get_running_loop()):
+            result = await asyncio.to_thread(self._function, self._args, rollout_id, self._source, evaluation=False)
+            if not isinstance(result, list) and not hasattr(result, "samples"):
+                raise RolloutError(
+                    f"--rollout-function-path returned {type(result).__name__}; it must return a list of groups, or a "
+                    "RolloutFnTrainOutput"
+                )
+            lists = _lists(result if isinstance(result, list) else result.samples)
+            extra = {} if isinstance(result, list) else result.metrics or {}
+            groups = [self._source.group_of(self._checked(each)) for each in lists]
+            for group in groups:
+                self._ledger.generated(group, rollout_id)
+        self._source.settle("rollout_function")
         if not groups:
             return None
         batch = batch_from_groups(rollout_id, groups, self._conversion)
@@ -120,6 +127,21 @@ class FunctionRollout:
         metrics = {name: mean(float(value)) for name, value in extra.items()} | {"perf/rollout_time": total(seconds)}
         batch.metrics.update(self._report.of_rollout(rollout_id, groups, metrics, seconds))
         return batch
+
+    def admit(self, step: int, *, ahead: int, end: int, version: int) -> None:
+        """Do nothing: the function decides when groups start."""
+
+    def snapshot(self) -> list[tuple[str, Group]]:
+        """Return the groups that the function has, as they were issued."""
+        return self._source.snapshot()
+
+    def restore(self, saved: Sequence[tuple[str, Group]]) -> None:
+        """Return the groups of a checkpoint to the source before the next call."""
+        self._source.resumed = [group for _, group in saved]
+
+    async def close(self) -> None:
+        """Issue no more groups."""
+        self._source.is_closed = True
 
     def _checked(self, group: Any) -> list[Sample]:
         samples = _flat(group)
@@ -137,10 +159,13 @@ class FunctionRollout:
 
         Sets with `samples` also get the metrics of their samples.
         """
-        source = HookSource(self._source, self._ledger, asyncio.get_running_loop(), rollout_id)
-        result = await asyncio.to_thread(self._function, self._args, rollout_id, source, evaluation=True)
-        for group in source.unclaimed():
-            self._ledger.dropped(group, "evaluation")
+        metrics = await self._evaluate(rollout_id)
+        self._source.settle("evaluation")
+        return metrics
+
+    async def _evaluate(self, rollout_id: int) -> Metrics:
+        with self._source.call(rollout_id, asyncio.get_running_loop()):
+            result = await asyncio.to_thread(self._function, self._args, rollout_id, self._source, evaluation=True)
         data: Any = result if isinstance(result, dict) else getattr(result, "data", None)
         if not isinstance(data, dict) or not all(_is_set(columns) for columns in data.values()):
             raise RolloutError(
@@ -175,42 +200,74 @@ def _is_set(columns: Any) -> bool:
     return True
 
 
+@dataclass
+class _Taken:
+    """A group that a rollout function has: as it was issued, and the samples that the function got."""
+
+    origin: Group
+    samples: list[weakref.ref[Sample]]
+    is_held: bool = False
+
+
 class HookSource:
     """The `data_source` argument of hooks: `len`, the attributes of the --data-source-path object, and the groups.
 
     A rollout function takes groups with `get_samples` and returns unfinished ones with `add_samples`. It runs in a
-    thread, while source and ledger belong to the event loop; calls are executed there. Without a loop there is only the
-    length.
+    thread, and may have threads of its own that work between its calls, while source and ledger belong to the event
+    loop; calls are executed there. Without a ledger there is only the length.
     """
 
-    def __init__(
-        self, source: DataSource, ledger: Ledger | None = None, loop: asyncio.AbstractEventLoop | None = None,
-        rollout_id: int = 0,
-    ) -> None:  # fmt: skip
-        self._source, self._ledger, self._loop, self.rollout_id = source, ledger, loop, rollout_id
-        self._issued: dict[int, Group] = {}
+    def __init__(self, source: DataSource, ledger: Ledger | None = None) -> None:
+        self._source, self._ledger = source, ledger
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._taken: dict[int, _Taken] = {}
+        self._trained: set[int] = set()
+        self._num_calls = 0
+        self.rollout_id = 0
+        self.resumed: list[Group] = []
+        self.is_closed = False
+
+    @contextlib.contextmanager
+    def call(self, rollout_id: int, loop: asyncio.AbstractEventLoop) -> Generator[None]:
+        """Groups issued in this context belong to a call of the function."""
+        self._loop, self.rollout_id = loop, rollout_id
+        resumed, self.resumed = self.resumed, []
+        if self._ledger is not None:
+            for group in resumed:
+                self._ledger.returned(group, "resumed")
+        self._source.return_groups(resumed)
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next prompt groups."""
+        """Return the next prompt groups; none after the end of the run."""
 
         def get(ledger: Ledger) -> list[list[Sample]]:
             groups = self._source.next_groups(num_samples)
             ledger.issued(groups, self.rollout_id)
-            self._issued.update({group.index: group for group in groups})
+            for group in groups:
+                samples = [weakref.ref(sample) for sample in group.samples]
+                self._taken[group.index] = _Taken(copy.deepcopy(group), samples)
+            if not self._num_calls:
+                self._hold(ledger)
             return [group.samples for group in groups]
 
-        return self._on_loop("get_samples", get)
+        return self._on_loop("get_samples", get, [])
 
     def add_samples(self, samples: Sequence[list[Sample]]) -> None:
-        """Return unfinished groups to the source."""
+        """Return unfinished groups to the source, or add groups that the function made."""
 
         def add(ledger: Ledger) -> None:
-            groups = [self.group_of(each) for each in samples]
+            groups = [self.group_of(_flat(each)) for each in samples]
             for group in groups:
+                self._trained.discard(group.index)
                 ledger.returned(group, "add_samples")
             self._source.return_groups(groups)
 
-        self._on_loop("add_samples", add)
+        self._on_loop("add_samples", add, None)
 
     def __len__(self) -> int:
         """Return the groups of one epoch. Raises RolloutError until a stream has been read once."""
@@ -222,10 +279,18 @@ class HookSource:
         return self._source.groups_per_epoch
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's data source."""
-        return getattr(instance_of(self._source), name)
+        """Return an attribute of the user's data source; without one, a method of slime's."""
+        instance = instance_of(self._source)
+        if instance is None and name in ("get_metadata", "update_metadata", "get_buffer_length"):
+            return getattr(self._source, name)
+        if instance is None:
+            raise AttributeError(
+                f"data_source has no attribute {name!r}; it has get_samples, add_samples, get_metadata, "
+                "update_metadata, get_buffer_length and len()"
+            )
+        return getattr(instance, name)
 
-    def _on_loop(self, name: str, work: Callable[[Ledger], T]) -> T:
+    def _on_loop(self, name: str, work: Callable[[Ledger], T], after_the_run: T) -> T:
         ledger, loop = self._ledger, self._loop
         if ledger is None or loop is None:
             raise AttributeError(
@@ -234,27 +299,51 @@ class HookSource:
                 "--data-source-path, which the function then gets as data_source"
             )
 
+        if self.is_closed:
+            return after_the_run
+
         async def run() -> T:
-            return work(ledger)
+            return after_the_run if self.is_closed else work(ledger)
 
         return asyncio.run_coroutine_threadsafe(run(), loop).result()
 
     def group_of(self, samples: list[Sample]) -> Group:
-        """Return the issued group that these samples belong to. Raises RolloutError if there is none."""
+        """Remove and return the issued group that these samples belong to, or issue them as one that user code made.
+
+        Raises RolloutError if an issued group comes a second time, or if there are no samples.
+        """
         index = samples[0].group_index if samples else None
-        if index is None or index not in self._issued:
+        if not samples or index in self._trained:
+            problem = f"group {index} a second time" if samples else "a group without samples"
             raise RolloutError(
-                f"--rollout-function-path returned a group with group_index {index}, which was not issued by "
-                "data_source.get_samples in this rollout; keep `group_index` of its samples"
+                f"--rollout-function-path returned {problem}; a group of data_source.get_samples is trained on once: "
+                "to train on samples again, or on others than it issued, return copies with group_index None"
             )
-        group = self._issued.pop(index)
-        group.samples = samples
+        if index is not None and (taken := self._taken.pop(index, None)) is not None:
+            self._trained.add(index)
+            return Group(index, samples, taken.origin.epoch, taken.origin.row)
+        assert self._ledger is not None
+        group = self._source.adopt([copy.copy(sample) for sample in samples])  # may come again: its numbers stay
+        self._ledger.issued([group], self.rollout_id)
         return group
 
-    def unclaimed(self) -> list[Group]:
-        """Remove and return the issued groups that were not returned."""
-        left, self._issued = list(self._issued.values()), {}
-        return left
+    def settle(self, reason: str) -> None:
+        """After a call, drop the groups that the function has no sample of any more, and hold the others."""
+        assert self._ledger is not None
+        for index, taken in list(self._taken.items()):
+            if not any(sample() for sample in taken.samples):
+                self._ledger.dropped(self._taken.pop(index).origin, reason)
+        self._hold(self._ledger)
+
+    def _hold(self, ledger: Ledger) -> None:
+        for taken in self._taken.values():
+            if not taken.is_held:
+                taken.is_held = True
+                ledger.held(taken.origin, self.rollout_id)
+
+    def snapshot(self) -> list[tuple[str, Group]]:
+        """Return the groups that the function has, as they were issued."""
+        return [("running", group) for group in (*self.resumed, *(taken.origin for taken in self._taken.values()))]
 
 
 def instance_of(source: DataSource) -> Any:
@@ -275,6 +364,17 @@ class SplitRollout:
     async def evaluate(self, rollout_id: int) -> Metrics:
         """Evaluate with the evaluation rollout."""
         return await self._evaluation.evaluate(rollout_id)
+
+
+def _lists(groups: Any) -> list[Any]:
+    """Return the groups of a result; samples that are in no list are joined by their group_index."""
+    listed = list(groups)
+    if not listed or not all(isinstance(each, Sample) for each in listed):
+        return listed
+    by_index: dict[Any, list[Sample]] = {}
+    for sample in listed:
+        by_index.setdefault(id(sample) if sample.group_index is None else sample.group_index, []).append(sample)
+    return list(by_index.values())
 
 
 def _flat(group: Any) -> list[Sample]:

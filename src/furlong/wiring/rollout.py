@@ -138,7 +138,7 @@ def build_rollout(
 def pool_of(rollout: Rollout) -> RolloutPool | None:
     """Return the part of a rollout that keeps groups in flight; None if it generates nothing from prompts."""
     trained = rollout.training if isinstance(rollout, SplitRollout) else rollout
-    return trained if isinstance(trained, EngineRollout) else None
+    return trained if isinstance(trained, EngineRollout | FunctionRollout) else None
 
 
 def _training_rollout(

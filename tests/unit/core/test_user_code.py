@@ -96,6 +96,8 @@ def test_data_source_of_functions_has_a_length_and_rejects_the_rest():
     source.groups_per_epoch = None
     with pytest.raises(RolloutError, match="--streaming-data"):
         len(seen)
+    with pytest.raises(AttributeError, match=r"no attribute 'difficulty'; it has get_samples"):
+        seen.difficulty  # noqa: B018
     source.instance = SimpleNamespace(difficulty=0.5)
     assert seen.difficulty == 0.5
 

@@ -85,15 +85,84 @@ def test_function_without_groups_ends_the_run():
     assert asyncio.run(function_rollout(take(0)).produce(0)) is None
 
 
-@pytest.mark.parametrize("index", [None, 77])
-def test_group_that_was_not_handed_out_is_refused(index):
-    def train(groups):
-        for sample in groups[0]:
-            sample.group_index = index
-        return groups
+def made(*indexes):
+    return [answered(Sample(tokens=[1, 2], group_index=index, index=5)) for index in indexes]
 
-    with pytest.raises(RolloutError, match=rf"--rollout-function-path .*group_index {index}\b"):
-        asyncio.run(function_rollout(take(1, train=train)).produce(0))
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([made(None, None), made(None)], [0, 0, 1]),
+        ([made(77, 77), made(3)], [0, 0, 1]),
+        ([*made(8, 8, 9)], [0, 0, 1]),  # samples that are in no list
+    ],
+)
+def test_groups_that_a_function_made_are_issued_by_it(groups, expected):
+    ledger = MemoryLedger()
+    rollout = function_rollout(lambda *args, **kwargs: groups, ledger=ledger)
+    batch = asyncio.run(rollout.produce(0))
+    assert batch is not None
+    assert batch.group_ids.tolist() == expected
+    assert len(set(batch.rollout_ids.tolist())) == len(set(batch.sample_ids.tolist())) == 3
+    assert asyncio.run(rollout.produce(1)).group_ids.tolist() == [index + 2 for index in expected]
+    assert set(ledger.states.values()) == {"generated"}
+
+
+def test_made_groups_wait_in_the_buffer_with_their_responses():
+    ledger = MemoryLedger()
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        data_source.add_samples([made(None, None)])
+        return data_source.get_samples(1)
+
+    batch = asyncio.run(function_rollout(function, ledger=ledger).produce(0))
+    assert batch is not None
+    assert (len(batch), ledger.states) == (2, {0: "generated"})
+
+
+def test_a_function_may_keep_groups_for_a_later_call_but_train_on_each_once():
+    ledger, kept = MemoryLedger(), []
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        if not kept:
+            kept.extend([answered(s) for s in group] for group in data_source.get_samples(3))
+        return [kept[min(rollout_id, 1)]]
+
+    rollout = function_rollout(function, ledger=ledger)
+
+    async def go():
+        assert (await rollout.produce(0)).group_ids.tolist() == [0, 0]
+        assert ledger.states == {0: "generated", 1: "held", 2: "held"}
+        saved = rollout.snapshot()
+        assert [(group.index, group.samples[0].response_length) for _, group in saved] == [(1, 0), (2, 0)]
+        kept.pop()
+        assert (await rollout.produce(1)).group_ids.tolist() == [1, 1]
+        assert (ledger.states[2], ledger.reasons[2]) == ("dropped", "rollout_function")
+        with pytest.raises(RolloutError, match=r"returned group 1 a second time; .* group_index None"):
+            await rollout.produce(2)
+
+    asyncio.run(go())
+
+
+def test_a_thread_of_the_function_may_ask_between_the_calls_and_gets_nothing_after_the_run():
+    ledger, asked = MemoryLedger(), []
+
+    def function(args, rollout_id, data_source, evaluation=False):
+        asked.append(data_source)
+        return take(1)(args, rollout_id, data_source)
+
+    async def go():
+        rollout = function_rollout(function, ledger=ledger)
+        await rollout.produce(0)
+        groups = await asyncio.to_thread(asked[0].get_samples, 2)
+        assert [group[0].group_index for group in groups] == [1, 2]
+        assert ledger.states == {0: "generated", 1: "held", 2: "held"}
+        await rollout.close()
+        assert await asyncio.to_thread(asked[0].get_samples, 1) == []
+        await asyncio.to_thread(asked[0].add_samples, groups)
+        assert len(rollout.snapshot()) == 2
+
+    asyncio.run(go())
 
 
 def test_function_runs_in_a_thread_and_the_ledger_is_written_in_the_loop():
@@ -233,7 +302,7 @@ def test_samples_of_a_function_are_checked(fields, message):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (lambda groups: groups[0], "returned a Sample "),
+        (lambda groups: [1], "returned a int "),
         (lambda groups: [["a", "b"]], "returned a list "),
     ],
 )
