@@ -166,6 +166,25 @@ def test_a_killed_run_is_recognised_and_resumes(tmp_path, capsys, forked):
     assert (code, result["status"]) == (0, "finished")
 
 
+def test_a_run_that_fails_during_startup_is_reported_as_failed(tmp_path, capsys, monkeypatch):
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FsdpBackend, "__init__", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path / "run", num_rollout=1)
+    code, result = examine(tmp_path / "run", capsys)
+    assert (code, result["status"], [f["id"] for f in result["findings"]]) == (1, "failed", ["DISK01"])
+    assert result["error"].startswith("OSError: [Errno 28]")
+
+
+def test_a_folder_that_is_not_a_run_is_named(tmp_path, capsys):
+    assert cli.main(["doctor", "--run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "config.json" in error
+    assert str(tmp_path) in error
+
+
 def _ended_by(error: BaseException, folder: Path, capsys, monkeypatch) -> dict[str, Any]:
     """The only diagnosis of a run whose training step raised an error of the system."""
     monkeypatch.setattr(FsdpBackend, "forward_backward", Mock(side_effect=error))  # not an error of user code

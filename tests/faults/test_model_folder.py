@@ -10,6 +10,7 @@ import pytest
 from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.tools import model_folder as checkpoint
+from furlong.tools.model_folder import read_model
 from stored_models import dense_layer, expert_layer, write_safetensors, write_stored_model
 
 NUM_LAYERS = 4
@@ -113,6 +114,12 @@ def test_layers_of_several_kinds_are_healthy(tmp_path: Path) -> None:
     assert check_model(folder) == []
 
 
+def test_an_index_that_points_outside_its_folder_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    (found,) = check_model(folder)
+    assert "../secret.safetensors" in found.finding
+
+
 @fault("QNT01")
 def test_a_router_that_would_be_quantized_is_found_and_the_pattern_fixes_it(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "model", ignore=["lm_head"])
@@ -144,3 +151,7 @@ def test_a_conversion_that_lost_a_shard_is_reported_as_one(tmp_path: Path) -> No
     (folder / "model-00002-of-00003.safetensors").unlink()
     ids = [found.id for found in check_model(folder, id="QNT02")]
     assert ids == ["QNT02"]
+
+
+def test_parameters_are_counted_from_headers(folder: Path) -> None:
+    assert read_model(folder).num_parameters == 16 * 8 + NUM_LAYERS * (5 * 64 + 8)

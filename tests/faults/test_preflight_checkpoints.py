@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from faults.world import names, only
 from faults_marker import fault
 from furlong.files.checkpoint_folder import TRACKER, folder_name
@@ -156,6 +158,15 @@ def test_checkpoint_from_another_number_of_ranks_is_accepted(world):
     only(world.look(load=save, num_rollout=9), "CKPT06", "info")
 
 
+@fault("CKPT05")
+def test_checkpoint_from_another_backend_is_accepted(world):
+    save = world.folder / "save"
+    folder = write_checkpoint(save, 3)
+    (folder / "trainer" / "trainer.json").write_text('{"layout": {"tensor": 2, "expert": 1}}')
+    found = only([each for each in world.look(load=save, num_rollout=9) if each.id != "CKPT06"], "CKPT05", "info")
+    assert names(found.finding, "megatron (tensor 2)", "--train-backend fsdp")
+
+
 @fault("CKPT07")
 def test_folder_that_is_not_a_model(world):
     (world.model / "tokenizer.json").rename(world.folder / "tokenizer.json")
@@ -243,6 +254,16 @@ def test_checkpoints_whose_newest_is_not_named(world):
 
 
 @fault("CKPT01")
+@pytest.mark.parametrize("damage", ["noise", "a word"])
+def test_an_unusable_tracker_without_checkpoints_is_refused(world, damage):
+    save = world.folder / "save"
+    save.mkdir()
+    TRACKER_DAMAGE[damage](save / TRACKER)
+    found = only(of_row("CKPT01", world.look(save=save, load=save)), "CKPT01")
+    assert str(save / TRACKER) in found.finding
+
+
+@fault("CKPT01")
 def test_a_folder_with_incomplete_checkpoints_alone_is_not_a_first_start(world):
     save = world.folder / "save"
     (write_checkpoint(save, 2) / MANIFEST).unlink()
@@ -251,6 +272,16 @@ def test_a_folder_with_incomplete_checkpoints_alone_is_not_a_first_start(world):
     assert names(found.finding, TRACKER, "no complete checkpoint", folder_name(2))
     (save / folder_name(2)).rename(save / f"{folder_name(2)}.partial")
     assert world.look(save=save, load=save) == []
+
+
+@fault("CKPT01")
+def test_one_checkpoint_in_place_of_their_folder(world):
+    save = world.folder / "save"
+    write_checkpoint(save, 2)
+    write_checkpoint(save, 4)
+    found = only(world.look(load=save / folder_name(2), num_rollout=9), "CKPT01")
+    assert found.remedy == f"use --load {save} --ckpt-step 2"
+    only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 
 @fault("NUM01")

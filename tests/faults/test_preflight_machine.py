@@ -19,7 +19,7 @@ from faults.world import names, only
 from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.cli import main
-from furlong.cluster.ray_session import Node
+from furlong.cluster.ray_session import Node, _refusal
 from furlong.commands.serve import taken_port
 from furlong.config.command_line import examine
 from furlong.diagnosis.preflight import machine_checks as machine
@@ -113,6 +113,20 @@ def test_more_gpus_than_there_are(world):
     assert (found.evidence["needed"], found.evidence["available"]) == (4, 2)
     assert "--actor-num-gpus-per-node" in found.remedy
     assert look(2) == []
+
+
+def test_engines_may_share_the_gpu_of_one_trainer(world):
+    (world.folder / "nvidia0").touch()
+
+    def lacking(count: int, transport: str) -> list[tuple[str, int]]:
+        changes = {"engine": "sglang", "rollout_num_gpus": count, "update_weight_transport": transport}
+        resolved, _ = examine(flags(world.model, world.data, world.folder, **changes))
+        found = machine.gpus(machine.PreflightContext(resolved.config), world.folder)
+        return [(each.evidence["sum"], each.evidence["available"]) for each in found]
+
+    assert lacking(1, "disk") == lacking(1, "ipc") == []
+    assert lacking(1, "nccl") == [("1 + 1 = 2", 1)]
+    assert lacking(2, "disk") == [("1 + 2 = 3", 1)]
 
 
 @fault("GPU03")
@@ -254,6 +268,18 @@ def test_the_slots_of_a_cluster_and_the_key_of_its_engines(world, monkeypatch):
         found = only(check(world, **asked, offload_optimizer_states=True), "CFG02")
         cluster(monkeypatch, Node("a", "10.0.0.4", 4, 4), resource="GPU")
         assert check(world, **asked, offload_optimizer_states=True) == []
+
+
+@fault("GPU05")
+def test_a_cluster_that_refuses_the_token_is_not_a_missing_cluster(world, monkeypatch):
+    def refuse(address):
+        raise _refusal(address, "AuthenticationError: Unauthenticated: missing token")
+
+    monkeypatch.setattr("furlong.run.launch.cluster_nodes", refuse)
+    with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:
+        found = only(check(world, actor_num_gpus_per_node=2, rollout_num_gpus=1, ray_address=address), "GPU05")
+    assert names(found.finding, address, "token authentication")
+    assert names(found.remedy, "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN")
 
 
 @fault("ENG05")

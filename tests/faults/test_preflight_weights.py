@@ -84,6 +84,14 @@ def test_a_quantized_folder_alone_names_the_two_ways_to_train(world, own, form):
 
 
 @fault("QNT03")
+def test_a_quantized_reference_needs_dequantize(world, own):
+    folder = quantized_copy(world, own)
+    found = only(world.look(hf_checkpoint=own, ref_load=folder, use_kl_loss=True), "QNT03")
+    assert names(found.finding, f"--ref-load {folder}", "compressed-tensors")
+    assert world.look(hf_checkpoint=own, ref_load=folder, use_kl_loss=True, dequantize=True) == []
+
+
+@fault("QNT03")
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
@@ -98,6 +106,13 @@ def test_formats_that_are_not_supported_are_refused_with_their_settings(world, o
     edit(folder, quantization_config=settings)
     found = [each for each in world.look(hf_checkpoint=folder, dequantize=True) if each.id == "QNT03"]
     assert names(found[0].finding + found[0].remedy, seen)
+
+
+def test_other_methods_are_refused_by_name(world, own):
+    folder = quantized_copy(world, own)
+    edit(folder, quantization_config={"quant_method": "bitsandbytes"})
+    found = [each for each in world.look(hf_checkpoint=folder, dequantize=True) if each.id == "QNT03"]
+    assert names(found[0].finding, "bitsandbytes")
 
 
 @fault("QNT03")

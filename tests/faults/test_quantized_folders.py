@@ -110,6 +110,26 @@ def test_faults_of_a_conversion_are_named_by_check_and_by_doctor(fault, original
         assert text.count("error ") == 1, text
 
 
+def test_a_parameter_of_zeros_is_named(folder, capsys) -> None:
+    def clear(tensors: Tensors) -> None:
+        tensors[f"{EXPERT}.weight_scale"].zero_()
+
+    change_tensors(folder, clear)
+    code, text = printed(capsys, "check", str(folder))
+    assert code == 1
+    assert f"1 matrices are all zero: {EXPERT}.weight_scale" in text
+
+
+def test_a_tokenizer_that_was_not_copied_is_named(original, folder, tmp_path, capsys) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    data = write_prompts(tmp_path / "prompts.jsonl")
+    code, text = printed(capsys, "doctor", *flags(folder, data, tmp_path / "run", ref_load=original))
+    assert code == 1
+    assert "[CKPT07]" in text
+    assert "tokenizer.json" in text
+
+
 def test_a_group_size_that_does_not_divide_is_refused_with_the_weight(original, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight.*16 columns.*group size 12"):
         quantize_folder(original, tmp_path, Int4Groups(12))

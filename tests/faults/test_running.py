@@ -19,6 +19,8 @@ from faults_marker import fault
 from furlong.cli import main_train
 from furlong.core.weights import checksum
 from furlong.data.audit import audit
+from furlong.diagnosis.monitors import MONITORS
+from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.files.batch_file import load_batch
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.quickstart.quickstart import model_folder
@@ -51,6 +53,23 @@ def test_an_unknown_end_of_turn(tmp_path):
     assert run(tmp_path / "mended", hf_checkpoint=model, num_rollout=1, rollout_stop_token_ids=[3, 1]) == (0, {})
 
 
+@fault("STOP02")
+def test_a_limit_below_what_answers_need(tmp_path):
+    code, found = run(tmp_path / "run", num_rollout=1, rollout_max_response_len=1)
+    assert (code, list(found)) == (0, ["STOP02"])
+    assert "<|im_end|> (3), <|endoftext|> (1)" in found["STOP02"]["finding"]
+    assert "--rollout-max-response-len" in found["STOP02"]["remedy"]
+    assert run(tmp_path / "mended", num_rollout=1) == (0, {})
+
+
+def test_a_reward_that_training_broke_is_not_blamed_on_the_label():
+    suite, row = MonitorSuite(MONITORS, RunFacts()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.0}
+    assert suite.step(1, row | {"rollout/zero_std_frac": 0.2, "rollout/raw_reward": 0.6}) == []
+    (found,) = [d for step in (2, 3, 4) for d in suite.step(step, row)]
+    assert (found.id, found.evidence) == ("REW02", {"step": 4, "best": 0.6, "last": 0.0})
+    assert ("--lr" in found.remedy, "--label-key" in found.remedy) == (True, False)
+
+
 @fault("NUM01")
 @pytest.mark.nightly
 def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
@@ -71,6 +90,43 @@ def test_a_reference_that_is_computed_otherwise(tmp_path, monkeypatch):
     assert "--fp32" in event["remedy"]
     monkeypatch.undo()
     assert run(tmp_path / "mended", **kl) == (0, {})
+
+
+@fault("NUM01")
+@pytest.mark.nightly
+def test_a_reference_of_another_model(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model_folder(), other)
+    weights = load_file(other / "model.safetensors")
+    torch.manual_seed(0)
+    save_file(
+        {name: w + 0.3 * w.std() * torch.randn_like(w) if w.dim() == 2 else w for name, w in weights.items()},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "num_rollout": 1}
+    code, found = run(tmp_path / "run", **kl, ref_load=other)
+    assert (code, list(found)) == (0, ["NUM01"])
+    event = found["NUM01"]
+    assert event["evidence"]["kl"] > 1e-2
+    assert str(other) in event["finding"]
+    assert "--ref-load" in event["remedy"]
+    assert run(tmp_path / "mended", **kl) == (0, {})
+
+
+@fault("NUM02")
+@pytest.mark.nightly
+def test_log_probs_that_the_engine_did_not_compute(tmp_path):
+    code, found = run(
+        tmp_path / "run", num_rollout=2, custom_generate_function_path=hook(faulty_hooks.generate_with_flat_log_probs)
+    )
+    assert (code, list(found)) == (0, ["NUM02"])
+    event = found["NUM02"]
+    assert event["severity"] == "error"
+    assert event["evidence"]["mean_abs_diff"] == rows(tmp_path / "run")[0]["train/train_rollout_logprob_abs_diff"] > 0.1
+    assert len(events(tmp_path / "run", "diagnosis")) == 1  # not told again: it did not get worse
+    mended = {"custom_generate_function_path": hook(faulty_hooks.generate)}
+    assert run(tmp_path / "mended", num_rollout=1, **mended) == (0, {})
 
 
 @fault("NUM02")
@@ -203,6 +259,23 @@ def test_a_label_key_that_never_matches(tmp_path):
     assert run(tmp_path / "mended", label_key="label", prompt_data=data, num_rollout=3) == (0, {})
 
 
+@fault("REW02")
+@pytest.mark.nightly
+def test_a_reward_of_0_with_one_sample_per_prompt(tmp_path):
+    own = {
+        "n_samples_per_prompt": 1, "rollout_batch_size": 32, "advantage_estimator": "reinforce_plus_plus",
+        "normalize_advantages": True, "num_rollout": 3,
+    }  # fmt: skip
+    code, found = run(
+        tmp_path / "run", **own, label_key=None, rm_type=None, custom_rm_path=hook(rewards_zoo.reward_of_0)
+    )
+    assert (code, list(found)) == (0, ["REW02"])
+    event = found["REW02"]
+    assert event["evidence"] == {"step": 3, "raw_reward": 0.0, "steps": 3, "label_key": None}
+    assert [row["train/grad_norm"] for row in rows(tmp_path / "run")] == [0, 0, 0]
+    assert run(tmp_path / "mended", **own) == (0, {})
+
+
 @fault("REW03")
 @pytest.mark.nightly
 def test_reward_calls_that_raise(tmp_path):
@@ -311,6 +384,18 @@ def test_conversations_that_fill_the_context(tmp_path):
     assert run(tmp_path / "mended", **full | {"custom_generate_function_path": path}) == (0, {})
 
 
+@fault("TOOL02")
+@pytest.mark.nightly
+def test_conversations_that_ask_for_more_than_the_context(tmp_path):
+    own = {"num_rollout": 1, "rollout_max_context_len": 24}
+    path = hook(faulty_hooks.generate_beyond_the_context)
+    code, found = run(tmp_path / "run", **own, custom_generate_function_path=path)
+    assert (code, list(found)) == (0, ["TOOL02"])
+    assert found["TOOL02"]["evidence"]["share"] == 1.0
+    run(tmp_path / "longer", **own | {"rollout_max_context_len": 96}, custom_generate_function_path=path)
+    assert "TOOL02" not in told(tmp_path / "longer")
+
+
 @fault("HOOK01")
 @pytest.mark.nightly
 def test_a_generate_function_that_fails_at_times(tmp_path):
@@ -414,3 +499,11 @@ def test_log_probs_with_a_minimum_length_are_those_before_stop_tokens_are_banned
     code, found = run(tmp_path / "run", num_rollout=1, rollout_min_new_tokens=6)
     assert (code, "NUM02" in found) == (0, False)
     assert rows(tmp_path / "run")[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_groups_that_are_right_or_wrong_as_a_whole_are_not_blamed_on_the_label():
+    suite, row = MonitorSuite(MONITORS, RunFacts()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
+    found = [d for step in (1, 2, 3) for d in suite.step(step, row | {"rollout/reward_range": 1.0})]
+    assert [d.id for d in found] == ["REW02"]
+    assert "--label-key" not in found[0].cause + found[0].remedy
+    assert "--rollout-temperature" in found[0].remedy

@@ -164,6 +164,22 @@ def test_one_reward_for_all_samples_is_reported_where_groups_are_not_compared(co
     assert read(*[flat, flat, flat | {"rollout/raw_reward": 1.0}] * 9, **flags) == []
 
 
+def test_rewards_whose_mean_is_0_are_not_all_0() -> None:
+    row = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 2.0}
+    [found] = diagnose(*[row] * 3)
+    assert "every reward is" not in found.finding
+
+
+def test_another_kind_of_alert_of_the_same_row_is_reported_even_if_not_worse() -> None:
+    flat = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0}
+    learned = {"rollout/raw_reward": 0.5, "rollout/zero_std_frac": 0.5}
+    solved = flat | {"rollout/raw_reward": 1.0}
+    found = diagnose(*[flat] * 10, learned, *[solved] * 4)
+    assert [(d.evidence["raw_reward"], d.evidence["step"]) for d in found] == [(0.0, 3), (1.0, 14)]
+    kl, gradient = {"train/ppo_kl": 5.0}, {"train/grad_norm": 200.0}
+    assert read(gradient, gradient | kl) == ["NUM03"] * 2
+
+
 def test_a_reward_that_collapses_is_reported() -> None:
     good = [{"rollout/raw_reward": 0.5 + 0.1 * (i % 2), "rollout/zero_std_frac": 0.5} for i in range(15)]
     bad = [{"rollout/raw_reward": 0.01, "rollout/zero_std_frac": 0.5}] * 6
@@ -215,6 +231,24 @@ def test_weights_that_do_not_arrive_have_the_remedies_of_their_transport(transpo
     assert (earlier.cause, earlier.remedy) == (found.cause, found.remedy)  # events of versions without `transport`
 
 
+def test_slow_weight_updates_and_hangs_name_what_their_transport_depends_on() -> None:
+    slow = {"perf/update_weights_time": 11.0, "perf/step_time": 20.0}
+
+    def remedies(**flags: Any) -> tuple[str, str]:
+        [found] = diagnose(*[slow] * 3, **flags)
+        [hang] = diagnose_events({"event": "hang", "seconds": 9, "doing": "weights", "probable": "SYNC01"}, **flags)
+        return found.remedy, hang.remedy
+
+    by_disk, hang_by_disk = remedies(update_weight_transport="disk")
+    assert "--update-weights-interval" in by_disk
+    assert "--update-weight-disk-dir" in by_disk
+    assert "NCCL" not in by_disk + hang_by_disk
+    assert "--update-weights-interval" not in remedies(update_weight_transport="ipc", offload_rollout=True)[0]
+    by_nccl = remedies(update_weight_transport="nccl")[0]
+    assert "NCCL_SOCKET_IFNAME" in by_nccl
+    assert "GLOO_SOCKET_IFNAME" in by_nccl
+
+
 def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_bound() -> None:
     old = {GAP: 0.3, "rollout/staleness/max": 2.0, "rollout/staleness/mean": 2.0}
     fresh = {GAP: 0.0, "rollout/staleness/max": 0.0, "rollout/staleness/mean": 0.0}
@@ -228,6 +262,17 @@ def test_a_policy_that_moves_away_from_stale_samples_is_reported_within_the_boun
     assert read(fresh, *[foreign] * 9, **own) == ["TOOL01"]
     [found] = diagnose(*[old] * 9, **own, partial_rollout=True)
     assert found.evidence["mean_abs_diff"] == pytest.approx(0.3)
+
+
+def test_waits_for_rewards_are_reported_after_three_steps() -> None:
+    slow = {"perf/reward_wait_time": 2.0, "perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}
+    assert read(slow, slow) == []
+    assert read(slow, slow, slow) == ["REW04"]
+    assert read(*[slow, slow | {"perf/reward_wait_time": 1.4}] * 3) == []  # not in each of three
+    assert read(*[slow | {"perf/rollout_time": 4.1}] * 4) == []
+    assert read(*[slow | {"perf/reward_wait_time": 0.9, "perf/rollout_time": 1.0}] * 4) == []
+    assert read(*[slow | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
+    assert read(*[{"perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}] * 4) == []  # not measured
 
 
 def test_host_memory_that_fills_up_is_reported_in_time() -> None:
@@ -249,6 +294,17 @@ def test_retained_memory_that_grows_is_an_error() -> None:
     assert (found[1].evidence["part"], found[1].evidence["first"]) == ("trainer", 0.06)
     assert "6.0%" in found[1].finding
     assert "--sglang-mem-fraction-static 0.85" in found[1].remedy
+
+
+def test_memory_that_an_engine_retains_is_reported_if_it_leaves_the_trainer_too_little_or_grows() -> None:
+    """An engine that served 512 sequences at once kept 8 % of an H200 on which the trainer had 100 GB to spare."""
+    assert read(*[{ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.25}] * 3) == []
+    [near] = diagnose({ENGINE_KEEPS: 0.083, TRAINER_TAKES: 0.9})
+    assert (near.evidence["part"], near.evidence["kept_frac"], near.evidence["peak_frac"]) == ("engine", 0.083, 0.9)
+    assert all(value in near.finding for value in ("8.3%", "90.0%"))
+    assert "--sglang-max-running-requests" in near.remedy
+    assert near.severity == "warning"
+    assert read(*({ENGINE_KEEPS: kept, TRAINER_TAKES: 0.25} for kept in (0.05, 0.07, 0.08))) == ["MEM03"]
 
 
 def test_recorded_events_of_other_parts_are_reported() -> None:
@@ -396,6 +452,13 @@ def test_a_slow_rank_is_named_with_its_machine_and_factor() -> None:
     assert all(value in found.finding for value in ("trainer rank 2, on host-1", "2.6 times", "0.52 s of 1 s"))
 
 
+def test_all_ranks_of_a_slow_machine_are_named() -> None:
+    uneven = [timed(0.2, 0.2, 0.4 + 0.1 * (i % 2), 0.45) for i in range(8)]
+    [found] = diagnose_events(*uneven)
+    assert found.evidence["ranks"] == [2, 3]
+    assert "trainer rank 2, on host-1; trainer rank 3, on host-1" in found.finding
+
+
 @pytest.mark.parametrize(
     "events",
     [
@@ -416,6 +479,41 @@ def test_ranks_without_a_lasting_lag_are_not_reported(events: list[dict[str, Any
     assert diagnose_events(*events) == []
 
 
+def test_log_probs_of_tokens_that_no_policy_sampled_are_reported_only_as_tool01() -> None:
+    row = {"rollout/env_tokens_in_loss": 32.0, GAP: 3.4, "rollout/log_probs": -6.0}
+    assert read(row, **SMALL_MODEL) == ["TOOL01"]
+    assert read(row | {"rollout/env_tokens_in_loss": 0.0}, **SMALL_MODEL) == ["TPL03", "NUM02"]
+
+
+def test_low_log_probs_of_tokens_that_the_model_did_not_choose_are_not_those_of_its_template() -> None:
+    row = {"rollout/log_probs": -6.0}
+    assert read(row, **SMALL_MODEL) == ["TPL03"]
+    assert read(row, **SMALL_MODEL, rollout_min_new_tokens=6) == []
+
+
+@pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
+def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> None:
+    """Rollouts that were generated ahead of a resume with a smaller batch have several steps, later ones have one."""
+    ahead, later = {name: 0.05, "train/num_steps": 4.0}, {name: 0.05, "train/num_steps": 1.0}
+    assert read(ahead, load="save") == []
+    assert len(read(later, load="save")) == len(read(later, load="save", num_steps_per_rollout=4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"rollout_temperature": 1.8, "rollout_max_response_len": 8}, "--rollout-temperature 1.8"),
+        ({"rollout_min_new_tokens": 8, "rollout_max_response_len": 8}, "--rollout-min-new-tokens 8"),
+    ],
+)
+def test_sampling_that_keeps_responses_from_ending_is_named(flags: dict[str, Any], word: str) -> None:
+    [found] = diagnose({"rollout/truncated_ratio": 1.0}, **flags)
+    assert word.split()[0] in found.remedy
+    assert word.split()[1] in found.cause + found.remedy
+    [usual] = diagnose({"rollout/truncated_ratio": 1.0}, rollout_max_response_len=8, rollout_min_new_tokens=2)
+    assert "--rollout-min-new-tokens" not in usual.cause
+
+
 def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None:
     first = {GAP: 0.06, "selftest/share/numerics": 1.0, "selftest/logp_rounding_limit": 0.08}
     assert read(first, *[{GAP: 0.07}] * 200) == []  # also when the self-test is no longer among the recent steps
@@ -423,6 +521,20 @@ def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None
     assert read(first | {"selftest/share/numerics": 0.4, "selftest/share/stale_version": 0.6}) == ["NUM02"]
     [found] = diagnose(first | {GAP: 0.2})
     assert "normal: below 0.08" in found.finding
+
+
+@pytest.mark.parametrize(
+    ("gap", "cause", "use_tis", "severity"),
+    [
+        (0.05, "unexplained", True, "info"),
+        (0.05, "unexplained", False, "warning"),
+        (0.2, "numerics", True, "error"),
+        (0.05, "stale_version", True, "warning"),
+    ],
+)
+def test_a_small_gap_of_numerics_that_is_corrected_is_an_info(gap: float, cause: str, use_tis: bool, severity: str):
+    [found] = diagnose({GAP: gap, f"selftest/share/{cause}": 1.0}, use_tis=use_tis)
+    assert found.severity == severity
 
 
 def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:

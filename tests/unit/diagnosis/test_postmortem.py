@@ -93,6 +93,17 @@ def test_an_error_of_memory_is_explained_by_the_micro_batch_that_ran(tmp_path: P
     assert (asked[0]["micro_batch_tokens"], asked[0]["micro_batch_samples"]) == (32, 2)
 
 
+def test_the_engines_log_explains_an_engine_that_died(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    lines = [f"line {i}" for i in range(30)]
+    text = "\n".join([*lines, "CUDA error: an illegal memory access was encountered"])
+    (tmp_path / "logs" / "engine-0.log").write_text(text)
+    found, words = explain(EngineError("engine http://a:1 is gone: no answer"), tmp_path, {})
+    assert [d.id for d in found] == ["ENG01"]
+    assert str(tmp_path / "logs" / "engine-0.log") in words[0]
+    assert (len(words), words[-1]) == (13, "CUDA error: an illegal memory access was encountered")
+
+
 SCHEDULER_DIED = (
     """[10:12:29 TP0] sglang is using nccl==2.28.9
 [10:12:47 DP0 TP0] Scheduler hit an exception: Traceback (most recent call last):
@@ -181,6 +192,12 @@ def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     assert [d.id for d in examine(folder).diagnoses][:1] == [id]
 
 
+def test_an_interrupted_run_without_a_message_is_examined(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "failed", "error": "KeyboardInterrupt", "message": ""})
+    result = examine(folder)
+    assert (result.status, result.error) == ("failed", "KeyboardInterrupt")
+
+
 def test_an_error_that_is_a_diagnosis_is_not_reported_twice(tmp_path: Path) -> None:
     error = EngineError("[ENG01] an illegal memory access was encountered\n  cause\n  remedy")
     assert explain(error, tmp_path, {}) == ([], [])
@@ -265,6 +282,12 @@ def test_a_line_without_a_step_is_named_and_the_others_are_read(tmp_path: Path, 
         list(read_rows(folder / "metrics.jsonl", "step"))
 
 
+def test_many_damaged_lines_are_counted(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", START, {"event": "step", "step": None}, END)
+    (folder / "metrics.jsonl").write_text("x\n" * 12)
+    assert "lines 1, 2, 3, 4, 5, 6, 7, 8 and 4 more of metrics.jsonl" in examine(folder).diagnoses[0].finding
+
+
 def test_a_failed_run_has_its_stated_diagnosis_and_those_of_its_monitors(tmp_path: Path) -> None:
     message = Diagnosis("NUM04", "rollout 3: loss nan", "A learning rate.", "lower --lr").text()
     failed = {"event": "failed", "error": "TrainerError", "message": message}
@@ -304,6 +327,16 @@ def test_last_words_are_those_of_the_engine_that_the_error_names(tmp_path: Path)
     result = examine(folder)
     assert [d.id for d in result.diagnoses] == ["ENG03"]
     assert list(result.last_words) == [f"last lines of {folder / 'logs' / 'engine-1.log'}:", "of engine-1"]
+
+
+def test_last_words_are_those_of_the_run_if_no_log_is_named(tmp_path: Path) -> None:
+    message = "an engine is gone: no answer"
+    failed = {"event": "failed", "error": "EngineError", "message": message, "code": ENGINE_KILLED}
+    folder = run_folder(tmp_path, START, failed, log=f"EngineError: {message}\n")
+    (folder / "logs").mkdir()
+    for name in ("engine-1", "engine-0"):
+        (folder / "logs" / f"{name}.log").write_text(f"of {name}\n")
+    assert list(examine(folder).last_words)[1:] == [f"EngineError: {message}"]
 
 
 def test_an_error_that_nothing_explains_has_no_diagnosis(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from furlong.models.presets import write_preset
 from furlong.run import launch
 from furlong.run.launch import sized_for_gpus
 from furlong.tools.gpu_memory import DEVICES, type_bytes
-from furlong.tools.memory_plan import chosen_sizes, engine_advice
+from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_advice
 
 GIB = 2**30
 QWEN3_06B = {
@@ -80,6 +80,13 @@ def test_a_pipeline_gets_enough_micro_batches():
     stages = f"{MEGATRON} --pipeline-model-parallel-size 4 --rollout-num-gpus 1 {SGLANG}"
     assert sizes_on(140, stages)["max_tokens_per_gpu"] * 4 * 4 <= 512 * 512
     assert sizes_on(140, stages)["max_tokens_per_gpu"] < sizes_on(140, stages, new=4096)["max_tokens_per_gpu"]
+
+
+def test_a_model_that_needs_recomputation_gets_moderate_micro_batches():
+    wide = QWEN3_06B | {"hidden_size": 2048, "intermediate_size": 6144}
+    tokens, reason = chosen_sizes(command().config, wide, 80 * GIB)["max_tokens_per_gpu"]
+    assert tokens == RECOMPUTED_TOKENS
+    assert "recomputed" in reason
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from furlong.commands.weight_folders import check
+from furlong.commands.weight_folders import check, convert
 from furlong.errors import CheckpointError, ConfigError
 from furlong.tools.dist_checkpoint import check_dist, dist_folder
 from furlong.training.megatron_lm.dist_files import COMMON, INDEX, VERSION, DistReader, DistWriter
@@ -69,6 +69,13 @@ def test_files_that_are_missing_or_cut_off_are_named(folder):
         DistReader(folder).check()
 
 
+def test_an_object_that_is_cut_off_is_reported(tmp_path):
+    folder = write(tmp_path / "iter_0000007", objects=1)
+    last = sorted(folder.glob("*.distcp"))[-1]
+    last.write_bytes(last.read_bytes()[:-7])
+    assert [last.name in text for _, text in diagnose(folder)] == [True]
+
+
 def test_a_save_that_was_cut_off_is_reported(folder):
     (folder / VERSION).unlink()
     assert [(what, VERSION in text) for what, text in diagnose(folder)] == [("CKPT04", True)]
@@ -107,6 +114,13 @@ def test_zero_biases_and_padding_between_parameters_of_a_buffer_are_healthy(tmp_
         (f"{bucket}.exp_avg", torch.tensor([1.0, float("nan")])),
     ]
     assert diagnose(write(tmp_path / "a", stacked=True, more=more)) == []
+
+
+def test_convert_check_is_check(folder, capsys):
+    assert convert(["check", str(folder)]) == 0
+    said_by_convert = capsys.readouterr().out
+    assert check([str(folder)]) == 0
+    assert capsys.readouterr().out == said_by_convert
 
 
 def test_a_folder_that_was_renamed_is_reported(folder):

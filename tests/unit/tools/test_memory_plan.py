@@ -131,6 +131,14 @@ def test_a_sleeping_engine_keeps_more_for_a_wide_model_with_many_requests(comman
     assert many.trainer[0].parts["sleeping engine"] == 2 * GIB + 2048 * 512 * 9728
 
 
+def test_the_reference_and_the_old_actor_count(command):
+    config = load(command(use_kl_loss=True, kl_loss_coef=0.1, keep_old_actor=True, async_buffer_size=1)).config
+    plain = plan_memory(load(command()).config, QWEN3_4B, device_bytes("h200"))
+    more = plan_memory(config, QWEN3_4B, device_bytes("h200"))
+    assert more.trainer[0].parts["frozen models"] == 2 * 2 * 4022272000
+    assert more.trainer[0].total - plain.trainer[0].total == more.trainer[0].parts["frozen models"]
+
+
 def test_an_engine_has_its_share_and_a_kv_capacity_in_tokens(command):
     words = command(engine="sglang", rollout_num_gpus=1, sglang_mem_fraction_static=0.5)
     plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))
@@ -260,6 +268,12 @@ def test_the_table_of_sizes_in_the_docs_is_what_the_plan_says(tmp_path, monkeypa
     page = (REPOSITORY / "docs" / "scale-out" / "ray.md").read_text()
     assert [row for row in rows if row not in page] == []  # else: python scripts/plan_sizes.py
     assert len(rows) == 6
+
+
+def test_a_rollout_is_the_most_that_a_micro_batch_can_hold(command):
+    few = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    small = plan_of(command, **few, max_tokens_per_gpu=1 << 20)
+    assert small.trainer == plan_of(command, **few, max_tokens_per_gpu=2 * 8192).trainer
 
 
 def test_a_machine_without_gpus_that_is_too_small_is_reported_with_what_fits(command):

@@ -69,6 +69,16 @@ def test_first_step_stage_tensor_and_sample_are_named_with_both_values(tmp_path)
     assert "--async-buffer-size 0" in findings(only_tokens)[0].remedy
 
 
+def test_line_that_a_crash_cut_off_is_not_read(tmp_path):
+    a = run_folder(tmp_path / "a", digests=stages())
+    b = run_folder(tmp_path / "b", digests=stages(steps=1))
+    with (b / "determinism.jsonl").open("a") as file:
+        file.write('{"step":2,"stage":"da')
+    found = compare_runs(a, b)
+    assert found.num_stages == 4
+    assert found.difference is None
+
+
 def test_metrics_differ_from_a_step_on_by_at_most_so_much(tmp_path):
     def rows(*losses):
         return [{"step": i, "train/loss": loss, "same": 1} for i, loss in enumerate(losses, 1)]
@@ -80,6 +90,14 @@ def test_metrics_differ_from_a_step_on_by_at_most_so_much(tmp_path):
     assert compare_runs(a, b, rtol=0.5).metrics == []
     (finding,) = findings(compare_runs(a, b))
     assert "--debug-determinism" in finding.remedy
+
+
+def test_run_with_fewer_steps_is_a_warning(tmp_path):
+    a = run_folder(tmp_path / "a", metrics=[{"step": 1, "x": 1.0}, {"step": 2, "x": 1.0}])
+    b = run_folder(tmp_path / "b", metrics=[{"step": 1, "x": 1.0}])
+    (finding,) = findings(compare_runs(a, b))
+    assert finding.severity == "warning"
+    assert finding.evidence["steps"] == (2, 1)
 
 
 def test_command_prints_and_exits_with_what_it_found(tmp_path, capsys):

@@ -90,6 +90,24 @@ def test_a_template_is_suggested_only_where_conversations_begin_alike():
     assert suggested_template(tokenizer) is None
 
 
+def test_thinking_inside_the_text_is_separated_from_the_answer(tokenizer):
+    template = Template(tokenizer, read_template("qwen3-append-only"))
+    user = {"role": "user", "content": "q"}
+    inside = {"role": "assistant", "content": "<think>\nbecause\n</think>\n\n42"}
+    apart = {"role": "assistant", "content": "42", "reasoning_content": "because"}
+    assert template.render([user, inside]) == template.render([user, apart])
+    assert template.render([user, inside]).endswith("<think>\nbecause\n</think>\n\n42<|im_end|>\n")
+
+
+def test_parts_other_than_text_are_refused(tokenizer):
+    import jinja2
+
+    image = [{"role": "user", "content": [{"type": "image", "image": "x"}]}]
+    for name in SHIPPED:
+        with pytest.raises(jinja2.TemplateError, match="image"):
+            Template(tokenizer, read_template(name)).render(image)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A model folder with what the command reads: config and tokenizer."""
@@ -130,6 +148,22 @@ def test_turn_without_a_token_at_its_end_is_a_warning(folder):
     assert (finding.id, finding.severity) == ("STOP01", "warning")
     assert "--rollout-stop 'user:'" in finding.remedy  # without the user's text
     assert stop_findings(tokenizer, folder, template, stop=["user:"]) == []
+
+
+def test_a_template_that_drops_answers_gives_no_stop_text(folder):
+    for template in (
+        "{% for m in messages if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
+    ):
+        tokenizer = build_tokenizer()
+        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+        assert (finding.id, finding.severity) == ("STOP01", "info")
+        assert "<|im_end|>" in finding.finding
+        assert "--rollout-stop" not in finding.remedy
+        tokenizer.eos_token = None
+        (finding,) = stop_findings(tokenizer, folder, Template(tokenizer, template))
+        assert (finding.severity, "--rollout-stop-token-ids N" in finding.remedy) == ("warning", True)
+        assert "furlong-question" not in finding.remedy
 
 
 def test_prompts_that_were_rendered_before_are_found(tokenizer):

@@ -69,6 +69,22 @@ def test_nan_and_zeros_are_found_by_values_but_not_by_headers(model, capsys):
     assert check_weights(model, with_values=False) == []
 
 
+def test_file_that_is_cut_off_is_a_finding_and_is_not_read_for_values(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    (finding,) = check_weights(model)
+    assert finding.id == "CKPT04"
+    assert f"cannot read {path}" in finding.finding
+    assert "cut off" in finding.finding
+
+
+def test_an_invalid_index_is_reported(model, capsys):
+    for text in ("", "[]"):
+        (model / "model.safetensors.index.json").write_text(text)
+        assert main(["check", str(model)]) == 1
+        assert "[CKPT04]" in capsys.readouterr().out
+
+
 def test_files_that_a_model_folder_lacks_are_found(model):
     config = (model / "config.json").read_text()
     (model / "config.json").unlink()
@@ -135,6 +151,13 @@ def test_a_changed_byte_of_a_trainer_checkpoint_is_found_with_its_file(saved):
     path.write_bytes(content)
     (finding,) = check_weights(saved)
     assert (finding.id, str(path) in finding.finding) == ("CKPT01", True)
+
+
+def test_trainer_weights_that_are_not_finite_are_found(saved):
+    save_file({"w": torch.full((2, 2), math.inf)}, saved / folder_name(3) / "trainer" / "trainer_model.safetensors")
+    write_manifest(saved / folder_name(3), 3)
+    (finding,) = check_weights(saved)
+    assert finding.evidence["tensors"] == ["w (4 of 4 values)"]
 
 
 def test_other_folders_are_wrong_usage(tmp_path, capsys):
