@@ -73,4 +73,4 @@ soak: $(DEV)
 check: lint types test docs
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist site src/furlong.egg-info
+	rm -rf $(VENV) $(SGLANG) build dist site src/furlong_rl.egg-info

@@ -91,7 +91,7 @@ BUDGET = {
     "rewards": 1640,
     "rollout": 4280,
     "run": 1150,
-    "sandboxes": 1420,
+    "sandboxes": 1430,
     "sessions": 2930,
     "sglang_layout": 770,
     "slime_api": 935,

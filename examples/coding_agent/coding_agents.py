@@ -106,7 +106,7 @@ class E2BAgentSandbox:
         try:
             kind: Any = importlib.import_module("e2b").AsyncSandbox
         except ModuleNotFoundError as error:
-            raise RolloutError(f"E2BSandbox: {error}; pip install 'furlong[e2b]'") from error
+            raise RolloutError(f"E2BSandbox: {error}; pip install 'furlong-rl[e2b]'") from error
         metadata = {self.image_metadata_key: self.image}
         if self.size:
             folder, slash, _ = self.image_metadata_key.rpartition("/")

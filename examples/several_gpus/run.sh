@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Several GPUs of one machine. Needs `pip install 'furlong[ray,sglang]'`.
+# Several GPUs of one machine. Needs `pip install 'furlong-rl[ray,sglang]'`.
 #
 #   bash examples/several_gpus/run.sh plan         # no GPU needed: the memory of each phase on one GPU
 #   bash examples/several_gpus/run.sh doctor       # check the command on the machine that will run it

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A taskset of verifiers (V1) as the environment, unmodified (digit_sums.py): its tasks, its harness and its rewards.
 #
-#   pip install 'furlong[verifiers]' uv && bash examples/verifiers/run.sh   # two minutes on a CPU; any flag can follow
+#   pip install 'furlong-rl[verifiers]' uv && bash examples/verifiers/run.sh   # two minutes on a CPU; any flag can follow
 #
 # The harness is a program that verifiers starts with uv, once for each of the 16 episodes.
 # Watch `reward/digits`. The model knows sums, not chats, so examples/code/plain.jinja shows it nothing but the task.

@@ -99,7 +99,7 @@ def _spec(entry: str) -> EnvironmentSpec:
             raise ConfigError(f"{where} names nothing of {prefix}; write {prefix}:NAME")
         if find_spec(plug[1]) is None:
             raise ConfigError(
-                f"{where} needs the package {plug[1]}, which is not installed; pip install 'furlong[{plug[2]}]'"
+                f"{where} needs the package {plug[1]}, which is not installed; pip install 'furlong-rl[{plug[2]}]'"
             )
     path = class_path(entry)
     try:

@@ -91,7 +91,7 @@ def parse_tasks(text: str) -> TaskMixture:
     """
     if find_spec(PACKAGE) is None:
         raise ConfigError(
-            f"{text} needs the package reasoning-gym, which is not installed; pip install 'furlong[reasoning-gym]'"
+            f"{text} needs the package reasoning-gym, which is not installed; pip install 'furlong-rl[reasoning-gym]'"
         )
     shared: dict[str, int] = {}
     tasks = [_task(part.strip(), text, shared) for part in text.removeprefix(PREFIX).split("+")]

@@ -218,5 +218,5 @@ def _folder_problem(folder: Path) -> str:
         return f"{folder} cannot be read: {error.strerror or error}; check its permissions"
     return (
         f"{folder} was not written by datasets' save_to_disk (no {STATE}; it contains {inside}); "
-        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong[datasets]')"
+        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong-rl[datasets]')"
     )

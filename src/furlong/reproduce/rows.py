@@ -26,7 +26,7 @@ NEEDS = {
     "model": "a folder with the model (--model DIR)",
     "trl": "a Python with furlong and TRL 1.16 (--trl-python PATH)",
     "repository": "the repository (furlong installed from a clone with pip install -e)",
-    "reasoning_gym": "reasoning-gym (pip install 'furlong[reasoning-gym]')",
+    "reasoning_gym": "reasoning-gym (pip install 'furlong-rl[reasoning-gym]')",
 }
 
 

@@ -31,7 +31,9 @@ class E2BSandbox:
         try:
             self._library: Any = import_module("e2b")
         except ImportError as error:
-            raise ConfigError(f"backend 'e2b' needs the package e2b ({error}); pip install 'furlong[e2b]'") from error
+            raise ConfigError(
+                f"backend 'e2b' needs the package e2b ({error}); pip install 'furlong-rl[e2b]'"
+            ) from error
         if not os.environ.get("E2B_API_KEY"):
             raise ConfigError("backend 'e2b' needs an API key; set the environment variable E2B_API_KEY")
 

@@ -38,7 +38,7 @@ class SubprocessSandbox:
         if program is None:
             raise ConfigError(
                 "sandboxes on this machine need bubblewrap, and bwrap is not in PATH; run 'apt install bubblewrap' or "
-                f"pip install 'furlong[sandbox]', use backend='docker' or 'e2b', {UNISOLATED}"
+                f"pip install 'furlong-rl[sandbox]', use backend='docker' or 'e2b', {UNISOLATED}"
             )
         uid = free_uid()
         refusals: list[str] = []
@@ -60,7 +60,9 @@ class SubprocessSandbox:
         if "source path" in refusals[-1]:
             fix = "let all users enter that folder, for example with Python in /opt"
         elif "nknown option" in refusals[-1]:
-            fix = "install bubblewrap 0.8 or newer, or pip install 'furlong[sandbox]' and remove the old one from PATH"
+            fix = (
+                "install bubblewrap 0.8 or newer, or pip install 'furlong-rl[sandbox]' and remove the old one from PATH"
+            )
         else:
             fix = (
                 "allow user namespaces (sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone; for a "

@@ -201,7 +201,7 @@ def import_optional(package: str, flag: str) -> Any:
         if error.name != package:
             raise
         raise ConfigError(
-            f"{flag} needs the package {package}, which is not installed; pip install 'furlong[{package}]'"
+            f"{flag} needs the package {package}, which is not installed; pip install 'furlong-rl[{package}]'"
         ) from error
 
 

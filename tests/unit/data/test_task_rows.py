@@ -120,7 +120,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         "furlong.config.task_specs.find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name)
     )
     parse_tasks.cache_clear()
-    assert "furlong[reasoning-gym]" in str(tasks_problem("--prompt-data", "reasoning-gym:gcd"))
+    assert "furlong-rl[reasoning-gym]" in str(tasks_problem("--prompt-data", "reasoning-gym:gcd"))
     parse_tasks.cache_clear()
 
 

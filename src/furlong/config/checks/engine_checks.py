@@ -264,7 +264,7 @@ def start_problems(config: Config, device: str) -> Iterator[str]:
         elif problem := transport_spec(transport).cpu_problem:
             yield f"--sglang-device cpu with --update-weight-transport {transport}: {problem}"
         if importlib.util.find_spec("sglang") is None:
-            yield "--engine sglang, but SGLang is not installed; pip install 'furlong[sglang]'"
+            yield "--engine sglang, but SGLang is not installed; pip install 'furlong-rl[sglang]'"
     if strategy != "direct" and importlib.util.find_spec("sglang_router") is None:
         yield (
             f"--sglang-router-strategy {strategy}, but sglang-router is not installed; pip install sglang-router, or "

@@ -95,7 +95,9 @@ def verifier_problem(where: str, name: str) -> str | None:
     if (why := VALUES.get(("--rm-type", name)) or VALUES.get(("--rm-type", inner))) is not None:
         return why.message(f"{where} {name}")
     if inner == "ifbench" and find_spec("if_verifiable") is None:
-        return f"{where} {name} needs the package if-verifiable, which is not installed; pip install 'furlong[ifbench]'"
+        return (
+            f"{where} {name} needs the package if-verifiable, which is not installed; pip install 'furlong-rl[ifbench]'"
+        )
     if inner in RM_TYPES:
         return None
     _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])

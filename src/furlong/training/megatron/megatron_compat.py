@@ -82,7 +82,7 @@ def _check_version() -> None:
         installed = version("megatron-core")
     except PackageNotFoundError as error:
         raise ConfigError(
-            "--train-backend megatron needs megatron-core; pip install 'furlong[megatron]', or use --train-backend fsdp"
+            "--train-backend megatron needs megatron-core: pip install 'furlong-rl[megatron]'; or --train-backend fsdp"
         ) from error
     minor = tuple(int(part) for part in installed.split(".")[:2])
     if not OLDEST <= minor <= NEWEST:
