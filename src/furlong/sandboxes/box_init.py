@@ -37,7 +37,7 @@ _SOCKET_BYTES = 425_984  # that the kernel may keep for a socket: twice net.core
 _INODE_BYTES = 1024
 _ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
 _MAPPINGS_BYTES = 1 << 20  # about 10,000 mappings; a program with PyTorch has 2,000
-_DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 4, 24, 0x20080522
+_PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 1, 4, 24, 0x20080522
 _TASKS_PER_PROCESS = 8
 
 
@@ -133,6 +133,7 @@ class _Box:
         finally:
             os.seteuid(0)
             os.setegid(0)
+            self._libc.prctl(_PDEATHSIG, signal.SIGKILL)  # a change of the user resets it
 
     def _execute(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a command to its end, to a limit, or until the driver cancels it; no other process is left."""

@@ -48,9 +48,7 @@ class SubprocessSandbox:
             except PermissionError as error:
                 refusal = str(error)
             except OSError as error:
-                raise InfraError(
-                    f"a sandbox cannot be started: {error}; see ulimit -u, ulimit -n and memory"
-                ) from error
+                raise InfraError(f"a sandbox cannot be started: {error}; see ulimit -u and -n") from error
             if not refusal:
                 _working.add(is_root)
                 return
@@ -162,26 +160,31 @@ class SubprocessSandbox:
         self, request: dict[str, Any], data: bytes, timeout_s: float
     ) -> tuple[dict[str, Any], bytes] | None:
         """Send a request and return its reply, None if the sandbox ended. A cancellation ends the command first."""
-        replying = asyncio.create_task(self._reply(request, data))
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        replying = asyncio.create_task(self._reply(process, request, data))
+        ending = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait({replying}, timeout=timeout_s)
+            await asyncio.wait({replying, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            process = self._process
-            if process is not None and process.stdin is not None:
-                process.stdin.write(frame({"op": "cancel"}))
-                await asyncio.wait({replying}, timeout=_GRACE_S)
+            process.stdin.write(frame({"op": "cancel"}))
+            await asyncio.wait({replying}, timeout=_GRACE_S)
             if not replying.done():
                 replying.cancel()
                 await self.close()
             raise
+        finally:
+            ending.cancel()
         if replying.done():
             return replying.result()
         replying.cancel()
         return None
 
-    async def _reply(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes] | None:
-        assert self._process is not None
-        source, sink = self._process.stdout, self._process.stdin
+    async def _reply(
+        self, process: asyncio.subprocess.Process, request: dict[str, Any], data: bytes
+    ) -> tuple[dict[str, Any], bytes] | None:
+        source, sink = process.stdout, process.stdin
         assert source is not None
         assert sink is not None
         try:
@@ -196,10 +199,12 @@ class SubprocessSandbox:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End the first process, and with it all others."""
     assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
     try:
         async with asyncio.timeout(_GRACE_S):
             await process.wait()
+            await process.stdout.read()  # the first process has ended, too
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()  # the first process is killed with its parent

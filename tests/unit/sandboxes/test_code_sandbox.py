@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -49,10 +50,13 @@ def _isolates():
         pytest.skip(str(error))
 
 
+def trees() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if process.name() == "bwrap"]
+
+
 def left_behind() -> list[object]:
     """Return the live processes of commands and sandboxes, and their temporary folders."""
-    trees = [process for process in psutil.Process().children() if process.name() == "bwrap"]
-    return [*live_commands().values(), *trees, *Path(tempfile.gettempdir()).glob("furlong-s*-*")]
+    return [*live_commands().values(), *trees(), *Path(tempfile.gettempdir()).glob("furlong-s*-*")]
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +152,28 @@ def test_paths_outside_links_and_pipes_are_refused():
             await opened.write("link", "x")
 
     in_sandbox(use)
+
+
+def test_a_sandbox_that_is_killed_from_outside_is_lost():
+    async def use(opened: CodeSandbox) -> None:
+        running = asyncio.create_task(opened.exec("sleep 100"))
+        await asyncio.sleep(0.3)
+        for process in trees():
+            process.kill()
+        done = await running
+        assert (done.code, "first process" in done.reason) == (None, True)
+        with pytest.raises(InfraError):
+            await opened.exec("true")
+        with pytest.raises(InfraError):
+            await opened.read("x")
+
+    in_sandbox(use)
+
+
+def test_the_network_is_that_of_the_machine_only_on_request():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        assert [run(f'python -c "{code}"', network=network).code for network in (True, False)] == [0, 1]
 
 
 def test_private_folders_below_shown_ones_are_hidden(monkeypatch, tmp_path):
