@@ -160,7 +160,7 @@ def test_a_machine_of_e2b(monkeypatch, tmp_path):
 
 def test_e2b_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "e2b", None)
-    with pytest.raises(ConfigError, match=r"furlong\[e2b\]"):
+    with pytest.raises(ConfigError, match=r"furlong-rl\[e2b\]"):
         asyncio.run(_open())
 
 
