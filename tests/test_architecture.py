@@ -71,7 +71,7 @@ ALLOWED |= {
 BUDGET = {
     "algo": 1220,
     "catalogue": 1190,
-    "chat": 1270,
+    "chat": 1365,
     "cluster": 1530,
     "commands": 1760,
     "config": 5780,
@@ -92,7 +92,7 @@ BUDGET = {
     "rollout": 4280,
     "run": 1150,
     "sandboxes": 1430,
-    "sessions": 2930,
+    "sessions": 3110,
     "sglang_layout": 770,
     "slime_api": 935,
     "tools": 3559,

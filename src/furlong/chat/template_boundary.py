@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from furlong.chat.messages import Message, MessageError, longest_token
 from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
+
+logger = logging.getLogger(__name__)
 
 MARK = "ZqMARKqZ"  # stands for the text of an answer; no template trims or splits it
 MAX_CLOSINGS = 256  # texts that are kept
@@ -26,6 +29,11 @@ _REASONING = re.compile(
     r"<think>.*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|><\|start\|>assistant", re.DOTALL
 )
 _QUESTION: list[Message] = [{"role": "user", "content": "x"}]
+_CALLING: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "a1b2c3d4e", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}],
+}
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -74,6 +82,7 @@ class ChatFormat:
         self._kwargs = kwargs | ({"chat_template": chat_template} if chat_template else {})
         self._proof: Proof | None = None
         self._closings: dict[str, str] = {}  # by tools and kwargs
+        self._written: dict[str, bool] = {}
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -89,7 +98,19 @@ class ChatFormat:
         opens_answer: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of messages. Raises MessageError if the template rejects them, or if there is none."""
+        """Return the text of messages. Raises MessageError if the template rejects them, or if there is none.
+
+        Messages of roles that the template does not write have the nearest role that it does (`_with_known_roles`).
+        """
+        return self._apply(self._with_known_roles(messages), tools, opens_answer, kwargs)
+
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        opens_answer: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         if not self.source:
             raise MessageError(
                 "the tokenizer has no chat template; add one with --chat-template-path, or send token ids to "
@@ -111,6 +132,80 @@ class ChatFormat:
             raise MessageError(
                 f"the chat template rejects these messages ({type(error).__name__}): {str(error)[:300]}"
             ) from error
+
+    def _with_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages in roles that the template writes: developer as system, function as tool.
+
+        A system message after other messages is a user's in templates that have no place for it there. What changed its
+        role is joined to a neighbor of the same role, because some templates require that roles alternate.
+        """
+        if not any(self._is_rare(i, message) for i, message in enumerate(messages)):
+            return messages
+        known: list[tuple[Message, bool]] = []  # with whether the role changed
+        for message in messages:
+            role = str(message["role"])
+            if role in ("developer", "function") and not self._writes(role):
+                role = {"developer": "system", "function": "tool"}[role]
+            is_misplaced = role == "system" and bool(known) and not self._writes("late system")
+            if is_misplaced and any(each["role"] != "system" for each, _ in known):
+                role = "user"
+            is_changed = is_misplaced or role != message["role"]
+            before = known[-1] if known else None
+            if before is not None and before[0]["role"] == role != "tool" and (is_changed or before[1]):
+                joined = {**before[0], "content": f"{before[0]['content']}\n\n{message['content']}"}
+                known[-1] = joined, True
+            else:
+                known.append(({**message, "role": role} if is_changed else message, is_changed))
+        return [message for message, _ in known]
+
+    @staticmethod
+    def _is_rare(place: int, message: Message) -> bool:
+        return message["role"] in ("developer", "function") or (place > 0 and message["role"] == "system")
+
+    def _writes(self, kind: Literal["developer", "function", "late system"]) -> bool:
+        """Return whether the template writes the text of such a message; the log says once if it does not."""
+        if kind not in self._written:
+            role = kind.removeprefix("late ")
+            probe: list[Message] = [{"role": role, "content": MARK, "name": "look_up"}]
+            probe = {
+                "developer": [*probe, *_QUESTION],
+                "function": [*_QUESTION, _CALLING, *probe],
+                "late system": [*_QUESTION, *probe],
+            }[kind]
+            try:
+                text = self._apply(probe, [_TOOL] if kind == "function" else None)
+            except MessageError:
+                text = ""
+            self._written[kind] = MARK in text
+            if MARK not in text:
+                other = {"developer": "system", "function": "tool", "late system": "user"}[kind]
+                what = "system messages after the first message" if kind == "late system" else f"role {role}"
+                logger.info("the chat template does not write %s; such messages have the role %s", what, other)
+        return self._written[kind]
+
+    def check_written(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise MessageError if one of the `new` messages, the last of `messages`, is not in the rendered `text`.
+
+        Answers may lose their text, as reasoning does in many templates.
+        """
+        for i, message in enumerate(new, len(messages) - len(new)):
+            content = message["content"].strip()
+            if message["role"] == "assistant" or content in text or json.dumps(content)[1:-1] in text:
+                continue
+            marked = [*messages[:i], {**message, "content": MARK}, *messages[i + 1 :]]
+            if MARK not in self.render(marked, tools=tools, kwargs=kwargs):
+                raise MessageError(
+                    f"messages[{i}] of role {message['role']} is not in the prompt: the chat template does not write "
+                    f"it there ({content[:60]!r}); use another role, or another --chat-template-path"
+                )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without added special tokens."""

@@ -286,6 +286,7 @@ def policy_of_sample(
             params=params,
             settings=generation.session_settings,
             context_len=context_len,
+            limit=lambda: policy.watch.reached or "" if policy.watch.has_ended else "",
         )
     policy = Policy(
         generation.engine,

@@ -15,7 +15,7 @@ from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
 from furlong.rollout.episodes import EpisodeLoad, EpisodeWatch
-from furlong.sessions.session import FullContextError, Reply, Session, check_role
+from furlong.sessions.session import FullContextError, LimitReachedError, Reply, Session, check_role
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
@@ -107,15 +107,14 @@ class Policy:
         params = None
         if sampling_params:
             params = params_from_dict({**dict_from_params(session.params), **sampling_params})
-        if self.watch.has_ended and session.tree.nodes:
-            done = await self._full_context([])
-            return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
         try:
             return await session.chat(messages, tools=tools, template_kwargs=template_kwargs, params=params, role=role)
         except FullContextError:
             if not session.tree.nodes:
                 raise
             done = await self._full_context([0] * (self.context_len or 0))
+        except LimitReachedError:
+            done = await self._full_context([])
         return Reply({"role": "assistant", "content": ""}, [], [], [], done.finish_reason, 0, 0, "")
 
     def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RolePolicy:

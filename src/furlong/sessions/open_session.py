@@ -31,6 +31,7 @@ class ClientCall:
 
     sampling: sampling parameters that the client sent, under SGLang's names. reads_calls: tool calls are parsed.
     overridden: fields that constrain sampling in other ways; the policy samples freely, and the session counts them.
+    ignored: fields and hosted tools without an effect here, which are counted, too.
     wants_texts: the text of each token. wants_prompt_ids: the ids that the engine read. request: in its schema.
     """
 
@@ -46,6 +47,7 @@ class ClientCall:
     reads_calls: bool = True
     max_calls: int | None = None
     overridden: Sequence[str] = ()
+    ignored: Sequence[str] = ()
     wants_texts: bool = False
     wants_prompt_ids: bool = False
     request: Any = None
@@ -280,6 +282,7 @@ def params_of(call: ClientCall, session: Session, *, client_sampling: bool) -> S
     those that differ. Raises RequestError for parameters that only clients of `furlong serve` may set.
     """
     run = session.params
+    session.counts["ignored_fields"] += len(call.ignored)
     for name in call.overridden:
         session.counts[f"overridden_{name}"] += 1
     sent = {key: value for key, value in call.sampling.items() if value is not None}

@@ -45,7 +45,7 @@ class ServedEndpoints(SessionEndpoints):
     """Answers requests with one engine on this event loop; clients set all sampling parameters."""
 
     def __init__(self, model: ServerContext) -> None:
-        super().__init__(model_name=model.name, limits=model.limits)
+        super().__init__(model_name=model.name, limits=model.limits, any_name=False)
         self._model = model
         self._chat_format = ChatFormat(model.engine.tokenizer)
         self._params = SamplingParams(max_new_tokens=model.engine.context_len)
@@ -96,7 +96,7 @@ class Gateway(SessionEndpoints):
         api_key: str | None = None,
         tokenizer: Any = None,
     ) -> None:
-        super().__init__(model_name=None, limits=ServerLimits())
+        super().__init__(model_name="default", limits=ServerLimits())
         self._complete, self._encode = complete, encode
         self._chat_format = ChatFormat(tokenizer)
 

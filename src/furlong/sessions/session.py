@@ -44,6 +44,15 @@ class FullContextError(RolloutError):
     status, api_code = 400, "context_length_exceeded"
 
 
+class LimitReachedError(RolloutError):
+    """A limit of the episode ends its answers. `status`, `api_code` and `headers` are those of an HTTP reply.
+
+    Clients of OpenAI and Anthropic do not repeat a request after such a reply.
+    """
+
+    status, api_code, headers = 429, "rate_limit_exceeded", {"x-should-retry": "false"}
+
+
 ROLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -210,7 +219,8 @@ class _Prompt:
 class Session:
     """The conversation of one episode. `complete` calls the engine; `params` are the sampling parameters of the run.
 
-    context_len limits prompt and answer together; None for no limit. All methods run on one event loop.
+    context_len limits prompt and answer together; None for no limit. `limit` returns the limit of the episode that was
+    reached, "" if none was. All methods run on one event loop.
     """
 
     def __init__(
@@ -222,8 +232,10 @@ class Session:
         params: SamplingParams,
         settings: SessionSettings | None = None,
         context_len: int | None = None,
+        limit: Callable[[], str] = str,
     ) -> None:
         self.name, self.params, self.context_len = name, params, context_len
+        self._limit = limit
         self.chat_format = chat
         self.settings = settings or SessionSettings()
         self.tree = SessionTree(self.settings.key)
@@ -253,9 +265,11 @@ class Session:
         """Answer chat messages. `stream` gets the answer as it is sampled.
 
         Raises MessageError for messages that cannot be rendered, FullContextError if they leave no room for an answer,
-        and EndedError after `end`.
+        EndedError after `end`, and LimitReachedError.
         """
         self._check_open()
+        if self.tree.nodes:
+            self._check_limit()
         request, prompt = await self._read(messages, tools, template_kwargs, role)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
@@ -273,6 +287,8 @@ class Session:
     async def complete(self, ids: Sequence[int], *, params: SamplingParams | None = None, role: str = "") -> Reply:
         """Answer token ids; the reply's text is not parsed. Raises FullContextError and EndedError."""
         self._check_open()
+        if self.tree.nodes:
+            self._check_limit()
         parent = self.tree.longest_prefix(ids, role)
         if self._is_encoded_again(parent, ids, role):
             self.counts["retokenised"] += 1
@@ -305,11 +321,17 @@ class Session:
     def end(self, reason: str = "its episode is over") -> None:
         """Refuse further requests. The first reason counts."""
         self.end_reason = self.end_reason or reason
+        self._limit = str
         self._complete = _refuse  # what completed refers to the session: neither then needs a garbage collection
 
     def _check_open(self) -> None:
         if self.end_reason:
             raise EndedError(f"session {self.name} has ended: {self.end_reason}; open another one for a new episode")
+
+    def _check_limit(self) -> None:
+        if limit := self._limit():
+            self.counts["limited"] += 1
+            raise LimitReachedError(f"the episode reached its limit of {limit}; end it, there are no more answers")
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
@@ -371,8 +393,9 @@ class Session:
                 new = request.messages[node.num_messages :]
                 if not proof.problem(new, has_tools=bool(tools)):
                     with contextlib.suppress(RewrittenError):  # this answer's calls, for example: all is rendered
-                        return self._appended(node, new, tools, kwargs)
+                        return self._appended(node, request, tools, kwargs)
         text = self.chat_format.render(request.messages, tools=tools, kwargs=kwargs)
+        self.chat_format.check_written(text, request.messages, request.messages, tools=tools, kwargs=kwargs)
         if self.settings.history == "template":
             for i, node in enumerate(candidates):
                 known = "".join(self.chat_format.decode(part) for n in node.path for part in (n.added, n.sampled))
@@ -386,11 +409,13 @@ class Session:
         return _Prompt(None, ids, text, is_rewritten=bool(candidates))
 
     def _appended(
-        self, node: TreeNode, new: Sequence[Message], tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+        self, node: TreeNode, request: ChatRequest, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
     ) -> _Prompt:
         assert node.reply is not None
+        new = request.messages[node.num_messages :]
         last = self.chat_format.decode(node.sampled[-1:]) if self._has_end(node) else ""
         text = self.chat_format.appended(node.reply, last, new, tools=tools, kwargs=kwargs)
+        self.chat_format.check_written(text, request.messages, new, tools=tools, kwargs=kwargs)
         return _Prompt(node, [*node.ids(), *self.chat_format.encode(text)], text)
 
     def _has_end(self, node: TreeNode) -> bool:
@@ -443,6 +468,8 @@ class Session:
             stream.begin(response_id, len(prompt.ids), parts=parts, decode=self.chat_format.decode)
             completion = await self._complete(prompt.ids, params, part, stream.tokens)
         self._check_open()
+        if not completion.tokens:
+            self._check_limit()
         start = 0 if prompt.parent is None else prompt.parent.num_ids
         num_before = 0 if request is None or prompt.parent is None else prompt.parent.num_messages
         number = len(self.tree.nodes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -57,9 +58,12 @@ from furlong.sessions.session import EndedError, Reply, Session, check_role
 from furlong.sessions.session_offers import SessionOffers, Wait, read_result
 
 LIMITS = ServerLimits(max_body_bytes=32 * MIB)
+MAX_LOGGED = 256  # names of fields that clients send without effect
 MAX_ENDED = 65536  # ids of ended sessions that are known to have ended
 RETRY_HEADER = "x-stainless-retry-count"
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,16 @@ def key_of_client(http: HttpRequest) -> tuple[str, str]:
 
 
 class SessionEndpoints(ABC):
-    """Handlers of the protocols. model_name: the name that clients may give as `model`; None for any name.
+    """Handlers of the protocols. model_name: the name of the model. any_name: clients may give any other as `model`.
 
     loop: the event loop of the sessions; None if it is that of the HTTP server.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
 
-    def __init__(self, *, model_name: str | None, limits: ServerLimits) -> None:
-        self._asked_name, self._model_name, self._limits = model_name, model_name or "default", limits
+    def __init__(self, *, model_name: str, limits: ServerLimits, any_name: bool = True) -> None:
+        self._any_name, self._model_name, self._limits = any_name, model_name, limits
+        self._logged: set[str] = set()
 
     @abstractmethod
     def find(self, http: HttpRequest) -> OpenSession:
@@ -160,6 +165,7 @@ class SessionEndpoints(ABC):
         else:
             call = protocol.read(body)
         self._check_model(call.model)
+        self._log_ignored(http.url.path, call.ignored)
         is_retry = http.headers.get(RETRY_HEADER, "0") not in ("", "0")
 
         def start() -> Call:
@@ -238,9 +244,17 @@ class SessionEndpoints(ABC):
         self._check_model(call.model)
         return json_response({"input_tokens": await self.on_loop(opened.count_tokens(call))})
 
+    def _log_ignored(self, path: str, names: Sequence[str]) -> None:
+        """Log each name once."""
+        new = [name for name in dict.fromkeys(names) if name not in self._logged][: MAX_LOGGED - len(self._logged)]
+        if new:
+            self._logged.update(new)
+            text = f"a client sends {', '.join(new)} to {path.rpartition('/v1')[2]}"
+            logger.info("%s, which has no effect here; session/ignored_fields counts such fields", text)
+
     def _check_model(self, asked: str | None) -> None:
-        if self._asked_name is not None:
-            check_model(asked, self._asked_name)
+        if not self._any_name:
+            check_model(asked, self._model_name)
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer GET /v1/models."""
@@ -252,9 +266,8 @@ class SessionEndpoints(ABC):
 class SessionServer(SessionEndpoints):
     """Serves sessions. The port is open from the start; the first session starts what answers.
 
-    model_name: the name that clients may give as `model`; None for any name. client_sampling: clients set temperature,
-    top_p, top_k and min_p; otherwise those of the run apply. offers: sessions that applications take with POST
-    /sessions.
+    Clients may give any name as `model`; replies have `model_name`. client_sampling: clients set temperature, top_p,
+    top_k and min_p; otherwise those of the run apply. offers: sessions that applications take with POST /sessions.
     """
 
     def __init__(
@@ -262,7 +275,7 @@ class SessionServer(SessionEndpoints):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        model_name: str | None = "default",
+        model_name: str = "default",
         client_sampling: bool = False,
         limits: ServerLimits = LIMITS,
         offers: SessionOffers | None = None,

@@ -19,10 +19,10 @@ from furlong.chat.parsers import PARSERS
 from furlong.core.addresses import host_and_port
 from furlong.core.sample import Sample
 from furlong.errors import RolloutError
-from furlong.inference.server.web import RefusedError
 from furlong.rollout.agent import policy
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.samples import samples_from_session
+from furlong.sessions.session import LimitReachedError
 from furlong.sessions.session_server import SessionServer
 
 PARSER_NAMES = {  # SGLang's names of tool parsers that have another one here
@@ -41,7 +41,7 @@ class AdapterServer(SessionServer):
     """The sessions of one adapter. Clients may give any model name; `max_turns` bounds the answers of a session."""
 
     def __init__(self, host: str, port: int, max_turns: int | None) -> None:
-        super().__init__(host=host, port=port, model_name=None)
+        super().__init__(host=host, port=port)
         self._max_turns, self._num_turns = max_turns, Counter[str]()
 
     async def start(self) -> None:
@@ -50,9 +50,9 @@ class AdapterServer(SessionServer):
         self.http.start()
 
     def admit(self, opened: OpenSession) -> None:
-        """Raise RefusedError (429) for a session that had all its answers."""
+        """Raise LimitReachedError for a session that had all its answers."""
         if self._max_turns is not None and self._num_turns[opened.id] >= self._max_turns:
-            raise RefusedError(f"the session had max_turns_per_sid={self._max_turns} answers; end the episode", 429)
+            raise LimitReachedError(f"the session had max_turns_per_sid={self._max_turns} answers; end the episode")
         self._num_turns[opened.id] += 1
 
     async def end(self, opened: OpenSession) -> None:

@@ -241,11 +241,67 @@ def test_no_top_k_in_vllms_words_is_no_top_k():
     assert tokens.read_vllm(body).sampling["top_k"] is None
 
 
-def test_unknown_fields_are_refused_but_for_empty_ones_of_a_router():
-    for read, body in READERS.values():
+def test_unknown_fields_are_counted_by_protocols_of_messages_and_refused_by_others():
+    for name, (read, body) in READERS.items():
         read({**body, "made_up": False, "another": None})
-        with pytest.raises(RequestError, match="made_up"):
-            read({**body, "made_up": 0})
+        if name in ("chat", "anthropic", "responses"):
+            assert read({**body, "made_up": 0, "more": {}}).ignored == ["made_up"]
+            for field, value in (("guided_json", {"type": "object"}), ("bad_words", ["x"])):
+                with pytest.raises(RequestError, match=field):
+                    read({**body, field: value})
+        else:
+            with pytest.raises(RequestError, match="made_up"):
+                read({**body, "made_up": 0})
+
+
+def test_fields_and_tools_of_coding_agents_are_accepted():
+    claude_code = {
+        **{key: ANTHROPIC[key] for key in ("model", "messages", "max_tokens", "stream", "metadata")},
+        "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
+        "tools": [
+            {"name": "Bash", "description": "d", "input_schema": SCHEMA, "eager_input_streaming": True},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        ],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 20000}},
+    }
+    call = messages.read(claude_code)
+    assert call.overridden == ["effort"]
+    assert call.ignored == [
+        *("thinking.display", "context_management", "output_config.task_budget"),
+        "tools[].type 'web_search_20250305'",
+    ]
+    patch = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "definition": "start: /x/"}}
+    agents = [{"type": "function", "name": "spawn", "parameters": SCHEMA, "strict": False}]
+    codex = {
+        **{key: RESPONSES[key] for key in ("model", "stream", "tool_choice", "parallel_tool_calls")},
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+            {"type": "function_call", "call_id": "c2", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "ok"}]},
+        ],
+        "tools": [patch, {"type": "namespace", "name": "agents", "tools": agents}, {"type": "web_search"}],
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "text": {"verbosity": "low"},
+        "client_metadata": {"session_id": "x"},
+    }
+    call = responses.read(codex)
+    assert [tool["function"]["name"] for tool in call.tools or ()] == ["apply_patch", "agents.spawn"]
+    assert "start: /x/" in (call.tools or [])[0]["function"]["description"]
+    made = [tool["function"] for message in call.messages for tool in message.get("tool_calls", ())]
+    assert made == [
+        {"name": "apply_patch", "arguments": '{"input": "x"}'},
+        {"name": "agents.spawn", "arguments": "{}"},
+    ]
+    with pytest.raises(RequestError, match=r"tools\[0\].type is 'local_shell'"):
+        responses.read({"input": "x", "tools": [{"type": "local_shell"}]})
 
 
 def test_a_refusal_names_the_path_the_value_and_what_it_must_be():
@@ -269,5 +325,4 @@ def test_objects_in_a_request_have_the_same_policy():
         (messages.read, {**ANTHROPIC, "tool_choice": {"type": "auto", "made_up": 1}}),
         (responses.read, {**RESPONSES, "reasoning": {"effort": "low", "made_up": 1}}),
     ):
-        with pytest.raises(RequestError, match=r"\.made_up is not a field"):
-            read(body)
+        assert [name.rpartition(".")[2] for name in read(body).ignored] == ["made_up"]

@@ -195,18 +195,15 @@ REFUSED = [
     ("v1/chat/completions", {"presence_penalty": 1}, 400, "presence_penalty"),
     ("v1/chat/completions", {"tool_choice": "required"}, 400, "tool_choice"),
     ("v1/chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ("v1/chat/completions", {"model": "gpt-9"}, 400, "model"),
     ("v1/chat/completions", {"tools": [{"type": "web_search"}]}, 400, r"tools[0]"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 400}]}, 400, "context length"),
     ("v1/chat/completions", {"separate_reasoning": False}, 400, "separate_reasoning"),
-    ("v1/chat/completions", {"stream_options": {"continuous_usage_stats": True}}, 400, "continuous_usage_stats"),
     ("v1/chat/completions", {"messages": [{**USER, "function_call": {"name": "f"}}]}, 400, "function_call"),
     ("v1/messages", {"messages": [USER]}, 400, "max_tokens"),
-    ("v1/messages", {"max_tokens": 5, "output_config": {"effort": "low"}}, 400, "output_config"),
-    ("v1/messages", {"max_tokens": 5, "tools": [{"name": "f", "input_examples": [1]}]}, 400, "input_examples"),
+    ("v1/messages", {"max_tokens": 5, "output_config": {"format": {"type": "x"}}}, 400, "output_config.format"),
+    ("v1/messages", {"max_tokens": 5, "tools": [{"name": "f", "type": "bash_20250124"}]}, 400, "bash_20250124"),
     ("v1/messages", {"max_tokens": 5, "messages": [USER, {**USER, "role": "assistant"}]}, 400, "messages[1].role"),
-    ("v1/responses", {"input": "x", "reasoning": {"mode": "x"}, "messages": None}, 400, "reasoning.mode"),
     ("v1/responses", {"input": "x", "background": True, "messages": None}, 400, "background"),
     ("v1/embeddings", {}, 404, "not served"),
 ]
@@ -221,6 +218,62 @@ def test_what_is_not_supported_is_refused_by_name():
                 assert reply.json()["error"]["code"] == "context_length_exceeded"
 
     run(qwen(), body)
+
+
+def test_any_model_name_is_accepted_and_unknown_fields_are_counted(caplog):
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        request = {"messages": [USER], "model": "gpt-9", "a_field_of_tomorrow": 1}
+        for _ in range(2):
+            assert (await client.post(f"{opened.url}/v1/chat/completions", json=request)).status_code == 200
+        assert opened.session.counts["ignored_fields"] == 2
+
+    with caplog.at_level("INFO", "furlong"):
+        run(qwen("one", "two"), body)
+    assert caplog.text.count("sends a_field_of_tomorrow to /chat/completions") == 1
+
+
+def test_a_limit_of_the_episode_is_a_429_that_clients_do_not_repeat_and_nothing_is_recorded():
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        session, url = opened.session, f"{opened.url}/v1"
+        request = {"messages": [USER], "max_tokens": 5}
+        assert (await client.post(f"{url}/chat/completions", json=request)).status_code == 200
+        session._limit = lambda: "turns"
+        for path, code in (("chat/completions", "rate_limit_exceeded"), ("messages", None)):
+            for is_stream in (False, True):
+                reply = await client.post(f"{url}/{path}", json={**request, "stream": is_stream, "messages": [USER]})
+                assert (reply.status_code, reply.headers["x-should-retry"]) == (429, "false"), reply.text
+                assert "limit of turns" in reply.json()["error"]["message"]
+                assert code is None or reply.json()["error"]["code"] == code
+        assert (len(session.tree.nodes), session.counts["limited"]) == (1, 4)
+        assert session.tree.branch_reasons.total() == 0
+
+    run(qwen("one", "two"), body)
+
+
+def test_tools_of_codex_get_their_calls_in_its_form():
+    patch = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+    spawn = '<tool_call>\n{"name": "agents.spawn", "arguments": {}}\n</tool_call>'
+    script = qwen(patch, spawn, "ok")
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        tools = [
+            {"type": "custom", "name": "apply_patch"},
+            {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+        ]
+        items: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in range(2):
+            request = {"input": items, "tools": tools, "stream": True}
+            streamed = events(await client.post(f"{opened.url}/v1/responses", json=request))
+            (call,) = streamed[-1]["response"]["output"]
+            done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
+            assert done[-1] == call
+            items += [call, {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "done"}]
+        await client.post(f"{opened.url}/v1/responses", json={"input": items, "tools": tools})
+        assert (items[1]["type"], items[1]["input"]) == ("custom_tool_call", "*** Begin")
+        assert (items[3]["type"], items[3]["namespace"], items[3]["name"]) == ("function_call", "agents", "spawn")
+        assert len(opened.session.tree.leaves()) == 1
+
+    run(script, body)
 
 
 def test_constraints_that_the_policy_does_not_have_are_counted():

@@ -71,19 +71,27 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
-def read_fields(kind: type[SchemaType], body: Mapping[str, Any], path: str = "") -> SchemaType:
-    """Check a request, or the object `path` of one. Raises RequestError naming the field."""
+def read_fields(
+    kind: type[SchemaType], body: Mapping[str, Any], path: str = "", *, ignored: list[str] | None = None
+) -> SchemaType:
+    """Check a request, or the object `path` of one. Raises RequestError naming the field.
+
+    ignored: gets the names of fields that no schema has, which are then accepted; None refuses them.
+    """
     known: dict[str, Any] = {}
     objects = _objects(kind)
     for name, value in body.items():
         if name in kind.__struct_fields__:
             is_object = name in objects and isinstance(value, dict)
-            known[name] = read_fields(objects[name], value, f"{path}{name}.") if is_object else value  # pyright: ignore[reportUnknownArgumentType]
+            known[name] = read_fields(objects[name], value, f"{path}{name}.", ignored=ignored) if is_object else value  # pyright: ignore[reportUnknownArgumentType]
         elif name in kind.ONLY:
             if not (_is_off(value) and value is not False) and not any(_same(value, each) for each in kind.ONLY[name]):
                 raise RequestError(f"{path}{name} is {quote(value)}, which is not supported here; remove it")
-        elif name not in kind.IGNORED:
-            check_unknown(f"{path}{name}", value)
+        elif name not in kind.IGNORED and (ignored is None or not _is_off(value)):
+            if ignored is None:
+                check_unknown(f"{path}{name}", value)
+            else:
+                ignored.append(re.sub(r"\[\d+\]", "[]", quote(f"{path}{name}")[1:-1]))
     return convert(known, kind, path)
 
 

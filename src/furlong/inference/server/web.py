@@ -137,7 +137,9 @@ def reply_of_error(http: Request, error: Exception) -> Response:
     elif not isinstance(error, EngineError | RolloutError):
         logger.error("%s %s", http.method, http.url.path[:200], exc_info=error)
         text = f"{type(error).__name__}: {error}; the log of the engine has the traceback"
-    return error_response(http.url.path, text, status_of(error), getattr(error, "api_code", None))
+    response = error_response(http.url.path, text, status_of(error), getattr(error, "api_code", None))
+    response.headers.update(getattr(error, "headers", {}))
+    return response
 
 
 def error_body(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:

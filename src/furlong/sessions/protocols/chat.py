@@ -32,6 +32,16 @@ from furlong.sessions.session import Reply, ReplyPiece, ReplyStream
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "conversation")
 
 
+# What other servers constrain sampling with. Fields that nobody knows have no effect; these would.
+CONSTRAINTS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), ()),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "structural_tag", "grammar"), ()),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "custom_logit_processor"), ()),
+    **dict.fromkeys(("typical_p", "top_a", "use_beam_search", "best_of", "prompt_logprobs", "stop_regex"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "lora_path", "custom_params"), ()),
+}
+
+
 class Function(msgspec.Struct, frozen=True):
     """A function that a model may call. Templates show the whole tool, so it may have further fields."""
 
@@ -75,8 +85,8 @@ class ChatFields(Sampling):
         "response_format": ({"type": "text"},),
         "function_call": ("none",),
         "modalities": (["text"],),
-        "verbosity": ("medium",),
-        **dict.fromkeys(("logit_bias", "functions", "audio", "prediction", "web_search_options", "moderation"), ()),
+        **dict.fromkeys(("logit_bias", "functions", "audio"), ()),
+        **CONSTRAINTS,
         "chat_template": (),  # a program
         **dict.fromkeys(("separate_reasoning", "include_reasoning", "add_generation_prompt"), (True,)),
         **dict.fromkeys(("echo", "continue_final_message"), (False,)),
@@ -85,7 +95,8 @@ class ChatFields(Sampling):
 
 def read(body: Mapping[str, Any]) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    fields = read_fields(ChatFields, body)
+    ignored: list[str] = []
+    fields = read_fields(ChatFields, body, ignored=ignored)
     kwargs = fields.chat_template_kwargs or {}
     if wrong := next((key for key in kwargs if not key.isidentifier() or key in RESERVED), None):
         raise RequestError(f"chat_template_kwargs.{wrong} is not a value that a request may set; remove it")
@@ -116,6 +127,7 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         reads_calls=read_tool_choice(fields.tool_choice),
         max_calls=1 if fields.parallel_tool_calls is False else None,
         overridden=["strict"] if is_strict else [],
+        ignored=ignored,
         wants_texts=bool(fields.logprobs),
         wants_prompt_ids=bool(fields.return_token_ids),
         request=fields,

@@ -24,8 +24,10 @@ from furlong.inference.server.schemas import (
 )
 from furlong.inference.server.web import sse
 from furlong.sessions.open_session import ClientCall, StreamPart
-from furlong.sessions.protocols.chat import read_tool_choice
+from furlong.sessions.protocols.chat import CONSTRAINTS, read_tool_choice
 from furlong.sessions.session import Reply, ReplyStream
+
+HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")  # run by Anthropic
 
 
 class _Text(msgspec.Struct, tag="text"):
@@ -49,9 +51,13 @@ class _ToolResult(msgspec.Struct, tag="tool_result"):
     is_error: bool | None = None
 
 
+class _RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
+    data: str = ""
+
+
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Text | _Thinking | _ToolUse | _ToolResult] | None = None
+    content: str | list[_Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult] | None = None
 
 
 class _Tool(Schema):
@@ -68,6 +74,14 @@ class _ToolChoice(Schema):
     type: str = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+class _OutputConfig(Schema):
+    """`effort` is counted; it is no parameter of chat templates."""
+
+    effort: str | None = None
+
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
 
 
 class _ThinkingBudget(Schema):
@@ -90,30 +104,34 @@ class MessagesFields(Schema):
     stop_sequences: StopList | None = None
     stream: bool | None = None
     thinking: _ThinkingBudget | None = None
+    output_config: _OutputConfig | None = None
 
     IGNORED: ClassVar = (
         *("metadata", "betas", "service_tier", "anthropic_version", "inference_geo", "user_profile_id"),
-        *("workspace_id", "cache_control", "diagnostics"),
+        *("workspace_id", "cache_control", "diagnostics", "speed"),
     )
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("mcp_servers", "container", "context_management", "output_config"), ()),
-        "speed": ("standard",),
+        **dict.fromkeys(("container", "output_format"), ()),
+        **CONSTRAINTS,
     }
 
 
 def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     """Check a request. Raises RequestError and MessageError naming the field."""
-    fields = read_fields(MessagesFields, body)
+    ignored: list[str] = []
+    fields = read_fields(MessagesFields, body, ignored=ignored)
     if fields.max_tokens is None and not counts_only:
         raise RequestError("max_tokens is missing; it must be an integer of at least 1")
     tools: list[dict[str, Any]] = []
     overridden: list[str] = []
     for i, given in enumerate(fields.tools or ()):
-        if given.get("type", "custom") != "custom":
-            raise RequestError(
-                f"tools[{i}].type is {quote(given['type'])}; only tools with an input_schema are supported"
-            )
-        tool = read_fields(_Tool, given, f"tools[{i}].")
+        kind: Any = given.get("type") or "custom"
+        if str(kind).startswith(HOSTED):
+            ignored.append(f"tools[].type {quote(kind)}")
+            continue
+        if kind != "custom":
+            raise RequestError(f"tools[{i}].type is {quote(kind)}; only tools with an input_schema are supported")
+        tool = read_fields(_Tool, given, f"tools[{i}].", ignored=ignored)
         description = {} if tool.description is None else {"description": tool.description}
         function = {"name": tool.name, **description, "parameters": tool.input_schema or {}}
         tools.append({"type": "function", "function": function})
@@ -123,6 +141,8 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     if fields.thinking is not None:
         overridden += [] if fields.thinking.budget_tokens is None else ["budget_tokens"]
         kwargs = {"enable_thinking": fields.thinking.type != "disabled"}
+    if fields.output_config is not None and fields.output_config.effort is not None:
+        overridden.append("effort")
     choice = fields.tool_choice or _ToolChoice()
     return ClientCall(
         messages=checked_messages(_messages(fields)),
@@ -140,6 +160,7 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
         reads_calls=read_tool_choice(choice.type if choice.type in ("auto", "none") else body["tool_choice"]),
         max_calls=1 if choice.disable_parallel_tool_use else None,
         overridden=overridden,
+        ignored=ignored,
         request=fields,
     )
 
@@ -175,6 +196,8 @@ def _assistant(blocks: Sequence[Any], name: str) -> Message:
                 texts.append(block.text)
             case _Thinking():
                 thoughts.append(block.thinking)
+            case _RedactedThinking():
+                pass
             case _ToolUse():
                 function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -23,8 +25,11 @@ from furlong.inference.server.schemas import (
 )
 from furlong.inference.server.web import sse
 from furlong.sessions.open_session import ClientCall, StreamPart
-from furlong.sessions.protocols.chat import read_tool_choice
+from furlong.sessions.protocols.chat import CONSTRAINTS, read_tool_choice
 from furlong.sessions.session import Reply, ReplyStream
+
+# Run by OpenAI: the policy does not see them. Tools that the client runs under names of OpenAI are refused.
+HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 
 
 class _Tool(Schema):
@@ -35,12 +40,36 @@ class _Tool(Schema):
     strict: bool | None = None
 
 
+class _CustomTool(Schema):
+    """A tool whose input is text. A grammar is part of the description; the policy samples freely."""
+
+    name: FilledText
+    type: Literal["custom"]
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Namespace(Schema):
+    """Tools of one origin, which the policy sees as `namespace.tool`."""
+
+    name: FilledText
+    type: Literal["namespace"]
+    description: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
 class _Reasoning(Schema):
     """The reasoning itself is returned, so there is no summary of it."""
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+
+
+class _Text(Schema):
+    verbosity: str | None = None
+
+    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ({"type": "text"},)}
 
 
 class ResponsesFields(Schema):
@@ -57,24 +86,21 @@ class ResponsesFields(Schema):
     top_p: TopP | None = None
     previous_response_id: str | None = None
     reasoning: _Reasoning | None = None
+    text: _Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: Any = None  # echoed
 
     IGNORED: ClassVar = (
         *("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store"),
-        *("client_metadata", "prompt_cache_options"),
+        *("client_metadata", "prompt_cache_options", "truncation", "include"),
     )
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "text": ({"format": {"type": "text"}}, {"verbosity": "medium"},
-                 {"format": {"type": "text"}, "verbosity": "medium"}),
-        "truncation": ("disabled",),
-        "include": (["reasoning.encrypted_content"],),
         "background": (False,),
         "top_logprobs": (0,),
-        **dict.fromkeys(("max_tool_calls", "conversation", "prompt", "moderation"), ()),
-        **dict.fromkeys(("context_management", "background_options"), ()),
-    }  # fmt: skip
+        **dict.fromkeys(("conversation", "prompt"), ()),
+        **CONSTRAINTS,
+    }
 
 
 class _MessageItem(msgspec.Struct):
@@ -84,7 +110,7 @@ class _MessageItem(msgspec.Struct):
 
 class _Thought(msgspec.Struct):
     text: str
-    type: Literal["reasoning_text"] = "reasoning_text"
+    type: Literal["reasoning_text", "text"] = "reasoning_text"
 
 
 class _ReasoningItem(msgspec.Struct):
@@ -96,6 +122,14 @@ class _CallItem(msgspec.Struct):
     name: FilledText
     arguments: str | None = None
     call_id: str | None = None
+    namespace: str | None = None
+
+
+class _CustomCallItem(msgspec.Struct):
+    name: FilledText
+    input: str = ""
+    call_id: str | None = None
+    namespace: str | None = None
 
 
 class _OutputItem(msgspec.Struct):
@@ -108,7 +142,61 @@ _ITEMS: Mapping[Any, type[msgspec.Struct]] = {
     "reasoning": _ReasoningItem,
     "function_call": _CallItem,
     "function_call_output": _OutputItem,
+    "custom_tool_call": _CustomCallItem,
+    "custom_tool_call_output": _OutputItem,
 }
+
+
+class _Tools:
+    """The tools of a request as functions. kinds: type, namespace and name of each by the name that the policy sees."""
+
+    def __init__(self) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.kinds: dict[str, tuple[str, str | None, str]] = {}
+        self.ignored: list[str] = []
+        self.is_strict = False
+
+    def read(self, given: Sequence[dict[str, Any]], name: str, namespace: str | None = None) -> None:
+        """Add tools. Raises RequestError naming the field."""
+        for i, each in enumerate(given):
+            kind, path = each.get("type"), f"{name}[{i}]."
+            if kind == "namespace" and namespace is None:
+                group = read_fields(_Namespace, each, path, ignored=self.ignored)
+                self.read(group.tools or (), f"{path}tools", group.name)
+            elif kind == "function":
+                tool = read_fields(_Tool, each, path, ignored=self.ignored)
+                self.is_strict = self.is_strict or bool(tool.strict)
+                self._add(kind, namespace, tool.name, tool.description, tool.parameters)
+            elif kind == "custom":
+                custom = read_fields(_CustomTool, each, path, ignored=self.ignored)
+                grammar: Any = (custom.format or {}).get("definition")
+                texts = [custom.description, f"The input has this grammar:\n{grammar}" if grammar else None]
+                self._add(kind, namespace, custom.name, "\n\n".join(filter(None, texts)) or None, _CUSTOM_PARAMETERS)
+            elif isinstance(kind, str) and kind.startswith(HOSTED):
+                self.ignored.append(f"tools[].type {quote(kind)}")
+            else:
+                raise RequestError(
+                    f"{path}type is {quote(kind)}; only tools of type function, custom and namespace are supported"
+                )
+
+    def _add(
+        self, kind: str, namespace: str | None, name: str, description: str | None, parameters: dict[str, Any] | None
+    ) -> None:
+        shown = name if namespace is None else f"{namespace}.{name}"
+        values = {"name": shown, "description": description, "parameters": parameters}
+        self.functions.append({"type": "function", "function": {k: v for k, v in values.items() if v is not None}})
+        self.kinds[shown] = kind, namespace, name
+
+
+_CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request, and the kinds of its tools (`_Tools.kinds`)."""
+
+    fields: ResponsesFields
+    kinds: Mapping[str, tuple[str, str | None, str]]
 
 
 def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall:
@@ -116,16 +204,9 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
 
     Raises RequestError and MessageError naming the field.
     """
-    fields = read_fields(ResponsesFields, body)
-    tools: list[dict[str, Any]] = []
-    is_strict = False
-    for i, given in enumerate(fields.tools or ()):
-        if given.get("type") != "function":
-            raise RequestError(f"tools[{i}].type is {quote(given.get('type'))}; only functions are supported")
-        tool = read_fields(_Tool, given, f"tools[{i}].")
-        named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        tools.append({"type": "function", "function": {k: v for k, v in named.items() if v is not None}})
-        is_strict = is_strict or bool(tool.strict)
+    tools = _Tools()
+    fields = read_fields(ResponsesFields, body, ignored=tools.ignored)
+    tools.read(fields.tools or (), "tools")
     messages: list[Message] = []
     if fields.instructions:
         messages.append({"role": "system", "content": text_of(fields.instructions, "instructions")})
@@ -141,7 +222,7 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
     effort = None if fields.reasoning is None else fields.reasoning.effort
     return ClientCall(
         messages=checked_messages([*messages, *items], "input"),
-        tools=tools or None,
+        tools=tools.functions or None,
         template_kwargs={} if effort is None else {"reasoning_effort": effort},
         sampling={"temperature": fields.temperature, "top_p": fields.top_p},
         max_tokens=fields.max_output_tokens,
@@ -149,8 +230,9 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
         is_stream=bool(fields.stream),
         reads_calls=read_tool_choice(fields.tool_choice),
         max_calls=1 if fields.parallel_tool_calls is False else None,
-        overridden=["strict"] if is_strict else [],
-        request=fields,
+        overridden=["strict"] if tools.is_strict else [],
+        ignored=tools.ignored,
+        request=_Request(fields, tools.kinds),
     )
 
 
@@ -172,11 +254,13 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
         case _ReasoningItem(content=parts):
             thought = "".join(part.text for part in parts or ())
             messages.append({"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {}))
-        case _CallItem() as call:
+        case (_CallItem() | _CustomCallItem()) as call:
             if answer is None:
                 answer = Message(role="assistant", content="")
                 messages.append(answer)
-            function = {"name": call.name, "arguments": call.arguments}
+            shown = call.name if call.namespace is None else f"{call.namespace}.{call.name}"
+            arguments = json.dumps({"input": call.input}) if isinstance(call, _CustomCallItem) else call.arguments
+            function = {"name": shown, "arguments": arguments}
             answer.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
         case _OutputItem() as result:
             text = text_of(result.output, f"{name}.output")
@@ -185,6 +269,10 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
             raise AssertionError(kind)
 
 
+_CALL_TEXTS = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
@@ -201,15 +289,24 @@ def _text_item(kind: str, response_id: str, text: str) -> dict[str, Any]:
     return {**item, "role": "assistant", "content": content, "status": "completed"}
 
 
-def _items(reply: Reply) -> list[dict[str, Any]]:
+def _items(call: ClientCall, reply: Reply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         items.append(_text_item("reasoning", reply.id, reply.reasoning))
     if reply.content or not reply.tool_calls:
         items.append(_text_item("message", reply.id, reply.content))
-    for call in reply.tool_calls:
-        fields = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
-        items.append(fields | call["function"])
+    request: _Request = call.request
+    for made in reply.tool_calls:
+        name, arguments = made["function"]["name"], made["function"]["arguments"]
+        kind, namespace, name = request.kinds.get(name, ("function", None, name))
+        item = {"id": f"fc_{made['id']}", "call_id": made["id"], "status": "completed", "name": name}
+        if namespace is not None:
+            item["namespace"] = namespace
+        if kind == "custom":
+            text: Any = json.loads(arguments).get("input")
+            items.append({**item, "type": "custom_tool_call", "input": text if isinstance(text, str) else arguments})
+        else:
+            items.append({**item, "type": "function_call", "arguments": arguments})
     return items
 
 
@@ -222,7 +319,7 @@ def write(call: ClientCall, replies: Sequence[Reply], model: str) -> dict[str, A
         **_shell(call, f"resp_{reply.id}", model),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(reply),
+        "output": _items(call, reply),
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": reply.cached_tokens},
@@ -235,7 +332,8 @@ def write(call: ClientCall, replies: Sequence[Reply], model: str) -> dict[str, A
 
 def _shell(call: ClientCall, response_id: str, model: str) -> dict[str, Any]:
     """Return the fields that are known before the answer."""
-    fields: ResponsesFields = call.request
+    request: _Request = call.request
+    fields = request.fields
     return {
         "id": response_id,
         "object": "response",
@@ -307,13 +405,14 @@ class _StreamEvents:
             yield from self._open("message")
         yield from self._close()
         for item in items:
-            if item["type"] == "function_call":
+            if item["type"] in _CALL_TEXTS:
                 self._index += 1
                 at = {"output_index": self._index, "item_id": item["id"]}
-                opened = {**item, "status": "in_progress", "arguments": ""}
+                field, kind = _CALL_TEXTS[item["type"]]
+                opened = {**item, "status": "in_progress", field: ""}
                 yield self.event("output_item.added", output_index=self._index, item=opened)
-                yield self.event("function_call_arguments.delta", **at, delta=item["arguments"])
-                yield self.event("function_call_arguments.done", **at, arguments=item["arguments"])
+                yield self.event(f"{kind}.delta", **at, delta=item[field])
+                yield self.event(f"{kind}.done", **at, **{field: item[field]})
                 yield self.event("output_item.done", output_index=self._index, item=item)
 
     @property
