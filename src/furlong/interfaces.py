@@ -39,7 +39,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` -1 and `min_p` 0 are off. With a `sampling_seed`, the completion depends only on
     the prompt, the weights and the seed, not on the other requests in the batch. `return_routed_experts` adds the
-    experts of each token to the result and does not change the completion. An engine may keep the KV cache of the
+    experts of each token to the result and does not change the completion. `json_schema` is the text of a schema that
+    the completion follows. An engine may keep the KV cache of the
     prompt under `prefix_key`, for the next prompt with that key, which has its beginning.
     """
 
@@ -56,6 +57,7 @@ class SamplingParams:
     no_stop_trim: bool = True
     sampling_seed: int | None = None
     return_routed_experts: bool = False
+    json_schema: str | None = None
     prefix_key: str | None = None
 
     def for_request(self, max_new_tokens: int, sampling_seed: int | None) -> SamplingParams:
@@ -70,7 +72,7 @@ class Completion:
     """One generated response.
 
     log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang), and in the
-        embedded engine before stop tokens are banned for `min_new_tokens`.
+        embedded engine before tokens are banned for `min_new_tokens` or `json_schema`.
     versions: the weight version that each token was sampled from.
     cached_tokens: prompt tokens that were not computed, because the engine had their KV cache.
     finish_reason: "abort" if the request was ended early; `tokens` are those generated until then.

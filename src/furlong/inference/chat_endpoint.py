@@ -168,6 +168,9 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
         fields["stop"] = list(params.stop)
     if params.sampling_seed is not None:
         fields["seed"] = params.sampling_seed % 2**31
+    if params.json_schema is not None:
+        schema = {"name": "reply", "schema": json.loads(params.json_schema)}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
 
 

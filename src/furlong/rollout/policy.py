@@ -48,6 +48,8 @@ def dict_from_params(params: SamplingParams) -> dict[str, Any]:
     """
     values = dataclasses.asdict(params)
     del values["return_routed_experts"], values["prefix_key"]
+    if params.json_schema is None:
+        del values["json_schema"]
     values["stop"] = list(params.stop)
     values["stop_token_ids"] = list(params.stop_token_ids)
     return values
@@ -219,6 +221,8 @@ class Policy:
     async def _complete(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
         """Complete a prompt; what an abort left of it is continued with the tokens that it has."""
         whole = await self._request(ids, params, stream)
+        while params.json_schema is not None and whole.finish_reason == "abort" and self.continues():
+            whole = await self._request(ids, params, stream)  # an engine cannot continue in the middle of a schema
         while whole.finish_reason == "abort" and self.continues() and not (stream and stream.is_stopped):
             done = len(whole.tokens)
             if stream is not None:

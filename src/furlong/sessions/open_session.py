@@ -14,6 +14,7 @@ from furlong.chat.messages import Message
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import quote
 from furlong.interfaces import SamplingParams
+from furlong.sessions.json_replies import JsonReply
 from furlong.sessions.session import EndedError, Reply, ReplyPiece, ReplyStream, Session, check_role
 
 MAX_ANSWERED = 64  # replies of a session that are kept for retries
@@ -30,6 +31,7 @@ class ClientCall:
     """A request in any protocol. `messages` are in OpenAI's form; a request of token ids, or of plain text, has `ids`.
 
     sampling: sampling parameters that the client sent, under SGLang's names. reads_calls: tool calls are parsed.
+    json_reply: the form that the reply must have.
     overridden: fields that constrain sampling in other ways; the policy samples freely, and the session counts them.
     ignored: fields and hosted tools without an effect here, which are counted, too.
     wants_texts: the text of each token. wants_prompt_ids: the ids that the engine read. request: in its schema.
@@ -45,6 +47,7 @@ class ClientCall:
     model: str | None = None
     is_stream: bool = False
     reads_calls: bool = True
+    json_reply: JsonReply | None = None
     max_calls: int | None = None
     overridden: Sequence[str] = ()
     ignored: Sequence[str] = ()
@@ -251,6 +254,7 @@ class OpenSession:
             template_kwargs=call.template_kwargs,
             role=role,
             reads_calls=call.reads_calls,
+            json_reply=call.json_reply,
             max_calls=call.max_calls,
             stream=stream,
         )

@@ -18,6 +18,7 @@ from furlong.chat.messages import (
     CheckedMessages,
     KeyFunction,
     Message,
+    MessageError,
     canonical,
     checked_messages,
     key_of,
@@ -29,6 +30,7 @@ from furlong.chat.text_deltas import TextDeltas
 from furlong.core.token_stream import TokenStream
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, FinishReason, SamplingParams
+from furlong.sessions.json_replies import JsonReply
 from furlong.sessions.tree import ChatRequest, SessionTree, TreeNode, hash_of
 
 
@@ -259,10 +261,11 @@ class Session:
         template_kwargs: Mapping[str, Any] | None = None,
         role: str = "",
         reads_calls: bool = True,
+        json_reply: JsonReply | None = None,
         max_calls: int | None = None,
         stream: ReplyStream | None = None,
     ) -> Reply:
-        """Answer chat messages. `stream` gets the answer as it is sampled.
+        """Answer chat messages. `stream` gets the answer as it is sampled, or at its end if it must be JSON.
 
         Raises MessageError for messages that cannot be rendered, FullContextError if they leave no room for an answer,
         EndedError after `end`, and LimitReachedError.
@@ -273,9 +276,17 @@ class Session:
         request, prompt = await self._read(messages, tools, template_kwargs, role)
         if reason := "stripped" if prompt.is_rewritten else self.tree.branch_reason(request, prompt.parent, role):
             self.tree.branch_reasons[reason] += 1
+        if json_reply is not None:
+            if prompt.is_opened:
+                raise MessageError(
+                    "the chat template opens a thought, which cannot be JSON: a reply with tool_choice or "
+                    'response_format needs chat_template_kwargs {"enable_thinking": false}'
+                )
+            schema = json_reply.text(tools or ())
+            params = replace(params or self.params, json_schema=schema, min_new_tokens=0)
         tools = tools if reads_calls else None
         node = await self._sample(prompt, params, request=request, role=role, stream=stream, has_tools=bool(tools))
-        parsed = self._parse(node, prompt, tools)
+        parsed = self._parse(node, prompt, tools, json_reply)
         calls = parsed.calls[:max_calls]
         message = self._message(parsed, calls, node.response_id)
         node.reply = checked_messages([message])[0]
@@ -466,7 +477,8 @@ class Session:
                 return growing.feed(deltas.delta(tokens))
 
             stream.begin(response_id, len(prompt.ids), parts=parts, decode=self.chat_format.decode)
-            completion = await self._complete(prompt.ids, params, part, stream.tokens)
+            tokens = [] if params.json_schema is not None else [stream.tokens]  # it may be sampled again from the start
+            completion = await self._complete(prompt.ids, params, part, *tokens)
         self._check_open()
         if not completion.tokens:
             self._check_limit()
@@ -502,11 +514,16 @@ class Session:
         self._asked[digest] += 1
         return None if is_first else MAX_CALLS + digest + same
 
-    def _parse(self, node: TreeNode, prompt: _Prompt, tools: list[dict[str, Any]] | None) -> ParsedReply:
+    def _parse(
+        self, node: TreeNode, prompt: _Prompt, tools: list[dict[str, Any]] | None, json_reply: JsonReply | None
+    ) -> ParsedReply:
         text = self.chat_format.decode(node.sampled[:-1] if self._has_end(node) else node.sampled)
         ends = [at for stop in node.params.stop if (at := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
-        parsed = parse_reply(text, tools or (), self.parser, opened=prompt.is_opened)
+        if json_reply is None:
+            parsed = parse_reply(text, tools or (), self.parser, opened=prompt.is_opened)
+        else:
+            parsed = json_reply.parse(text)
         self.counts["ill_formed_calls"] += parsed.num_ill_formed
         return parsed
 

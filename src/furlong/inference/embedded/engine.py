@@ -28,6 +28,7 @@ from furlong.inference.embedded.decode_model import bucketed_length
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, TokenIds, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
+from furlong.inference.embedded.structured import Grammars
 from furlong.inference.embedded.weight_table import WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.hf_config import load_config
@@ -278,6 +279,7 @@ class EmbeddedEngine(Engine):
         )
         self.kv_policy: KvPolicy = kv_policy
         self._seed, self._counter = seed % UNSEEDED, itertools.count()
+        self._grammars = Grammars(self.tokenizer, self.model.vocab_size)
         self._partial: tuple[int, WeightLoad] | None = None
         self._thread = EngineThread(self._batch)
 
@@ -332,16 +334,21 @@ class EmbeddedEngine(Engine):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Finished] = loop.create_future()
         seed = params.sampling_seed
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))))
+        grammar = None
+        if params.json_schema is not None:
+            grammar = await asyncio.to_thread(self._grammars.compile, params.json_schema, stop_ids)
         request = Request(
             rid=rid if rid is not None else f"furlong-{number}",
             session=session,
             prompt=TokenIds(prompt),
             params=params,
-            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)))),
+            stop_ids=stop_ids,
             limit=min(params.max_new_tokens, self.context_len - len(prompt)),
             key=(self._seed, UNSEEDED | number) if seed is None else (seed % (1 << 64), 0),
             deliver=settler(future),
             report=None if report is None else lambda progress: call_on_loop(loop, report, progress),
+            grammar=grammar,
         )
         if request.limit == 0:
             return request.finish("length", self.tokenizer)

@@ -15,6 +15,7 @@ from torch import Tensor
 from furlong.core.routing import Routes, RoutingShape
 from furlong.core.token_stream import TextTokenizer
 from furlong.errors import EngineError
+from furlong.inference.embedded.structured import Grammar
 from furlong.inference.request_error import RequestError
 from furlong.interfaces import Completion, FinishReason, SamplingParams
 
@@ -76,6 +77,7 @@ class Request:
     deliver: Callable[[Finished | EngineError], None]
     report: Callable[[Progress], None] | None = None
     session: str | None = None
+    grammar: Grammar | None = None
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
@@ -190,6 +192,8 @@ def check_request(
         problems.append(
             f"min_new_tokens is {params.min_new_tokens}, must be in 0 .. max_new_tokens {params.max_new_tokens}"
         )
+    if params.json_schema is not None and params.min_new_tokens:
+        problems.append("min_new_tokens cannot be combined with json_schema, which decides where the completion ends")
     if any(not stop for stop in params.stop):
         problems.append("a stop string is empty")
     if params.stop and tokenizer is None:

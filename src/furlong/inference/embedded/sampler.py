@@ -3,9 +3,9 @@
 Axes: N rows, V vocabulary, B blocks of the vocabulary, C candidates.
 
 A token is the inverse of the cumulative distribution at a uniform number from the caller, so it only depends on the
-row's logits, parameters and number. Log-probs are log_softmax(logits / temperature) before any filter, and before the
-stop tokens of `min_new_tokens` are banned. Filters are SGLang's: top-k, top-p and min-p each apply to the unfiltered
-distribution, and a token must pass all three. Equal probabilities are ranked by token id.
+row's logits, parameters and number. Log-probs are log_softmax(logits / temperature) before any filter, and before
+tokens are banned, as stop tokens are by `min_new_tokens`. Filters are SGLang's: top-k, top-p and min-p each apply to
+the unfiltered distribution, and a token must pass all three. Equal probabilities are ranked by token id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from furlong.interfaces import SamplingParams
 ONE_LEVEL_VOCAB = 512
 FIRST_CANDIDATES = 64
 NEXT_CANDIDATES = 1024
-NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
+Banned = Mapping[int, Sequence[int] | Tensor]
+"""Tokens that a row must not get: their ids, or a mask [V]."""
+NOTHING: Banned = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class SamplingPlan:
     first_end: int
     has_stop_strings: bool
     reports: bool
+    has_grammars: bool
 
 
 class _SamplingBuffers:
@@ -119,7 +122,7 @@ class Sampler:
         self._scratch: _SamplingBuffers | None = None
 
     def sample(
-        self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, banned: Mapping[int, Sequence[int]] = NOTHING
+        self, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, banned: Banned = NOTHING
     ) -> tuple[Tensor, Tensor]:
         """Return tokens [N] int64 and their log-probs [N] float32, both valid until the next call.
 
@@ -202,12 +205,13 @@ class Sampler:
         return tokens_N
 
 
-def _ban(logits_NV: Tensor, banned: Mapping[int, Sequence[int]]) -> tuple[list[int], Tensor]:
+def _ban(logits_NV: Tensor, banned: Banned) -> tuple[list[int], Tensor]:
     """Mask the banned tokens; return their rows and the log of the probability [I] of the remaining tokens."""
     indices = list(banned)
     before_I = logits_NV[indices].double().logsumexp(-1)
     for row, tokens in banned.items():
-        logits_NV[row, list(tokens)] = float("-inf")
+        index = tokens.to(logits_NV.device) if isinstance(tokens, Tensor) else list(tokens)
+        logits_NV[row, index] = float("-inf")
     return indices, (logits_NV[indices].double().logsumexp(-1) - before_I).float()
 
 

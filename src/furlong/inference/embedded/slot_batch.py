@@ -24,7 +24,7 @@ from furlong.errors import EngineError
 from furlong.inference.embedded.decode_model import LENGTH_BUCKET, DecodeModel, bucketed_length, padded_rows
 from furlong.inference.embedded.decode_steps import SlotCache, SlotContent, step_rows
 from furlong.inference.embedded.request import Progress, Request, StopStrings, TokenBuffer, TokenIds
-from furlong.inference.embedded.sampler import Sampler, SamplingPlan, SamplingRows, nonfinite_logits
+from furlong.inference.embedded.sampler import Banned, Sampler, SamplingPlan, SamplingRows, nonfinite_logits
 
 GROWTH = 1.5  # of the memory of a prompt that no longer fits
 MAX_BRANCHES = 8  # prompts of one session, such as those of its roles
@@ -349,7 +349,7 @@ class SlotBatch:
             self._plan = None
             rows = SamplingRows.build([r.params for r in taken], self.model.vocab_size, self.model.device)
             row = self._buffer.clock - 1
-            banned = self._banned_stops(len(taken), first, row)
+            banned = self._banned(len(taken), first, row)
             self._finish_ended(first, self._sample(logits, rows, first, row, banned))
 
     def _take_waiting(self) -> list[Request]:
@@ -493,7 +493,7 @@ class SlotBatch:
         buffer, row = self._buffer, self._buffer.clock
         if self.model.records_routes:
             buffer.routes[row, : plan.n] = self.model.routes[0][: plan.n]
-        banned = self._banned_stops(plan.n, 0, row) if row < plan.stops_from else {}
+        banned = self._banned(plan.n, 0, row) if row < plan.stops_from or plan.has_grammars else {}
         tokens = self._sample(logits, plan.rows, 0, row, banned)
         buffer.clock += 1
         if buffer.clock >= plan.first_end or plan.has_stop_strings or (plan.stop_ids == tokens).any():
@@ -528,12 +528,11 @@ class SlotBatch:
             first_end=int(buffer.ends[:n].min()),
             has_stop_strings=bool(buffer.has_stop_strings[:n].any()),
             reports=any(request.report is not None for request in self.running),
+            has_grammars=any(request.grammar is not None for request in self.running),
         )
         return self._plan
 
-    def _sample(
-        self, logits: Tensor, rows: SamplingRows, first: int, row: int, banned: Mapping[int, list[int]]
-    ) -> NDArray[np.int64]:
+    def _sample(self, logits: Tensor, rows: SamplingRows, first: int, row: int, banned: Banned) -> NDArray[np.int64]:
         """Sample a token for each slot from `first` on and store it in `row`; returns the tokens."""
         n, buffer = logits.shape[0], self._buffer
         slots = slice(first, first + n)
@@ -545,16 +544,24 @@ class SlotBatch:
             slot = first + int(np.flatnonzero(~np.isfinite(log_probs))[0])
             where = f"request {self.running[slot].rid} are not finite at response token {buffer.num_tokens(slot, row)}"
             raise EngineError(nonfinite_logits(where, self.version).text())
+        for i, request in enumerate(self.running[slots] if banned else ()):
+            if request.grammar is not None:
+                request.grammar.add(int(tokens[i]))
         buffer.tokens[row, slots] = tokens
         buffer.log_probs[row, slots] = log_probs
         self.tokens_generated += n
         return tokens
 
-    def _banned_stops(self, n: int, first: int, row: int) -> dict[int, list[int]]:
-        """Return the stop tokens of those of `n` slots from `first` on that have not reached `min_new_tokens`."""
+    def _banned(self, n: int, first: int, row: int) -> Banned:
+        """Return what `n` slots from `first` on must not sample.
+
+        Before `min_new_tokens`, these are the stop tokens; with a grammar, all tokens that do not follow it.
+        """
         early = np.flatnonzero(row < self._buffer.may_stop[first : first + n])
         stops = {int(i): [t for t in self.running[first + i].stop_ids if t < self.model.vocab_size] for i in early}
-        return {i: tokens for i, tokens in stops.items() if tokens}
+        grammars = {i: request.grammar for i, request in enumerate(self.running[first : first + n])}
+        masks = {i: grammar.banned() for i, grammar in grammars.items() if grammar is not None}
+        return {i: tokens for i, tokens in stops.items() if tokens} | masks
 
     def _finish_ended(self, first: int, tokens: NDArray[np.int64]) -> None:
         """Finish the requests that end with `tokens`, one for each slot from `first` on."""

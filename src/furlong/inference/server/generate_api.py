@@ -21,6 +21,7 @@ from furlong.inference.embedded.request import Finished, Progress
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import (
     Count,
+    FilledText,
     Name,
     NumSamples,
     Sampling,
@@ -63,11 +64,12 @@ class SamplingFields(Sampling):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     sampling_seed: Seed | None = None
+    json_schema: FilledText | None = None
     n: NumSamples | None = None
 
     IGNORED: ClassVar = ("spaces_between_special_tokens", "custom_params", "stream_interval")
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias"), ()),
+        **dict.fromkeys(("stop_regex", "regex", "ebnf", "structural_tag", "logit_bias"), ()),
         **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
         "repetition_penalty": (1,),
     }

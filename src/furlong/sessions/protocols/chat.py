@@ -26,6 +26,7 @@ from furlong.inference.server.schemas import (
     stops_of,
 )
 from furlong.inference.server.web import DONE, sse
+from furlong.sessions.json_replies import json_reply, read_format, read_tool_choice
 from furlong.sessions.open_session import ClientCall, StreamPart
 from furlong.sessions.session import Reply, ReplyPiece, ReplyStream
 
@@ -58,6 +59,7 @@ class ChatFields(Sampling):
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    response_format: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -82,7 +84,6 @@ class ChatFields(Sampling):
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
         "repetition_penalty": (1,),
-        "response_format": ({"type": "text"},),
         "function_call": ("none",),
         "modalities": (["text"],),
         **dict.fromkeys(("logit_bias", "functions", "audio"), ()),
@@ -108,6 +109,8 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         if tool.get("type", "function") != "function":
             raise RequestError(f"tools[{i}].type is {quote(tool.get('type'))}; only functions are supported")
         is_strict = bool(convert(tool.get("function"), Function, f"tools[{i}].function.").strict) or is_strict
+    reads_calls, forced = read_tool_choice(fields.tool_choice, tools)
+    schema = read_format("response_format", fields.response_format)
     return ClientCall(
         messages=checked_messages(fields.messages),
         tools=tools or None,
@@ -124,25 +127,14 @@ def read(body: Mapping[str, Any]) -> ClientCall:
         n=fields.n or 1,
         model=fields.model,
         is_stream=bool(fields.stream),
-        reads_calls=read_tool_choice(fields.tool_choice),
+        reads_calls=reads_calls,
+        json_reply=json_reply(schema, forced, tools, reads_calls=reads_calls),
         max_calls=1 if fields.parallel_tool_calls is False else None,
         overridden=["strict"] if is_strict else [],
         ignored=ignored,
         wants_texts=bool(fields.logprobs),
         wants_prompt_ids=bool(fields.return_token_ids),
         request=fields,
-    )
-
-
-def read_tool_choice(choice: Any) -> bool:
-    """Return whether tool calls are parsed. Raises RequestError for a choice that would constrain the model."""
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    raise RequestError(
-        f"tool_choice is {quote(choice)}, but the policy samples freely: only 'auto' and 'none' are supported; ask for "
-        "the call in the prompt"
     )
 
 

@@ -23,8 +23,9 @@ from furlong.inference.server.schemas import (
     read_fields,
 )
 from furlong.inference.server.web import sse
+from furlong.sessions.json_replies import json_reply, read_format, read_tool_choice
 from furlong.sessions.open_session import ClientCall, StreamPart
-from furlong.sessions.protocols.chat import CONSTRAINTS, read_tool_choice
+from furlong.sessions.protocols.chat import CONSTRAINTS
 from furlong.sessions.session import Reply, ReplyStream
 
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")  # run by Anthropic
@@ -80,8 +81,7 @@ class _OutputConfig(Schema):
     """`effort` is counted; it is no parameter of chat templates."""
 
     effort: str | None = None
-
-    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
+    format: dict[str, Any] | None = None
 
 
 class _ThinkingBudget(Schema):
@@ -105,13 +105,14 @@ class MessagesFields(Schema):
     stream: bool | None = None
     thinking: _ThinkingBudget | None = None
     output_config: _OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
     IGNORED: ClassVar = (
         *("metadata", "betas", "service_tier", "anthropic_version", "inference_geo", "user_profile_id"),
         *("workspace_id", "cache_control", "diagnostics", "speed"),
     )
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("container", "output_format"), ()),
+        **dict.fromkeys(("container",), ()),
         **CONSTRAINTS,
     }
 
@@ -141,9 +142,11 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
     if fields.thinking is not None:
         overridden += [] if fields.thinking.budget_tokens is None else ["budget_tokens"]
         kwargs = {"enable_thinking": fields.thinking.type != "disabled"}
-    if fields.output_config is not None and fields.output_config.effort is not None:
-        overridden.append("effort")
+    output = fields.output_config or _OutputConfig()
+    overridden += [] if output.effort is None else ["effort"]
+    schema = read_format("output_config.format", output.format or fields.output_format)
     choice = fields.tool_choice or _ToolChoice()
+    reads_calls, forced = read_tool_choice({"type": choice.type, "name": choice.name}, tools)
     return ClientCall(
         messages=checked_messages(_messages(fields)),
         tools=tools or None,
@@ -157,7 +160,8 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
         max_tokens=fields.max_tokens,
         model=fields.model,
         is_stream=bool(fields.stream),
-        reads_calls=read_tool_choice(choice.type if choice.type in ("auto", "none") else body["tool_choice"]),
+        reads_calls=reads_calls,
+        json_reply=json_reply(schema, forced, tools, reads_calls=reads_calls),
         max_calls=1 if choice.disable_parallel_tool_use else None,
         overridden=overridden,
         ignored=ignored,

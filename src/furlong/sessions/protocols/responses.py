@@ -24,8 +24,9 @@ from furlong.inference.server.schemas import (
     read_fields,
 )
 from furlong.inference.server.web import sse
+from furlong.sessions.json_replies import json_reply, read_format, read_tool_choice
 from furlong.sessions.open_session import ClientCall, StreamPart
-from furlong.sessions.protocols.chat import CONSTRAINTS, read_tool_choice
+from furlong.sessions.protocols.chat import CONSTRAINTS
 from furlong.sessions.session import Reply, ReplyStream
 
 # Run by OpenAI: the policy does not see them. Tools that the client runs under names of OpenAI are refused.
@@ -68,8 +69,7 @@ class _Reasoning(Schema):
 
 class _Text(Schema):
     verbosity: str | None = None
-
-    ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ({"type": "text"},)}
+    format: dict[str, Any] | None = None
 
 
 class ResponsesFields(Schema):
@@ -219,6 +219,8 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
     else:
         for i, item in enumerate(fields.input):
             _add_item(items, item, f"input[{i}]")
+    reads_calls, forced = read_tool_choice(fields.tool_choice, tools.functions)
+    schema = read_format("text.format", None if fields.text is None else fields.text.format)
     effort = None if fields.reasoning is None else fields.reasoning.effort
     return ClientCall(
         messages=checked_messages([*messages, *items], "input"),
@@ -228,7 +230,8 @@ def read(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> ClientCall
         max_tokens=fields.max_output_tokens,
         model=fields.model,
         is_stream=bool(fields.stream),
-        reads_calls=read_tool_choice(fields.tool_choice),
+        reads_calls=reads_calls,
+        json_reply=json_reply(schema, forced, tools.functions, reads_calls=reads_calls),
         max_calls=1 if fields.parallel_tool_calls is False else None,
         overridden=["strict"] if tools.is_strict else [],
         ignored=tools.ignored,
