@@ -63,8 +63,9 @@ class SubprocessSandbox:
             )
         else:
             fix = (
-                "allow user namespaces (sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone; for a "
-                "container: --privileged, or --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+                "allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone and "
+                "kernel.apparmor_restrict_unprivileged_userns; for a container: --privileged, or "
+                "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
             )
         raise ConfigError(
             f"this machine does not let bubblewrap isolate processes ({'; '.join(refusals)}); {fix}, use "
