@@ -32,7 +32,7 @@ OF_OTHERS = {
     "nvidia-smi": "--query-gpu --format",
     "ps": "--sort",
     "Megatron-LM": "--pipeline-model-parallel-layout",
-    "pip": "--editable",
+    "pip": "--editable --no-deps",
     "slurm": "--mem --time --requeue --exclude",
     "containers": "--shm-size --ipc --gpus --ulimit --pids-limit --privileged --security-opt",
     "none: mistakes that pages show, and options of TRL": "--rm-typ --rollout-batchsize --max-grad-norm",
