@@ -82,7 +82,7 @@ def test_a_run_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "furlong.config.checks.value_checks.find_spec",
         lambda name: None if name == "if_verifiable" else find_spec(name),
     )
-    with pytest.raises(ConfigError, match="furlong\\[ifbench\\]"):
+    with pytest.raises(ConfigError, match="furlong-rl\\[ifbench\\]"):
         find_verifier("ifbench")
     find_verifier.cache_clear()
 
