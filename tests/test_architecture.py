@@ -70,14 +70,14 @@ ALLOWED |= {
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
     "algo": 1220,
-    "catalogue": 1190,
+    "catalogue": 1212,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1760,
     "config": 5780,
     "core": 3800,
     "data": 2755,
-    "diagnosis": 5542,
+    "diagnosis": 5720,
     "environments": 1200,
     "evals": 400,
     "files": 1290,

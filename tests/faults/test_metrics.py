@@ -79,6 +79,25 @@ def _rewards(*means: float, flat: bool = True, **more: float) -> list[dict[str, 
 GOOD = _rewards(*[0.6] * 10, flat=False)
 
 
+# Qwen2.5-Coder-0.5B on gsm_symbolic with lr 2e-6: its held-out accuracy, every 10 steps; with lr 1e-5 from step 15 on.
+CURVE = (0.165, 0.185, 0.265, 0.345, 0.355, 0.38, 0.41, 0.44, 0.495, 0.55, 0.57)
+WORD_PROBLEMS = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "rollout_max_response_len": 400}
+BUSY = {"rollout/zero_std_frac": 0.3, "rollout/reward_range": 1.0, "train/grad_norm": 0.5}
+LEARNING = [
+    BUSY | {"rollout/raw_reward": CURVE[i // 10], "rollout/truncated_ratio": 0.12 - i / 1000,
+            "rollout/response_len/mean": 180.0 + i % 7}
+    for i in range(110)
+]  # fmt: skip
+LEARNS = LEARNING[:14]
+COLLAPSED = [
+    BUSY | {"rollout/raw_reward": reward, "rollout/truncated_ratio": 1.0, "rollout/response_len/mean": 400.0}
+    for reward in (0.3, 0.2, 0.12, 0.07, 0.09) * 4
+]
+SPEED = {
+    "perf/rollout_time": 0.3, "perf/tokens_per_gpu_per_sec": 1000.0, "perf/longest_sample_tokens_per_sec": 40.0
+}  # fmt: skip
+
+
 def _norms(*norms: float, **more: float) -> list[dict[str, float]]:
     return [{"train/grad_norm": norm} | more for norm in norms]
 
@@ -91,6 +110,12 @@ ROLLOUTS = (
     steps("responses do not end after an update", "STOP02",
           [{"rollout/truncated_ratio": 0.0}, *[{"rollout/truncated_ratio": 1.0}] * 8], remedy="--lr",
           without="--rollout-stop"),
+    steps("a learning rate that lets every response run to its limit", "STOP02", [*LEARNS, *COLLAPSED[:5]],
+          WORD_PROBLEMS | {"lr": 1e-5}, remedy="--lr", without="--label-key"),
+    steps("masks that leave nothing", "NUM06", [BUSY | {"train/grad_norm": 0.0, "rollout/response_len/mean": 0.0}] * 8,
+          remedy="loss masks"),
+    steps("a slow tool", "SLOW01", [SPEED] * 5 + [{n: v * 10 if n == "perf/rollout_time" else v / 10 for n, v in
+                                                   SPEED.items()}] * 3, CUSTOM, remedy="nvidia-smi"),
     steps("responses at temperature 3", "STOP02", [{"rollout/truncated_ratio": 1.0}],
           {"rollout_temperature": 3.0, "rollout_max_response_len": 8}, remedy="--rollout-temperature"),
     steps("a minimum as long as the maximum", "STOP02", [{"rollout/truncated_ratio": 1.0}],
@@ -239,6 +264,9 @@ MACHINES = (
 
 STALE = {"rollout/staleness/max": 1.0, "rollout/staleness/mean": 1.0}
 HEALTHY = (
+    steps("Qwen2.5-Coder-0.5B that learns word problems", "", LEARNING, WORD_PROBLEMS),
+    steps("responses that get longer", "", [{n: v * (1 + i / 5 * (n == "perf/rollout_time")) for n, v in SPEED.items()}
+                                            for i in range(40)]),
     steps("a third of the responses cut off", "", [{"rollout/truncated_ratio": 0.7}] * 4),
     steps("KL of kernels", "", [{"train/kl_loss": 5e-5}], KL),
     steps("KL after training", "", [{"train/kl_loss": 0.0}, {"train/kl_loss": 0.4}], KL),

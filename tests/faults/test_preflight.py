@@ -215,3 +215,16 @@ def test_an_engine_in_bfloat16_on_a_cpu_whose_sums_depend_on_the_batch(world, mo
     assert world.look(debug_determinism=True, bf16=True, embedded_dtype="float32") == []
     monkeypatch.setattr(machine, "has_amx", lambda: False)
     assert world.look(debug_determinism=True, bf16=True) == []
+
+
+@fault("CFG05")
+def test_an_epsilon_that_makes_steps_vanish(world):
+    assert names(only(world.look(adam_eps=1000), "CFG05", "warning").remedy, "--adam-eps 1e-8")
+    assert world.look(adam_eps=1e-5) == []
+
+
+def test_a_bound_of_0_is_a_bound(world):
+    bounded = {"async_buffer_size": 1, "max_token_staleness": 0, "stale_tokens": "mask"}
+    assert [each for each in world.look(**bounded) if each.severity == "error"] == []
+    found = world.look(async_buffer_size=1, stale_tokens="mask")
+    assert ["without --max-token-staleness" in each.finding for each in found] == [True]

@@ -308,6 +308,22 @@ def test_rewards_that_a_step_waits_for(tmp_path):
     assert all(row["perf/reward_wait_time"] < 1 for row in rows(tmp_path / "mended"))
 
 
+@fault("NUM06")
+@pytest.mark.parametrize("own", [{"custom_generate_function_path": hook(faulty_hooks.generate_masked)}, {"lr": 0}])
+def test_steps_that_change_no_weight(tmp_path, own):
+    code, found = run(tmp_path / "run", **own, num_rollout=10)
+    assert (code, list(found)) == (0, ["NUM06"])
+
+
+@fault("SLOW01")
+@pytest.mark.nightly
+def test_a_tool_that_gets_slow(tmp_path):
+    path = hook(faulty_hooks.generate_with_tool_that_gets_slow)
+    code, found = run(tmp_path / "run", custom_generate_function_path=path, num_rollout=8)
+    assert (code, list(found)) == (0, ["SLOW01"])
+    assert found["SLOW01"]["evidence"]["seconds"] > 2
+
+
 @fault("DATA03")
 @pytest.mark.nightly
 def test_a_data_source_that_sleeps(tmp_path):

@@ -107,6 +107,18 @@ async def _with_tool(sample, sampling_params, *, masked):
     return sample
 
 
+async def generate_masked(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    sample.loss_mask = [0] * sample.response_length
+    return sample
+
+
+async def generate_with_tool_that_gets_slow(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    await asyncio.sleep(2.0 if sample.index >= 5 * 32 else 0)  # from the sixth rollout of 32 samples on
+    return sample
+
+
 async def generate_as_lists(args, sample, sampling_params):
     """Return samples like hand-written slime code: tokens and lengths, but no mask and no versions."""
     for turn in range(2):

@@ -171,6 +171,19 @@ ROWS = (
         guides=(MD,),
     ),
     Row(
+        "SLOW01",
+        "generation became slow",
+        "R",
+        "warning",
+        symptom="Steps take several times as long as before.",
+        cause="Candidates: an engine that shares its GPU or CPU with another process or is throttled, or a tool, "
+        "sandbox or server that responses wait for.",
+        checked="Time of a rollout without waiting for rewards, tokens per second, and those of the longest sample, in "
+        "three steps, against the median of the earlier ones.",
+        remedy="Look at `nvidia-smi` and the engine's log; perf/non_generation_time and the log of the tools show what "
+        "functions wait for; `py-spy dump` of the run's process shows what it does now.",
+    ),
+    Row(
         "LIMIT01",
         "a limit of the system is reached",
         "X",

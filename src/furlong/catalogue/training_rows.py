@@ -252,4 +252,16 @@ ROWS = (
         "routers' weights on both sides.",
         guides=(MD,),
     ),
+    Row(
+        "NUM06",
+        "training changes nothing",
+        "R",
+        "warning",
+        symptom="The run looks healthy, but neither reward nor weights move.",
+        cause="Candidates: every token is masked, the learning rate is 0, --adam-eps is far above the gradients, or a "
+        "custom loss or advantage function returns a constant or detaches its tensors.",
+        checked="For eight steps in which rewards differ: grad_norm is 0, or weight updates change no tensor.",
+        remedy="Check --lr and its schedule, --adam-eps (1e-8), the loss masks of custom functions, and custom loss "
+        "and advantage functions.",
+    ),
 )

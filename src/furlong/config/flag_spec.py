@@ -96,6 +96,8 @@ class Condition:
 
     def text(self, spec: FlagSpec) -> str:
         """The condition as flags: `--engine embedded`, `--size above 1`."""
+        if (self.operator, self.value) == ("!=", "None"):
+            return spec.flag
         words = {"": "", "=": " ", "!=": " other than ", ">": " above ", ".": " with "}
         return f"{spec.flag}{words[self.operator]}{self.value}"
 

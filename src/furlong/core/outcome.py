@@ -20,7 +20,7 @@ class Outcome:
     """The result of scoring one sample.
 
     reward: a float, or a dict from which `--reward-key` selects; None unless `kind` is "scored".
-    reason: the exception or the limit, unless `kind` is "scored".
+    reason: the exception or the limit; of a scored one that of a verifier, which gives 0 to what it cannot compare.
     kind: "infra" if what failed is not the user's function but a sandbox or server that it uses (`InfraError`).
     stage: what failed, the user's generate function or the reward.
     """

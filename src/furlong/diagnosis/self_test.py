@@ -30,6 +30,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 FLOOR = 1e-4  # smaller gaps are float noise and ignored
 EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
 FLAT_TOKENS = 8  # at least; no policy finds that many equally likely
+FITTED_TOKENS = 32  # at least, for another temperature: one of ten fits a few tokens by chance
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the engine may have sampled with
 
 Floats = NDArray[np.float64]
@@ -103,6 +104,8 @@ def _best_transform(
     engine_R: Floats, gap_R: Floats, left_R: Flags, transformed_R: Mapping[str, Floats]
 ) -> tuple[str, Flags]:
     """Return the transform closest to the engine on the remaining tokens, and the tokens that it explains."""
+    if len(engine_R) < FITTED_TOKENS:
+        return "", np.zeros(len(gap_R), np.bool_)
     before = float(gap_R[left_R].sum())
     best, name = EXPLAINED * before, ""
     for candidate, values_R in transformed_R.items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Basic, Float, MatrixBase, Rational
+from sympy import And, Basic, Float, MatrixBase, Rational
 
 from furlong.errors import DataError
 from furlong.rewards.math_text import AnswerParts, parts_of, quick_equal, tidy
@@ -44,7 +44,7 @@ def compare(text: str, labels: Sequence[str]) -> float:
     `\{1,2\}`. Numbers are exact: 0.333333 is not 1/3. Everything else is as math-verify defines it.
 
     An answer that cannot be parsed scores 0.0. Raises DataError for a label that cannot be parsed, and whatever sympy
-    raises in the comparison: neither means that the answer is wrong.
+    raises in the comparison, which counts as 0.0 (`GroupReward`).
     """
     parsed: list[Any] = parse(text, parsing_timeout=0)
     if not parsed:
@@ -120,5 +120,8 @@ def _exact(expression: Any) -> Any:
     if isinstance(expression, MatrixBase):
         return expression.applyfunc(_exact)
     if isinstance(expression, Basic) and expression.has(Float):
-        return expression.func(*(_exact(each) for each in getattr(expression, "_unsorted_args", expression.args)))
+        parts = [_exact(each) for each in getattr(expression, "_unsorted_args", expression.args)]
+        if isinstance(expression, And) and not isinstance(joined := And(*parts), And):  # x = 0.5 = 1/2 is one equation,
+            return joined  # which the And of latex2sympy2 cannot be
+        return expression.func(*parts)
     return expression

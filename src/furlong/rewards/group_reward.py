@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ MAX_REPLY_BYTES = 16 << 20  # of a reward server
 YIELD_INTERVAL = 256  # samples after which quick verifiers, which run in the event loop's thread, yield to other tasks
 SHOWN_CHARS = 200  # of a server's reply in messages
 
+RAISED = re.compile(r"(?!DataError)\w+: ")  # an exception of an answer's algebra; DataError is about the label
 ABORTED = Outcome.failed("not scored: the sample was aborted")
 
 
@@ -195,7 +197,15 @@ class GroupReward:
             stripped = Sample(response=response, label=sample.label, metadata=metadata)  # no tokens or log-probs
             if verifier.slow not in self._verifier_sandboxes:
                 self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
-            return (await self._verifier_sandboxes[verifier.slow].score([stripped]))[0]
+            [outcome] = await self._verifier_sandboxes[verifier.slow].score([stripped])
+            if outcome.kind == "failed" and RAISED.match(
+                outcome.reason
+            ):  # the answer is nothing that sympy can compare
+                logger.info(
+                    "--rm-type %s gives 0 to an answer that it cannot compare: %s", verifier.name, outcome.reason
+                )
+                return Outcome("scored", 0.0, outcome.reason)
+            return outcome
         if self._remote is None:
             return Outcome.failed(f"rm_type {verifier.name} needs a reward server; pass --rm-url")
         return await self._remote.score(sample, response)

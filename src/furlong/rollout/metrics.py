@@ -275,7 +275,10 @@ def _outcomes(samples: Sequence[Sample]) -> Metrics:
         return {}
     counts = Counter(f"{outcome.stage}_{outcome.kind}" for outcome in seen)
     shown = {"reward_failed", "reward_timed_out"} | (counts.keys() - {"reward_scored"})
-    return {name: total(counts[name]) for name in sorted(shown)}
+    uncompared = sum(outcome.kind == "scored" and outcome.reason != "" for outcome in seen)
+    return {name: total(counts[name]) for name in sorted(shown)} | (
+        {"verifier_errors": total(uncompared)} if uncompared else {}
+    )
 
 
 def _episode_ends(samples: Sequence[Sample]) -> Metrics:

@@ -549,9 +549,64 @@ def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:
     assert read(*[flat] * 15, **few) == []  # a hard task
     assert read(*[flat] * 16, **few) == ["REW02"]
     ended = {"rollout/truncated_ratio": 0.0}
-    assert read(*[ended] * 9, *[cut] * 7) == []
-    assert read(*[ended] * 9, *[cut] * 12) == ["STOP02"]
+    assert read(*[ended] * 9, *[cut] * 2) == []
+    assert read(*[ended] * 9, *[cut] * 3) == ["STOP02"]
+    assert read(*[ended] * 9, *[cut] * 23, **few) == []
+    assert read(*[ended] * 9, *[cut] * 24, **few) == ["STOP02"]  # 96 samples
     assert read(*[{"rollout/truncated_ratio": 0.4}] * 9, *[cut] * 20) == []  # a tight limit
+
+
+def test_the_mean_gap_of_a_few_tokens_is_not_reported() -> None:
+    of_tokens = {"rollout_batch_size": 2, "n_samples_per_prompt": 1}
+    assert read({GAP: 0.2, "rollout/response_len/mean": 3.0}, **of_tokens) == []
+    assert read({GAP: 0.2, "rollout/response_len/mean": 16.0}, **of_tokens) == ["NUM02"]
+
+
+def test_steps_that_change_nothing_have_the_cause_that_the_metrics_prove() -> None:
+    still = {"train/grad_norm": 0.0, "rollout/zero_std_frac": 0.3, "rollout/reward_range": 1.0}
+    assert read(*[still] * 7) == []
+    [found] = diagnose(*[still] * 20)
+    assert (found.id, found.evidence["step"], found.cause) == ("NUM06", 8, CATALOGUE["NUM06"].cause)
+    [stale] = diagnose(*[still | {"rollout/staleness/masked_frac": 1.0}] * 8)
+    assert "--max-token-staleness" in stale.remedy
+    [masked] = diagnose(*[still | {"rollout/response_len/mean": 0.0}] * 8)
+    assert "loss masks" in masked.remedy
+    assert read(*[still | {"rollout/zero_std_frac": 1.0}] * 2, *[still] * 7) == []
+    assert read(*[still] * 7, still | {"train/grad_norm": 0.01}, *[still] * 7) == []
+    assert read(*[{"train/grad_norm": 0.0}] * 8, loss_type="sft_loss") == ["NUM06"]
+
+
+def test_weight_updates_that_change_nothing_are_reported() -> None:
+    row = {"train/grad_norm": 0.2, "rollout/zero_std_frac": 0.3, "rollout/reward_range": 1.0}
+
+    def found(changed: list[int]) -> list[str]:
+        monitors = suite()
+        ids: list[str] = []
+        for step, count in enumerate(changed, 1):
+            names = [f"layers.{i}.w" for i in range(3)][count:]
+            compared = {"version": step, "tensors": 3, "changed": count, "unchanged": names}
+            ids += [d.id for d in monitors.event({"event": "weights_compared", **compared})]
+            ids += [d.id for d in monitors.step(step, row)]
+        return ids
+
+    assert found([0] * 8) == ["NUM06"]
+    assert found([0] * 7 + [1]) == found([3] * 9) == []
+
+
+def test_a_rollout_is_slow_only_if_time_and_tokens_per_second_say_so() -> None:
+    def rollout(seconds: float, rate: float, longest: float, **more: float) -> dict[str, float]:
+        return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": rate,
+                "perf/longest_sample_tokens_per_sec": longest, **more}  # fmt: skip
+
+    usual, slow = rollout(0.3, 1000, 40), rollout(3.0, 100, 4)
+    assert read(*[usual] * 5, *[slow] * 2, usual) == []
+    [found] = diagnose(*[usual] * 5, *[slow] * 6)
+    assert (found.id, found.evidence["usual_s"], found.evidence["seconds"]) == ("SLOW01", 0.3, 3.0)
+    longer, shorter, straggler = rollout(3.0, 1000, 40), rollout(0.3, 100, 4), rollout(3.0, 100, 40)
+    scored = rollout(3.0, 100, 4, **{"perf/reward_wait_time": 2.8})
+    for other in (longer, shorter, straggler, scored):
+        assert read(*[usual] * 5, *[other] * 6) == []
+    assert read(*[usual] * 5, *[slow] * 6, dynamic_sampling_filter_path="own.py:f") == []
 
 
 def test_a_mean_of_few_rewards_may_vary() -> None:

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from furlong.core.outcome import outcome_from_value, outcomes_from_list
-from furlong.core.sample import Sample, Status
+from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
+from furlong.core.sample import Group, Sample, Status
 from furlong.errors import ConfigError, RewardError
 from furlong.rewards.group_reward import GroupReward
+from furlong.rewards.sandbox import Sandbox
+from furlong.rollout.metrics import rollout_metrics
 from raw_server import endless, http, raw_server
 
 
@@ -316,3 +318,19 @@ def test_a_reply_that_comes_too_slowly_is_a_timeout():
     with raw_server(endless(LONG, b" ", 0.01)) as raw:
         [outcome] = score([Sample(response="x")], rm_type="remote_rm", rm_url=f"{raw.url}/rm", timeout_s=0.1)
     assert outcome.kind == "timed_out"
+
+
+def test_an_answer_that_cannot_be_compared_is_0_and_counted(monkeypatch):
+    raised = Outcome.failed("TypeError: Invalid NaN comparison\n  sympy/core/numbers.py:1 in f")
+    outcomes = iter([raised, Outcome.failed("DataError: the label"), Outcome.timed_out(3)])
+
+    async def score(self, samples):
+        return [next(outcomes)]
+
+    monkeypatch.setattr(Sandbox, "score", score)
+    samples = [Sample(response=r"\boxed{\sqrt{2}}", label="2", status=Status.COMPLETED) for _ in range(3)]
+    found = asyncio.run(GroupReward(rm_type="math")(samples))
+    assert [(each.kind, each.reward) for each in found] == [("scored", 0.0), ("failed", None), ("timed_out", None)]
+    for sample, outcome in zip(samples, found, strict=True):
+        sample.outcome = outcome
+    assert rollout_metrics([Group(0, samples)])["rollout/verifier_errors"].value == 1

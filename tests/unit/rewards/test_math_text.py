@@ -144,3 +144,9 @@ def test_any_text_can_be_tidied_and_taken_apart(text):
     once = tidy(text)
     parts_of(once)
     number_from(once)
+
+
+def test_a_chain_of_equal_numbers_is_compared():
+    assert score("x=0.5=1/2", "0.5") == score("x=0.5=1/2", "x=0.5") == 1.0
+    assert score("x=0.5=1/2", "3") == 0.0
+    assert algebra.math_score("$Total = 3.5 + 2 = 5.5$", "3", {}) == 0.0

@@ -114,7 +114,7 @@ def _unmet(written: str, flag: str, condition: Condition, other: FlagSpec, confi
     if other.kind == "off_switch":
         return f"{written} has no effect with {other.flag}; remove one of them"
     needed = condition.text(other)
-    if condition.operator in ("!=", "."):
+    if condition.operator in ("!=", ".") and other.value_in(config) is not None:
         why = f", where `{condition.value}` is False" if condition.operator == "." else ""
         return f"{written} has no effect with {other.with_value(config)}{why}; remove {flag}"
     if not condition.operator or other.value_in(config) is None:

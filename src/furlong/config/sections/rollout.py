@@ -88,7 +88,7 @@ class RolloutFlags:
         "pace",
         "How --max-token-staleness is enforced: `pace` waits for the oldest group before the step that would exceed "
         "it, `mask` excludes older tokens from the loss, `drop` drops their groups.",
-        needs="max_token_staleness",
+        needs="max_token_staleness!=None",  # 0 is a bound
     )
     episode_timeout: float | None = flag(
         None,

@@ -176,13 +176,17 @@ def alert(
 
 @dataclass(frozen=True)
 class StepContext:
-    """One step: its merged metrics, the earlier rows (oldest first), and the last value of each `selftest/` metric."""
+    """One step: its merged metrics, the earlier rows (oldest first), and the last value of each `selftest/` metric.
+
+    events: the last ones that monitors read, by name.
+    """
 
     step: int
     row: Row
     history: Sequence[Row]
     facts: RunFacts
     selftest: Row = dataclasses.field(default_factory=dict[str, float])
+    events: Mapping[str, Sequence[Event]] = dataclasses.field(default_factory=dict[str, Sequence[Event]])
 
     @property
     def is_first(self) -> bool:
@@ -253,7 +257,8 @@ class MonitorSuite:
         """Check the merged metrics of one step; return what is new."""
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._selftest |= {name: value for name, value in row.items() if name.startswith("selftest/")}
-        context = StepContext(step, row, tuple(self._rows), self.facts, dict(self._selftest))
+        events = {name: tuple(each) for name, each in self._events.items()}
+        context = StepContext(step, row, tuple(self._rows), self.facts, dict(self._selftest), events)
         diagnoses = [self._report(monitor, monitor.check(context)) for monitor in self._step_monitors]
         self._rows.append(row)
         return [diagnosis for diagnosis in diagnoses if diagnosis is not None]

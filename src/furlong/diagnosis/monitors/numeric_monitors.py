@@ -16,6 +16,7 @@ KL_JITTER, KL_WRONG = 1e-4, 1.0
 # precision, furlong's own engine and trainer measure 1e-7 (float32), in bfloat16 at most 7e-3 with trained models, and
 # up to 0.1 with random ones of large logits (`self_test.rounding_limit`).
 GAP_WARNING, GAP_ERROR = 0.03, 0.1
+GAP_TOKENS = 32  # at least: the mean over six tokens of a healthy bfloat16 model may be as large
 # The same on tokens of an older policy, averaged over steps: how far the policy has moved since. The quickstart's model
 # over 40 rollouts with 1 to 5 in flight: below 0.1 it learned as in a synchronous run, from 0.2 on less or not at all.
 DRIFT, DRIFT_ROWS = 0.2, 8
@@ -66,6 +67,8 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     """NUM02: log-probs of engine and trainer for the same tokens and weights."""
     gap = now.row.get(GAP)
     if gap is None or gap <= _usual_gap(now) or _is_stale(now.row) or not _is_gap_meaningful(now):
+        return None
+    if now.facts.num_samples * now.row.get("rollout/response_len/mean", math.inf) < GAP_TOKENS:
         return None
     shares = {
         name.removeprefix("selftest/share/"): value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.facts import max_staleness
+from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
 from furlong.diagnosis.monitors.monitor import HISTORY, Alert, Row, RunFacts, StepContext, StepMonitor
 from furlong.errors import ConfigError
@@ -15,16 +17,20 @@ from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
 SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
-ENDED, BROKEN_ROWS = 0.1, 8  # share cut off at first, and steps in a row later, of a policy that training broke
+ENDED, BROKEN_ROWS, BROKEN_SAMPLES = 0.3, 3, 96  # share cut off at first; later steps in a row, and their samples
 NO_SPREAD_STEPS, NO_SPREAD_SAMPLES = 3, 64  # in a row; at 10 % right answers, 64 are equal once in 700 times
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to this part of it
 COLLAPSE_SUM = 20.0  # rewards of 1 in a mean: 2 where 10 are usual happens once in 360 times
 FAILED_WARNING = 0.01  # of the samples; below it the severity is info: a verifier may time out once
 BLOCKED_SHARE, BLOCKED_LEAST_S = 0.5, 1.0  # of a rollout, and at least
 WAITED = 0.2  # of a step, that training waits for rollouts: below it nothing is gained
+STILL_ROWS = 8  # steps in a row that change nothing although rewards differ
+SLOWER, SLOW_ROWS, USUAL_ROWS, SLOW_LEAST_S = 3.0, 3, 5, 1.0  # times the usual, for these steps, after at least those
 DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, and at least on average
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
 CONTEXT_FULL = 0.1  # of the samples
+TOKEN_RATE = "perf/tokens_per_gpu_per_sec"
+SPEEDS = {TOKEN_RATE, "perf/longest_sample_tokens_per_sec"}
 BROKEN = (
     "The policy left what earned the reward. Candidates are steps that are too large, a term of the loss that "
     "outweighs the reward, and a custom loss function."
@@ -48,19 +54,24 @@ def truncation(now: StepContext) -> Alert | None:
         return None
     rows = next((i for i, each in enumerate(reversed(ratios)) if each < TRUNCATED), len(ratios))
     has_ended = rows < len(ratios)
-    least = BROKEN_ROWS if has_ended else math.ceil(TRUNCATED_SAMPLES / (facts.num_samples or math.inf))
+    samples = BROKEN_SAMPLES if has_ended else TRUNCATED_SAMPLES
+    least = max(math.ceil(samples / (facts.num_samples or math.inf)), BROKEN_ROWS if has_ended else 1)
     is_early = now.step < facts.first_step + max(least, 2)
     if rows < least or (ratios[0] > ENDED if has_ended else not is_early):
         return None
     place = f"at --rollout-max-response-len {limit}" if limit else "by the context limit"
     finding = f"{ratio:.0%} of the responses were cut off {place}, without an end of turn"
-    evidence = {
+    evidence: dict[str, object] = {
         "truncated_ratio": ratio,
         "longest": now.row.get("rollout/response_len/max"),
         "max_response_len": limit,
     }
     if has_ended:  # with the same flags, responses ended before the weights changed
         finding += f" ({ratios[0]:.0%} in the first step)"
+        rewards = now.recent("rollout/raw_reward", HISTORY)
+        if len(rewards) > rows:
+            evidence |= {"reward_before": statistics.fmean(rewards[:-rows]), "reward": rewards[-1]}
+            finding += f"; the mean reward is {rewards[-1]:.3g}, before it was {evidence['reward_before']:.3g}"
         return now.alert("STOP02", finding, cause=BROKEN, remedy=BROKEN_REMEDY, evidence=evidence, kind="broken")
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     ends, missing = _end_tokens(facts)
@@ -88,9 +99,9 @@ def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
 
 
 def rewards_without_spread(now: StepContext) -> Alert | None:
-    """REW02: rewards no longer distinguish samples, or have collapsed."""
+    """REW02: rewards no longer distinguish samples, or have collapsed; not if responses do not end (STOP02)."""
     reward, facts = now.row.get("rollout/raw_reward"), now.facts
-    if reward is None or facts.config.algo.loss_type == "sft_loss":
+    if reward is None or facts.config.algo.loss_type == "sft_loss" or truncation(now) is not None:
         return None
     rows, size = _rows_without_spread(now, reward), facts.num_samples or math.inf
     if rows >= NO_SPREAD_STEPS and rows * size >= NO_SPREAD_SAMPLES:
@@ -151,8 +162,9 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     label_key = facts.config.data.label_key
     named = f" (--label-key {label_key})" if label_key else ""
     cause = (
-        f"The reward function gives the same value to any answer, the verifier does not find the labels{named}, or the "
-        "task is solved or out of reach."
+        f"Candidates: the reward function gives the same value to any answer, the verifier does not find the labels"
+        f"{named}, the responses are no answers (damaged weights, prompts without the question), or the task is solved "
+        "or out of reach."
     )
     remedy = (
         "print samples with --debug-rollout-print-every 1, and try `furlong reward test` with the same flags; check "
@@ -276,6 +288,69 @@ def reward_wait(now: StepContext) -> Alert | None:
     )
 
 
+def without_effect(now: StepContext) -> Alert | None:
+    """NUM06: training changes nothing, although rewards differ."""
+    config = now.facts.config
+    rows = [*now.history, now.row][-STILL_ROWS:]
+    if len(rows) < STILL_ROWS or not any(_differs(row, config) for row in rows):
+        return None
+    updates = now.events.get("weights_compared", ())[-STILL_ROWS:]
+    has_no_gradient = all(row.get("train/grad_norm") == 0 and _differs(row, config) for row in rows)
+    if not has_no_gradient and (len(updates) < STILL_ROWS or any(each.get("changed") for each in updates)):
+        return None
+    stale, trained = now.row.get("rollout/staleness/masked_frac"), now.row.get("rollout/response_len/mean")
+    cause, remedy = None, None
+    if stale is not None and stale >= 1:
+        cause = "All tokens are older than --max-token-staleness, and --stale-tokens mask leaves them out of the loss."
+        remedy = "raise --max-token-staleness, or use --stale-tokens pace"
+    elif trained == 0:
+        cause = "The loss mask of every token is 0."
+        remedy = "check the loss masks of custom functions, --mask-truncated and --rollout-sample-filter-path"
+    what = "grad_norm is 0" if has_no_gradient else "weight updates change no tensor"
+    return now.alert(
+        "NUM06",
+        f"{what} for {STILL_ROWS} steps in a row, although the data should give a gradient: nothing is learned",
+        cause=cause,
+        remedy=remedy,
+        evidence={"grad_norm": now.row.get("train/grad_norm"), "masked_frac": stale, "trained_tokens": trained},
+    )
+
+
+def _differs(row: Row, config: Config) -> bool:
+    """Whether the rewards of a step give a gradient; demonstrations always do."""
+    if config.algo.loss_type == "sft_loss":
+        return True
+    return row.get("rollout/zero_std_frac", 0.0) < 1 and row.get("rollout/reward_range", 0.0) > 0
+
+
+def slow_generation(now: StepContext) -> Alert | None:
+    """SLOW01: rollouts take several times as long as before, for each token, too."""
+    if now.facts.config.rollout.dynamic_sampling_filter_path:  # which may need more and more groups
+        return None
+    rows = [row for row in (*now.history, now.row) if {"perf/rollout_time", *SPEEDS} <= row.keys()]
+    before, last = rows[:-SLOW_ROWS], rows[-SLOW_ROWS:]
+    if len(before) < USUAL_ROWS:
+        return None
+    usual = {name: statistics.median(row[name] for row in before) for name in SPEEDS}
+    usual_s = statistics.median(map(_generation_s, before))
+    if any(_generation_s(row) < max(SLOWER * usual_s, SLOW_LEAST_S) for row in last):
+        return None
+    if any(row[name] * SLOWER > usual[name] for row in last for name in SPEEDS):
+        return None
+    seconds = statistics.fmean(map(_generation_s, last))
+    return now.alert(
+        "SLOW01",
+        f"rollouts take {seconds:.3g} s without waiting for rewards, usually {usual_s:.3g} s, with "
+        f"{now.row[TOKEN_RATE]:.3g} instead of {usual[TOKEN_RATE]:.3g} tokens per GPU and second",
+        evidence={"seconds": seconds, "usual_s": usual_s, "tokens_per_s": now.row[TOKEN_RATE]},
+        level=seconds / usual_s,
+    )
+
+
+def _generation_s(row: Row) -> float:
+    return row["perf/rollout_time"] - row.get("perf/reward_wait_time", 0.0)
+
+
 def data_wait(now: StepContext) -> Alert | None:
     """DATA03: the share of steps spent reading prompts."""
     data_s, step_s = now.recent("perf/data_time", DATA_ROWS), now.recent("perf/step_time", DATA_ROWS)
@@ -345,6 +420,8 @@ def full_context(now: StepContext) -> Alert | None:
 MONITORS = (
     StepMonitor("STOP02", truncation),
     StepMonitor("REW02", rewards_without_spread, again=4),
+    StepMonitor("NUM06", without_effect),
+    StepMonitor("SLOW01", slow_generation, again=2),
     StepMonitor("REW03", failed_rewards, again=5),
     StepMonitor("REW04", reward_wait, again=1.5),
     StepMonitor("HOOK01", failed_generation, again=5),

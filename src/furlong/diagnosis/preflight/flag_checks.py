@@ -14,6 +14,8 @@ from furlong.errors import ConfigError
 from furlong.models.tokenizer import read_template
 from furlong.training.megatron.parallel_layout import Layout, layout_flag_problems, model_problems, uneven_notice
 
+LARGE_EPSILON = 1e-2  # of Adam: gradients of one parameter are 1e-8 to 1e-3
+
 
 def flag_problems(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG01 to CFG05, and rows of folders: every problem found while flags were parsed and validated."""
@@ -104,6 +106,20 @@ def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
+def large_epsilon(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: an --adam-eps that makes Adam's steps vanish."""
+    flags = context.config.optim
+    if flags.optimizer == "adam" and flags.adam_eps > LARGE_EPSILON:
+        yield diagnosis(
+            "CFG05",
+            f"--adam-eps {flags.adam_eps:g} is far above gradients, which are at most 1 per parameter after "
+            "clipping, so steps are much smaller than --lr",
+            cause="Adam divides by the gradients' root mean square plus this value.",
+            remedy="use --adam-eps 1e-8, and --lr to change the size of steps",
+            severity="warning",
+        )
+
+
 def user_functions(context: PreflightContext) -> Iterator[Diagnosis]:
     """HOOK01, and REW01 for rewards: import every custom function and check its signature."""
     _, problems = context.hooks
@@ -118,5 +134,6 @@ CHECKS = (
     evaluation_sets,
     chat_template,
     kl_without_pull,
+    large_epsilon,
     user_functions,
 )
