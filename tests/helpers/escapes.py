@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -610,6 +612,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="escapes-"))
+    atexit.register(shutil.rmtree, folder)
     if options.uid is not None:
         os.chown(folder, options.uid, options.uid)
         os.setgroups([])
