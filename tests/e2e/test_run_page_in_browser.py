@@ -72,6 +72,8 @@ def test_views_fit_wide_narrow_and_dark_screens(browser, url):
         browser.dark(is_dark)
         for view in VIEWS:
             show(browser, view, "document.querySelector('main').innerText.length > 20")
+            if view == "evaluations":
+                browser.wait_for("document.querySelector('main thead')?.innerText.includes('held')")
             check_no_damage(browser)
 
 

@@ -61,6 +61,8 @@ class Browser:
         match event.get("method"):
             case "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:500])
+            case "Runtime.consoleAPICalled" if event["params"]["type"] == "error":
+                self.errors.append(json.dumps(event["params"]["args"])[:500])
             case "Log.entryAdded" if event["params"]["entry"]["level"] == "error":
                 self.errors.append(json.dumps(event["params"]["entry"])[:500])
         return event

@@ -66,6 +66,7 @@ async function draw() {
       state.keys = handle.keys || null;
     }
   } catch (error) {
+    console.error(error);
     fill(place, note(error.message));
   }
 }
@@ -144,4 +145,7 @@ async function begin() {
   });
 }
 
-begin().catch((error) => fill(document.getElementById("view"), note(error.message)));
+begin().catch((error) => {
+  console.error(error);
+  fill(document.getElementById("view"), note(error.message));
+});

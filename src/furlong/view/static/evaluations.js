@@ -16,8 +16,8 @@ export async function showEvaluations(place, number, runs) {
   let set = sets[0], step = "", offset = 0, order = "reward", handle = { keys: null };
   async function draw() {
     const own = names.filter((name) => new RegExp(`^eval/${set.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}($|-pass@|-truncated_ratio$|/response_len/mean$)`).test(name));
-    const { steps, columns } = await get(`metrics/${number}`, { names: own.join(",") });
-    const rows = steps.map((s, i) => [s, own.map((name) => (columns[name] || [])[i] ?? null)]).filter(([, values]) => values.some((v) => v !== null));
+    const results = await get(`metrics/${number}`, { names: own.join(",") });
+    const rows = results.steps.map((s, i) => [s, own.map((name) => (results.columns[name] || [])[i] ?? null)]).filter(([, values]) => values.some((v) => v !== null));
     const table = h("div", { class: "scroll short" }, h("table", null,
       h("thead", null, h("tr", null, columns(["Step", ...own.map((name) => name.slice(5))], [0, ...own.map((_, i) => i + 1)]))),
       h("tbody", null, rows.map(([s, values]) => h("tr", null, h("td", { class: "number" }, String(s)), values.map((v) => h("td", { class: "number" }, num(v))))))));
